@@ -73,7 +73,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     engine = VLLMEngine(config)
     await engine.start()
     llm: Any = engine._llm
-    build_app, init_app_state, args = vllm_server._prepared(config.model_path, NAME, {})
+    build_app, init_app_state, args = vllm_server._server_parts(config.model_path, NAME, {})
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)

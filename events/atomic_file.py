@@ -16,9 +16,9 @@ __all__ = ["sync", "whole_file"]
 def whole_file(
     path: Path, *, durable: bool = False, mode: int | None = None, prefix: str = ".unfinished-"
 ) -> Iterator[IO[bytes]]:
-    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none.
+    """Give a file to write, which gets its name when it is complete. On any error no file remains.
 
-    `durable`: with its name it is on the disk then. Its mode is 0600, or `mode`. `prefix`: of its name until then.
+    `durable` also brings file and name to the disk. Its mode is `mode` or 0600; `prefix` begins its temporary name.
     """
     handle, unfinished = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:

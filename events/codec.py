@@ -1,9 +1,7 @@
-"""Events as bytes, and back.
+"""Events as JSON bytes, and back. Name and schema version have columns of their own.
 
-The bytes of an event are its fields as JSON (orjson, sorted keys); its name and schema version stand in columns of
-their own. What `encode` accepts, `decode` reads back: it is checked before anything is written, because an event that
-can't be read again would stop every replay for ever. An older schema is lifted by the functions in `UPCASTERS`, one
-version at a time, before the event is built; stored bytes are never rewritten.
+`check` reads an event back before it is written, because an unreadable event would stop every replay for ever.
+`UPCASTERS` lift older schemas when an event is read; stored bytes are never rewritten.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from trinity_es.events.vocabulary import EVENTS, Event
 __all__ = ["UPCASTERS", "check", "decode", "encode"]
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(event type, schema version) -> a function that makes the fields of the next schema version out of those of this."""
+"""(event type, schema version) -> function that turns the fields of this schema version into those of the next."""
 
 
 def encode(event: Event) -> bytes:
-    """Return the event's fields as JSON bytes, the same bytes for the same event.
+    """Return the event's fields as JSON bytes, the same bytes for equal events.
 
-    Raises InvalidEvent, naming the event and the field, for what JSON can't hold: NaN, infinities, objects, keys that
-    are no strings, integers beyond 64 bits, text that is no UTF-8.
+    Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers beyond 64
+    bits, and text that is no UTF-8.
     """
     data = _write(event)
     _require_finite(event, data)
@@ -38,17 +36,17 @@ def encode(event: Event) -> bytes:
 
 
 def check(event: Event) -> tuple[bytes, Event]:
-    """Return the event's bytes, and the event as every later reader will get it from them. Raises InvalidEvent.
+    """Return the event's bytes, and the event as later readers will decode it. Raises InvalidEvent.
 
-    The second is what live state must be folded from, so that it can't differ from replayed state.
+    Live state is folded from the decoded event, so that it can't differ from replayed state.
     """
     data = _write(event)
     try:
         back = decode(type(event).__name__, event.schema_version, data)
     except InvalidEvent:
-        _require_finite(event, data)  # where it is why, this says more
+        _require_finite(event, data)  # if this is the reason, its message says more
         raise
-    if b"null" in data and back != event:  # what was read back equal held no NaN
+    if b"null" in data and back != event:  # an event that reads back equal held no NaN
         _require_finite(event, data)
     return data, back
 
@@ -65,7 +63,7 @@ def _write(event: Event) -> bytes:
 
 
 def _require_finite(event: Event, data: bytes) -> None:
-    # orjson writes NaN and infinities as null without a word: only an event with a null in it can hold one.
+    # orjson silently writes NaN and infinities as null, so only an event with a null in it can hold one.
     if b"null" in data:
         name = type(event).__name__
         try:
@@ -75,10 +73,9 @@ def _require_finite(event: Event, data: bytes) -> None:
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
-    """Return the event that was written as `type_name` in `schema_version`, lifted to today's schema.
+    """Return the event stored as `type_name` in `schema_version`, lifted to the current schema.
 
-    Raises LogTooNew for an event or a schema version of a newer software, InvalidEvent for bytes that are no such
-    event.
+    Raises LogTooNew for types or schema versions of newer software, InvalidEvent for other bytes.
     """
     cls = EVENTS.get(type_name)
     if cls is None:
@@ -112,14 +109,14 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
         first = e.errors(include_url=False)[0] if hasattr(e, "errors") else None
-        where = ".".join(str(part) for part in first["loc"]) if first else "?"
-        what = first["msg"] if first else str(e)
-        raise InvalidEvent(f"{type_name}.{where}: {what}", type=type_name, field=where) from e
+        path = ".".join(str(part) for part in first["loc"]) if first else "?"
+        problem = first["msg"] if first else str(e)
+        raise InvalidEvent(f"{type_name}.{path}: {problem}", type=type_name, field=path) from e
 
 
 @cache
 def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
-    """Return the names of an event's fields, as keys, and what gives the values of them all."""
+    """Return the names of an event's fields, as keys, and a function that gives all their values."""
     names = [f.name for f in fields(cls)]
     values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
     return dict.fromkeys(names), values
@@ -127,9 +124,9 @@ def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[
 
 @cache
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
-    from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
+    from pydantic import TypeAdapter  # local, since it is a third of this room's import time
 
-    return TypeAdapter(cls).validator.validate_python  # without the wrapper, a sixth of it
+    return TypeAdapter(cls).validator.validate_python  # a sixth faster than through the wrapper
 
 
 def _culprit(event: Event) -> str | None:

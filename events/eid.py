@@ -1,4 +1,4 @@
-"""Which experience: batch, task, run, step; and what of its `info` the trainer gets as columns of its own."""
+"""Id of an experience, and the values of its `info` that the trainer gets as columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EID", "CustomField"]
 
 @dataclass(slots=True)
 class EID:
-    """Which experience: batch, task, run, step, and a suffix that keeps it unique."""
+    """Id of an experience: batch, task, run, step, and a suffix that makes it unique."""
 
     batch: int | str = ""
     """Set by the runner."""
@@ -24,28 +24,28 @@ class EID:
     run: int = 0
     """Set by the runner, except for workflows that do all runs themselves."""
     step: int = 0
-    """Turn in the run, from 0; set by workflows of several experiences a run."""
+    """Turn in the run, from 0; set by workflows with several experiences per run."""
     suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
-    """Six random hex digits by default; give one to be deterministic."""
+    """Six random hex digits by default; pass one to be deterministic."""
 
     @property
     def uid(self) -> str:
-        """`batch/task/run/step/suffix`: this experience."""
+        """`batch/task/run/step/suffix`, the id of this experience."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
     @property
     def sid(self) -> str:
-        """`batch/task/step`: the same step of all runs of a task."""
+        """`batch/task/step`, the same step of all runs of a task."""
         return f"{self.batch}/{self.task}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """`batch/task/run`: all steps of a run."""
+        """`batch/task/run`, all steps of a run."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """`batch/task`: all runs of a task, the group of GRPO."""
+        """`batch/task`, all runs of a task: the group of GRPO."""
         return f"{self.batch}/{self.task}"
 
     def __str__(self) -> str:
@@ -72,10 +72,10 @@ class CustomField:
     destination_field: str
     """Name of the trainer's column."""
     data_type: str
-    """Its dtype by name ("float32"); a torch or numpy dtype is accepted and becomes its name."""
+    """Name of its dtype ("float32"); a torch or numpy dtype is converted to its name."""
 
     def __post_init__(self) -> None:
-        given: Any = self.data_type
-        if not isinstance(given, str):
-            given = np.dtype(given).name if isinstance(given, type | np.dtype) else str(given)
-        object.__setattr__(self, "data_type", given.removeprefix("torch."))
+        dtype: Any = self.data_type
+        if not isinstance(dtype, str):
+            dtype = np.dtype(dtype).name if isinstance(dtype, type | np.dtype) else str(dtype)
+        object.__setattr__(self, "data_type", dtype.removeprefix("torch."))

@@ -1,25 +1,23 @@
-"""The error tree, once, for every room; users find it in `trinity_es.errors`.
+"""All errors of this software, for every room; users import them from `trinity_es.errors`.
 
 ```
 TrinityError
 ├── ConfigError, TasksetError, TaskNotSerializable, UnknownWorkflow, DataError (NotFinite)   bad input (ValueError)
-├── BatchNotFound, RunnerNotFound, HostNotFound, WeightNotFound, AnswerNotFound  there is no such thing (KeyError)
-├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       not in this state (ValueError)
+├── BatchNotFound, RunnerNotFound, HostNotFound, WeightNotFound, AnswerNotFound  no such thing (KeyError)
+├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       wrong state (ValueError)
 ├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
-├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  what ran failed
+├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  a part failed
 ├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
 └── LogError
     ├── LogUnavailable (LogReplaced), LogRewound                               the log can't be written, or trusted
-    ├── LogNotFound, NotALog, LogTooNew, LogCorrupt, InvalidEvent               it can't be read
-    ├── PayloadNotFound, CorruptPayload                                          nor what it points to
-    └── ConcurrencyError, CommitMismatch, Fenced                                     two wrote
+    ├── LogNotFound, NotALog, LogTooNew, LogCorrupt, InvalidEvent               the log can't be read
+    ├── PayloadNotFound, CorruptPayload                                          a payload can't be read
+    └── ConcurrencyError, CommitMismatch, Fenced                                     two writers
 ```
 
-Every error that this software raises on purpose is a `TrinityError`; many are also the built-in error that says the
-same. An error crosses processes: it is its class name, its message and a dict of plain details, so it pickles, encodes
-to JSON and is raised again on the other side as the same class.
-
-A message names the thing, the value and the way out.
+Every error that this software raises on purpose is a `TrinityError`; many are also the built-in error with the same
+meaning. An error crosses processes as its class name, its message and a dict of plain details, so it pickles, encodes
+to JSON and is raised again on the other side as the same class. A message names the thing, the value and the way out.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ __all__ = [
 
 
 class TrinityError(Exception):
-    """Base of all. `message` is what a person reads; `details` are plain JSON values for a program."""
+    """Base of all. `message` is for people; `details` are plain JSON values for programs."""
 
     def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
@@ -58,7 +56,7 @@ def _rebuild(cls: type[TrinityError], message: str, details: dict[str, Any]) -> 
     return cls(message, **details)
 
 
-# --- what the user gave us ------------------------------------------------------------------------------------------
+# --- input of the user ----------------------------------------------------------------------------------------------
 class ConfigError(TrinityError, ValueError):
     """A config that can't be used: unknown key, wrong type, a path that isn't there."""
 
@@ -68,7 +66,7 @@ class TasksetError(TrinityError, ValueError):
 
 
 class TaskNotSerializable(TrinityError, ValueError):
-    """A task holds something that can't travel to a runner; names the task and the field."""
+    """A task holds a value that can't be sent to a runner; names the task and the field."""
 
 
 class UnknownWorkflow(TrinityError, ValueError):
@@ -80,12 +78,12 @@ class DataError(TrinityError, ValueError):
 
 
 class NotFinite(DataError):
-    """NaN, an infinity or a reward beyond all measure in what a trainer would learn from."""
+    """NaN, an infinity or an absurdly large reward in data that a trainer would learn from."""
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
 class BatchAlreadyActive(TrinityError, ValueError):
-    """submit_batch with the id of a batch that has not ended."""
+    """submit_batch with the id of a batch that is still open."""
 
 
 class BatchNotFound(TrinityError, KeyError):
@@ -109,7 +107,7 @@ class FinalizeTimeout(TrinityError, TimeoutError):
 
 
 class TakeTimeout(TrinityError, TimeoutError):
-    """There were not enough experiences in the queue within the timeout. None was taken: ask again, or for fewer."""
+    """The queue did not have enough experiences within the timeout. None was taken: ask again, or for fewer."""
 
 
 class WaitTimeout(TrinityError, TimeoutError):
@@ -117,21 +115,21 @@ class WaitTimeout(TrinityError, TimeoutError):
 
 
 class PipelineError(TrinityError):
-    """An operator of the experience pipeline failed, and the batch is RUNNING again; or a priority function did."""
+    """An operator of the experience pipeline failed, and the batch is RUNNING again; or a priority function failed."""
 
 
 # --- answers of the proxy -------------------------------------------------------------------------------------------
 class AnswerNotFound(TrinityError, KeyError):
-    """A reward for a message id that the proxy never gave."""
+    """A reward for a message id that the proxy never sent."""
 
 
 class AnswerDelivered(TrinityError, ValueError):
-    """A reward for an answer that went to the pipeline already."""
+    """A reward for an answer that already went to the pipeline."""
 
 
 # --- the log --------------------------------------------------------------------------------------------------------
 class LogError(TrinityError):
-    """Base of what goes wrong with the log."""
+    """Base of errors of the log."""
 
 
 class ConcurrencyError(LogError):
@@ -143,7 +141,7 @@ class CommitMismatch(LogError):
 
 
 class Fenced(LogError):
-    """The writer's lease was taken by another: it can write nothing any more."""
+    """Another writer took the lease; this one can't write any more."""
 
 
 class InvalidEvent(LogError, ValueError):
@@ -151,11 +149,11 @@ class InvalidEvent(LogError, ValueError):
 
 
 class LogNotFound(LogError, FileNotFoundError):
-    """There is no log at that place."""
+    """No log at this place."""
 
 
 class NotALog(LogError):
-    """There is a database or file, but no log in it."""
+    """A database or file that holds no log."""
 
 
 class LogTooNew(LogError):
@@ -167,24 +165,24 @@ class LogCorrupt(LogError):
 
 
 class LogRewound(LogError):
-    """The log lost what was acknowledged, or is another one: it was restored from an older copy, say.
+    """The log lost acknowledged events, or is another log, for example restored from an older copy.
 
     Nothing is acknowledged on it until the better copy is back, or a person accepts it (`trinity-es accept-rewind`).
-    `details`: `position` that was known, `found`: that the log ends at.
+    `details`: `position` is the acknowledged one, `found` the last one of the log.
     """
 
 
 class LogUnavailable(LogError):
     """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged.
 
-    `details["passing"]`: it may pass by itself (see events/store/database/retry.py).
+    `details["passing"]`: true if it may pass by itself (events/store/database/retry.py).
     """
 
 
 class LogReplaced(LogUnavailable):
-    """The path of a SQLite log names another file than the one in use, or none. Nothing was acknowledged.
+    """The path of a SQLite log leads to another file than the one in use, or to none. Nothing was acknowledged.
 
-    `details["missing"]`: it names none. When the file is put back under its name, all goes on.
+    `details["missing"]`: true if it leads to none. When the file is back at its path, work continues.
     """
 
 
@@ -202,42 +200,42 @@ class NotRunning(TrinityError):
 
 
 class WrongKey(TrinityError):
-    """The key to the actor system is missing, does not fit, or others could read it; says where it was looked for."""
+    """The key of the actor system is missing, wrong, or readable by others; says which places were searched."""
 
 
 class VersionMismatch(TrinityError):
-    """The running actor system is of a version of trinity_es that this process can't talk to."""
+    """The running actor system has a version of trinity_es that this process can't talk to."""
 
 
 class AlreadyRunning(TrinityError):
-    """An actor system runs on this store already."""
+    """An actor system already runs on this store."""
 
 
 class RequestRefused(TrinityError):
-    """A request that coordinators ended of, or may have: it is not tried again until the system is started anew."""
+    """A request that may have crashed coordinators; it is not tried again until the system is restarted."""
 
 
 class StartupError(TrinityError):
-    """The actor system, or a runner in it, did not come up."""
+    """The actor system, or a runner in it, did not start."""
 
 
 class EngineError(TrinityError):
-    """An inference engine refused or failed."""
+    """An inference engine refused a request or failed."""
 
 
 class EnvironmentFailed(TrinityError):
-    """An environment ended a task without a result. No reward comes of it: the run is attempted again.
+    """An environment ended a task without a result. The run gets no reward and is attempted again.
 
-    `details["kind"]` is the kind of this failure: `infra` (also where it is not there), `timeout` or `workflow`.
+    `details["kind"]` is the failure kind: `infra` (also if the environment is not installed), `timeout` or `workflow`.
     """
 
 
 class SyncError(TrinityError):
-    """Weights could not be loaded; the engines go on with the version they had."""
+    """Weights could not be loaded; the engines continue with the version they had."""
 
 
 class WeightNotFound(TrinityError, KeyError):
-    """No tensor with that name in the weights that are served."""
+    """No tensor with that name in the weights in use."""
 
 
 class WorkflowError(TrinityError):
@@ -245,17 +243,17 @@ class WorkflowError(TrinityError):
 
 
 class GraderError(TrinityError):
-    """What was to judge an answer did not end in time, ended its process, took too much memory or raised.
+    """A grader did not finish in time, ended its process, used too much memory or raised.
 
-    Nothing is known of the answer then: its run has failed, and is no zero.
+    The answer stays ungraded: its run fails, and does not get a reward of zero.
     """
 
 
-def _tree(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
-    found = {cls.__name__: cls}
+def _classes_by_name(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
+    classes = {cls.__name__: cls}
     for sub in cls.__subclasses__():
-        found |= _tree(sub)
-    return found
+        classes |= _classes_by_name(sub)
+    return classes
 
 
 _BUILTIN: dict[str, type[Exception]] = {c.__name__: c for c in (KeyError, ValueError, TimeoutError, TypeError)}
@@ -270,12 +268,9 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_dict(data: dict[str, Any]) -> Exception:
-    """Return the error that `error_to_dict` wrote.
-
-    A class that this process doesn't know comes back as TrinityError.
-    """
+    """Return the error that `error_to_dict` wrote; TrinityError if this process doesn't know the class."""
     name, message, details = data["type"], data["message"], data.get("details") or {}
-    cls = _tree(TrinityError).get(name)
+    cls = _classes_by_name(TrinityError).get(name)
     if cls is not None:
         return cls(message, **details)
     if name in _BUILTIN:
@@ -284,17 +279,16 @@ def error_from_dict(data: dict[str, Any]) -> Exception:
 
 
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
-"""A frame of a traceback, as Python writes it."""
 
 
 def said_and_where(error: str) -> tuple[str, str]:
-    """Return what was raised, and of an error's text with a traceback its last frame, as `(code.py:12 in run)`.
+    """Split an error's text into the error itself and the last frame of its traceback, as `(code.py:12 in run)`.
 
-    Of a text without one: all of it, and "".
+    Without a traceback the parts are the whole text and "".
     """
-    said, _, frames = error.partition("\n")
+    message, _, frames = error.partition("\n")
     places = _FRAME.findall(frames)
     if not places:
         return error, ""
     file, line, function = places[-1]
-    return said, f"({file.rpartition('/')[2]}:{line} in {function})"
+    return message, f"({file.rpartition('/')[2]}:{line} in {function})"

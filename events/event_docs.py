@@ -1,6 +1,6 @@
-"""docs/EVENTS.md, made from the vocabulary: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
+"""Printer of docs/EVENTS.md: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
 
-Reads the source of `vocabulary/`, since the string under a field is documentation that Python itself throws away.
+It parses the sources of `vocabulary/`, since Python itself drops the strings under fields.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 from trinity_es.events import vocabulary
 
 __all__ = ["documented_fields", "fields_table", "markdown"]
+__all__ = ["documented_fields", "fields_table", "markdown"]
+
 
 def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
-    """(name, type, doc) of each field: a string that follows a field is its doc."""
+    """Return (name, type, doc) of each field; the doc is the string under the field."""
     out: list[tuple[str, str, str]] = []
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -48,9 +50,9 @@ def markdown() -> str:
     lines = [
         "# Events",
         "",
-        "Everything that can stand in the log, made from `events/vocabulary/` by `make docs`. Besides its data, an",
-        "event has a position (global order, without gaps), a stream and its version there, a time, a commit id,",
-        "metadata (the writer's epoch and host) and a hash over itself and the event before it.",
+        "All events of the log, printed from `events/vocabulary/` by `make docs`. Besides its data, an event has a",
+        "position (global order, without gaps), a stream and its version there, a time, a commit id, metadata (the",
+        "writer's epoch and host) and a hash over itself and the event before it.",
     ]
     for stream, names in streams.items():
         lines += ["", f"## Stream `{stream}`"]

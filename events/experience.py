@@ -1,10 +1,7 @@
-"""Experiences: what a rollout produced, and what of it goes into the bytes in which many of them are kept.
+"""Experiences, which rollouts produce and trainers learn from, and their serialisation.
 
-Workflows make `Experience`s, runners stamp and serialise them, the pipeline and the trainer read them. An experience is
-checked when it is made and again when it is serialised (it is mutable in between), so what lies in a payload is whole:
-shapes agree, numbers in the JSON part are finite. Arrays are numpy; torch tensors are accepted but torch is never
-imported, so an auditor's machine can read every payload. How the bytes lie in a file is `payload_format.py`, where they
-lie is the payload store's job.
+An experience is checked when it is made and again when it is serialised, since it is mutable in between. Arrays are
+numpy; torch tensors are accepted but torch is never imported, so an auditor's machine can read every payload.
 """
 
 from __future__ import annotations
@@ -36,19 +33,19 @@ _FINITE: Final = (*(name for name, (dtype, _) in VECTORS.items() if dtype.kind =
 
 
 class Experience:
-    """What the trainer learns from: token ids, what was sampled and how likely, and how good it was.
+    """A sample to learn from: token ids, what the model sampled with which probabilities, and its reward.
 
-    All arguments are keywords. Arrays may be lists, numpy arrays or torch tensors (bfloat16 becomes float32); they are
-    kept as numpy, not copied where the dtype fits. With prompt_length P and S tokens the response has R = S - P.
+    All arguments are keywords. Arrays may be lists, numpy arrays or torch tensors (bfloat16 becomes float32). They are
+    kept as numpy, uncopied if the dtype fits. With prompt_length P and S tokens the response has R = S - P.
 
     - `eid` EID or its dict; a new one by default
     - `tokens` int32 [S], none negative; for a preference pair (dpo) the prompt alone
-    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1 (also where these have
-      the length S). A preference pair's is S
+    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1 (also if these have the
+      length S). S for a preference pair
     - `logprobs, token_level_reward, advantages, returns, teacher_logprobs` float32 [R] (log probabilities in nats)
-      logprobs may also be given for all tokens [S], or for all but the first [S - 1]: the response's part is kept
-    - `action_mask` bool [R] (or [S], of which the response's part is kept), true where the model made the token; by
-      default all true, all false for a truncated prompt, None for a preference pair
+      logprobs may also cover all tokens [S], or all but the first [S - 1]: the response's part is kept
+    - `action_mask` bool [R] (or [S], cut to the response's part), true for tokens that the model made; by default all
+      true, all false for a truncated prompt, None for a preference pair
     - `reward` finite, of 1e30 at most, or None while there is none
     - `chosen, rejected` int32, none negative, any length: the two responses of a preference pair
     - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
@@ -56,9 +53,9 @@ class Experience:
     - `truncate_status` ("prompt_truncated", "response_truncated"), `prompt_text, response_text`
     - `custom_fields` list of CustomField
 
-    `experience_type` is "multi_turn" where an action mask was given, "dpo" where chosen and rejected were, else
-    "single_turn". Raises DataError, naming the experience, the field and the place in it, for a shape that does not
-    agree, a token id below 0, a number that is not finite, in whichever field, and anything that is not JSON.
+    `experience_type` is "multi_turn" with an action mask, "dpo" with chosen and rejected, else "single_turn". Raises
+    DataError, naming the experience, the field and the place in it, for shapes that don't agree, a token id below 0,
+    any number that is not finite, and values that are not JSON.
 
     Two experiences are equal when every field is, arrays to the last bit.
     """
@@ -104,7 +101,7 @@ class Experience:
             self.prompt_length = prompt_length
         else:
             aligned = self.action_mask if self.action_mask is not None else self.logprobs
-            # One over all tokens says nothing of the prompt.
+            # A vector over all tokens does not tell the prompt's length.
             self.prompt_length = 1 if aligned is None or len(aligned) == seq else seq - len(aligned)
         self.token_level_reward, self.advantages, self.returns = token_level_reward, advantages, returns
         self.chosen, self.rejected, self.teacher_logprobs = chosen, rejected, teacher_logprobs
@@ -117,40 +114,40 @@ class Experience:
         self.validate()
 
     # --- checks -----------------------------------------------------------------------------------------------------
-    def _bad(self, name: str, what: str, where: str = "", kind: type[DataError] = DataError) -> DataError:
+    def _error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
-        # Who made it can't know yet which it will be: its runner says that later.
-        of_none = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
-        whose = "a new experience" if of_none else f"experience {uid}"
-        return kind(f"{whose}: {name}{where} {what}", eid=uid, field=name)
+        # Until its runner sets batch and task, the id of an experience says nothing.
+        unnamed = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
+        subject = "a new experience" if unnamed else f"experience {uid}"
+        return kind(f"{subject}: {name}{place} {problem}", eid=uid, field=name)
 
     def _vector(self, name: str, value: Any) -> Any:
-        """Return a 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
+        """Return a 1-D array of the field's dtype, or None. Typed Any: `validate` checks which fields may be None."""
         dtype = VECTORS[name][0]
         if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
             return value
         array = self._array(name, value)
         if array.ndim != 1:
-            raise self._bad(name, f"has shape {array.shape}, expected one dimension")
+            raise self._error(name, f"has shape {array.shape}, expected one dimension")
         if array.dtype == dtype:
             return array.astype(dtype, copy=False)
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
         if dtype.kind in "ib" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
             if dtype.kind == "i":
-                what = "Experience: %s given as %s: whole numbers are taken as %s, give them as integers"
-                _warn_once(what, name, array.dtype, dtype)
+                warning = "Experience: %s given as %s: whole numbers are taken as %s, give them as integers"
+                _warn_once(warning, name, array.dtype, dtype)
             fits += "f"
         if array.size and array.dtype.kind not in fits:
-            raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
+            raise self._error(name, f"has dtype {array.dtype}, expected {dtype}")
         if dtype.kind == "i" and array.size:
             bounds = np.iinfo(dtype)
             if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-                raise self._bad(name, f"holds numbers that don't fit {dtype}")
+                raise self._error(name, f"holds numbers that don't fit {dtype}")
         try:
             with np.errstate(over="raise"):
                 return array.astype(dtype)
         except FloatingPointError as e:
-            raise self._bad(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
+            raise self._error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
         try:
@@ -160,45 +157,42 @@ class Experience:
                     value = value.float()
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-            raise self._bad(name, f"can't be made an array ({e})") from e
+            raise self._error(name, f"can't be made an array ({e})") from e
         dtype = array.dtype.newbyteorder("=")
         if dtype not in DTYPES:
-            raise self._bad(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
+            raise self._error(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
         return array.astype(dtype, copy=False)
 
     def _json(self, name: str, value: Any, kind: type) -> Any:
         if not isinstance(value, kind) or isinstance(value, str):
-            raise self._bad(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
+            raise self._error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
             return plain(value)
         except NotPlain as e:
-            raise self._bad(name + "".join(reversed(e.path)), e.what) from None
+            raise self._error(name + "".join(reversed(e.path)), e.problem) from None
 
     def validate(self) -> None:
-        """Check every field, and bring values assigned since (tensors, lists, numpy scalars) to their types.
-
-        The constructor and `serialize_many` call this. Raises DataError naming the experience and the field.
-        """
+        """Check every field, and convert values assigned since (tensors, lists, numpy scalars). Raises DataError."""
         if not isinstance(self.eid, EID):
-            raise self._bad("eid", f"is a {type(self.eid).__name__}, expected an EID")
+            raise self._error("eid", f"is a {type(self.eid).__name__}, expected an EID")
         fields = self.__dict__
         for name in VECTORS:
             if fields[name] is not None:
                 fields[name] = self._vector(name, fields[name])
         if fields["tokens"] is None:
-            raise self._bad("tokens", "are missing")
+            raise self._error("tokens", "are missing")
         for name in _TOKENS:
             array = fields[name]
             if array is not None and array.size and array.min() < 0:
-                place = int(np.argmax(array < 0))
-                raise self._bad(name, f"is {array[place]}: a token id is 0 at least", where=f"[{place}]")
+                index = int(np.argmax(array < 0))
+                raise self._error(name, f"is {array[index]}: token ids must be 0 or more", place=f"[{index}]")
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number(self.reward)
         if self.routed_experts is not None:
             self.routed_experts = self._array("routed_experts", self.routed_experts)
         if self.multi_modal_inputs is not None:
-            # The keys are checked as JSON keys, the arrays each on its own.
+            # The keys are checked as JSON keys, the arrays one by one.
             self._json("multi_modal_inputs", dict.fromkeys(self.multi_modal_inputs), dict)
             self.multi_modal_inputs = {
                 str.__str__(key): self._array(f"multi_modal_inputs.{key}", value)
@@ -209,7 +203,7 @@ class Experience:
             value = fields[name]
             if value is not None:
                 if not isinstance(value, str):
-                    raise self._bad(name, f"is a {type(value).__name__}, expected text")
+                    raise self._error(name, f"is a {type(value).__name__}, expected text")
                 if not value.isascii():
                     self._json(name, [value], list)
         self.info = self._json("info", self.info, dict) if self.info else {}
@@ -218,18 +212,15 @@ class Experience:
             if fields[name] is not None:
                 fields[name] = self._json(name, fields[name], Sequence)
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
-            raise self._bad("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
+            raise self._error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def require_finite(self) -> None:
-        """Refuse NaN and infinities in the reward and in any array. Part of `validate`; quick.
-
-        Raises NotFinite (a DataError) naming the experience, the field and the index.
-        """
+        """Refuse NaN and infinities in the reward and in any array. Raises NotFinite. A quick part of `validate`."""
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
-            what = f"is {reward}: only finite numbers can be recorded; trainers compute in float32, 1e30 is the most"
-            raise self._bad("reward", what, kind=NotFinite)
+            problem = f"is {reward}: it must be finite and at most 1e30, since trainers compute in float32"
+            raise self._error("reward", problem, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
                 self._finite(name, fields[name])
@@ -239,9 +230,9 @@ class Experience:
     def _finite(self, name: str, array: Array) -> None:
         if array.dtype.kind != "f" or bool(np.isfinite(array).all()):
             return
-        place = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
-        what = f"is {array[tuple(place)]}: only finite numbers can be learned from"
-        raise self._bad(name, what, str(place), NotFinite)
+        index = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
+        problem = f"is {array[tuple(index)]}: only finite numbers can be learned from"
+        raise self._error(name, problem, str(index), NotFinite)
 
     def _number(self, value: Any) -> float:
         try:
@@ -249,7 +240,7 @@ class Experience:
                 raise TypeError("text")
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise self._bad("reward", f"is {shown(value)}, expected a number") from e
+            raise self._error("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
         seq = len(self.tokens)
@@ -257,20 +248,20 @@ class Experience:
         if isinstance(prompt, np.integer):
             self.prompt_length = prompt = int(prompt)
         if not isinstance(prompt, int) or isinstance(prompt, bool):
-            raise self._bad("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
+            raise self._error("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
         if self.experience_type == "dpo":
             if prompt != seq:
-                what = f"is {shown(prompt)}, but a preference pair's prompt is its {seq} tokens"
-                raise self._bad("prompt_length", what)
+                problem = f"is {shown(prompt)}, but a preference pair's prompt is its {seq} tokens"
+                raise self._error("prompt_length", problem)
             return
         if self.experience_type == "single_turn":
-            # A truncated prompt may have no room left for a response; the known class allows it, so do we.
+            # A truncated prompt may leave no room for a response; Trinity-RFT's class allows it too.
             least, most = 1, seq if self.truncate_status == "prompt_truncated" else seq - 1
         else:
             least, most = 0, seq
         if not least <= prompt <= most:
-            what = f"is {shown(prompt)}, expected {least} to {most} with tokens of shape ({seq},)"
-            raise self._bad("prompt_length", what)
+            problem = f"is {shown(prompt)}, expected {least} to {most} with tokens of shape ({seq},)"
+            raise self._error("prompt_length", problem)
         response = seq - prompt
         self._cut_to_response(seq, prompt)
         if self.action_mask is None:
@@ -278,25 +269,25 @@ class Experience:
         fields = self.__dict__
         for name, (_, per_response) in VECTORS.items():
             if per_response and fields[name] is not None and len(fields[name]) != response:
-                raise self._bad(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
+                raise self._error(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
                                 f"(tokens of shape ({seq},), prompt_length {prompt})")
 
     def _cut_to_response(self, seq: int, prompt: int) -> None:
-        """Keep the response's part of what was given for every token; of logprobs also for all but the first one."""
+        """Cut vectors that cover all tokens to the response; logprobs also if they cover all but the first token."""
         fields = self.__dict__
         for name, lengths in (("logprobs", (seq, seq - 1)), ("action_mask", (seq,))):
             array = fields[name]
             if array is not None and len(array) != seq - prompt and len(array) in lengths:
-                what = "Experience: %s given for more tokens than the response has: the part of the response is kept"
-                _warn_once(what, name)
+                warning = "Experience: %s given for more tokens than the response has: the part of the response is kept"
+                _warn_once(warning, name)
                 fields[name] = array[prompt - (seq - len(array)) :]
 
     # --- as values --------------------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Experience):
             return NotImplemented
-        mine, theirs = self.__dict__, other.__dict__
-        return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
+        own, theirs = self.__dict__, other.__dict__
+        return own.keys() == theirs.keys() and all(_is_equal(own[name], theirs[name]) for name in own)
 
     def __repr__(self) -> str:
         return (
@@ -305,10 +296,7 @@ class Experience:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a person wants to see of it, as plain JSON: everything but the arrays.
-
-        What is None is left out.
-        """
+        """Return its fields as plain JSON, without arrays and fields that are None."""
         out: dict[str, Any] = {
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
@@ -320,47 +308,42 @@ class Experience:
 
     # --- as bytes ---------------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
-        """Return this experience alone as a payload. Raises DataError, see `validate`."""
+        """Return this experience alone as a payload. Raises DataError as `validate`."""
         return self.serialize_many([self])
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the one experience of a payload.
-
-        Raises CorruptPayload; DataError when the payload holds another number.
-        """
-        found = cls.deserialize_many(data)
-        if len(found) != 1:
-            raise DataError(f"this payload holds {len(found)} experiences, not one: use Experience.deserialize_many")
-        return found[0]
+        """Return the one experience of a payload. Raises CorruptPayload; DataError if it has another number."""
+        experiences = cls.deserialize_many(data)
+        if len(experiences) != 1:
+            count = len(experiences)
+            raise DataError(f"this payload holds {count} experiences, not one: use Experience.deserialize_many")
+        return experiences[0]
 
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
-        """Return all of them as one payload, in order; equal experiences give equal bytes.
-
-        Raises DataError as `validate`.
-        """
+        """Return experiences as one payload, in order; equal ones give equal bytes. Raises DataError as `validate`."""
         items = [e.item() for e in experiences]
         return encode(items, columns_of([e.__dict__ for e in experiences]))
 
     def item(self) -> dict[str, Any]:
-        """Return what a payload holds of it besides its arrays. Raises DataError as `validate`."""
+        """Return its part of a payload besides the arrays. Raises DataError as `validate`."""
         self.validate()
         eid = self.eid
         return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:
-        """(version, start, end) over the response, of the weights that made it; [] where its `info` does not say."""
-        told = self.info.get("version_spans") if isinstance(self.info, dict) else None  # a user may write anything
+        """(version, start, end) over the response, of the weights that made it; [] if its `info` has none."""
+        spans = self.info.get("version_spans") if isinstance(self.info, dict) else None  # a user may write anything
         return [
-            (span[0], span[1], span[2]) for span in (told if isinstance(told, list) else ())
+            (span[0], span[1], span[2]) for span in (spans if isinstance(spans, list) else ())
             if isinstance(span, list) and len(span) == 3 and all(type(n) is int for n in span)
         ]
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
-        """The oldest and the newest weights that made any of its tokens; None: neither spans nor a stamp say it."""
+        """The oldest and the newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
         if versions := [version for version, _, _ in self.version_spans]:
             return min(versions), max(versions)
         oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")
@@ -370,21 +353,20 @@ class Experience:
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
         """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
 
-        Raises CorruptPayload for bytes that `serialize_many` did not write, when the payload holds fewer than
-        `first + count`, and for one that refers to others (a delivered one), which `read_experiences` can read;
-        DataError for a negative number.
+        Raises DataError for a negative number. Raises CorruptPayload for other bytes, too few experiences, and a
+        delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):
-            raise DataError(f"can't read {count} experiences from number {first} on: negative")
+            raise DataError(f"can't read {count} experiences from number {first} on: both must be 0 or more")
         with decoding():
             payload = Payload(bytearray(data))
             return cls.of_fields(fields_in(payload, payload.part(first, count), {}))
 
     @classmethod
-    def of_fields(cls, found: Iterable[dict[str, Any]]) -> list[Self]:
-        """Return experiences whose fields these are, not checked: they were when they were written."""
+    def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:
+        """Return experiences with these fields unchecked, since they were checked when they were written."""
         out = []
-        for fields in found:
+        for fields in all_fields:
             experience = cls.__new__(cls)
             experience.__dict__ = fields
             out.append(experience)
@@ -392,19 +374,19 @@ class Experience:
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
-    """Return experiences by their eid's `tid`, `rid` or `sid`, groups and members in order of appearance."""
+    """Return experiences by `tid`, `rid` or `sid` of their eid, groups and members in order of appearance."""
     attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
     if attribute is None:
-        raise DataError(f"can't group by {id_type!r}: one of task, run, step")
+        raise DataError(f"can't group by {id_type!r}: use task, run or step")
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
     return groups
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and same_array(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)

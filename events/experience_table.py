@@ -1,4 +1,4 @@
-"""Experiences as rows for other tools: one table for what `export` writes and for the outputs of the pipeline."""
+"""Experiences as rows of one table, for `export` and for the outputs of the pipeline."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ COLUMNS = (
     "prompt_length", "action_mask", "logprobs", "reward", "advantages", "returns", "oldest_version", "newest_version",
     "runner", "attempt", "trained_step", "truncated", "metrics", "info",
 )
-"""What an experience is in a file. `tokens` are prompt and completion, the first `prompt_length` are the prompt;
-`action_mask, logprobs, advantages, returns` have a value for each token after them. `prompt` and `completion` are None
-where the rollout kept no text: nothing is decoded here. The versions are those of the oldest and the newest weights
-that made any of its tokens; `runner, attempt, trained_step` come from the log, and are None in an output's file."""
+"""Columns of the table. `tokens` are prompt and completion, the first `prompt_length` are the prompt; `action_mask,
+logprobs, advantages, returns` have a value per completion token. `prompt` and `completion` are None if the rollout kept
+no text, since nothing is decoded here. The versions are the oldest and newest weights that made any of its tokens.
+`runner, attempt, trained_step` come from the log, and are None in an output's file."""
 
 
 def row_of(
     e: Experience, *, versions: tuple[int | None, int | None] = (None, None), runner: str | None = None,
     attempt: int | None = None, trained_step: int | None = None,
 ) -> dict[str, Any]:
-    """Return an experience by COLUMNS; arrays are numpy. `versions` count where its runner stamped it with none."""
+    """Return an experience by COLUMNS; arrays are numpy. `versions` count if its runner did not stamp it."""
     oldest, newest = e.model_versions if isinstance(e.model_versions[0], int) else versions
     return {
         "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
@@ -39,7 +39,7 @@ def row_of(
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as lines of JSON; a number that is not finite is null, since JSON has none."""
+    """Return rows as lines of JSON, with null for numbers that are not finite."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     return b"".join(orjson.dumps(row, option=options) for row in rows)
 

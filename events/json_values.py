@@ -1,4 +1,4 @@
-"""JSON values of any origin in Python's own types: what `events/experience.py` keeps of infos, metrics and messages."""
+"""JSON values of any origin, copied to Python's own types: infos, metrics and messages of `events/experience.py`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own lev
 class NotPlain(Exception):
     """A value that can't be JSON; `path` leads to it, innermost first."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
         self.path: list[str] = []
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """Return a copy of a JSON value in Python's own types, ready for orjson, or NotPlain."""
+    """Return a copy of a JSON value in Python's own types, ready for orjson. Raises NotPlain."""
     kind = type(value)
     if kind is str:
         if not value.isascii():
@@ -80,10 +80,10 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as `object_pairs_hook` of `json.loads`. Raises ValueError where it has a key twice."""
-    found: dict[str, Any] = {}
+    """Return a JSON object, as `object_pairs_hook` of `json.loads`. Raises ValueError if a key appears twice."""
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} stands twice")
-        found[key] = value
-    return found
+        if key in unique:
+            raise ValueError(f"the key {key!r} appears twice")
+        unique[key] = value
+    return unique

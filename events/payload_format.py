@@ -1,17 +1,17 @@
-"""The bytes of a payload: the JSON and the arrays of many experiences in one file. What they mean is not known here.
+"""File format of payloads: the JSON and the arrays of many experiences, whatever they mean.
 
 The format, version 2, is a safetensors file:
 - metadata `trinity_es`: JSON `{"version": 2, "crc32": int}`, the checksum over all tensors.
-- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...], "sources": [...]}`. An item holds what of an
-  experience is not an array. Sources are the digests of other payloads, which items may refer to by their numbers.
-- tensors `0`, `1`, ...: one flat tensor per (field, dtype), all experiences' arrays one after the other, C order; its
-  column `[field, key, dtype, shapes]` tells every experience's shape: null (None), a number (1-D) or a list. In place
-  of all shapes stands a number where they are those of the column of that number.
-- tensors `0.lengths`, `1.lengths`, ...: where there is one, the tensor holds the values of runs and this one how often
-  each is repeated, by bits: an advantage that is the same for a response, a mask that is true throughout.
+- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...], "sources": [...]}`. An item holds the parts of an
+  experience that are no arrays. Sources are the digests of other payloads; items refer to them by index.
+- tensors `0`, `1`, ...: one flat tensor per (field, dtype) with all experiences' arrays one after the other, C order.
+  Its column `[field, key, dtype, shapes]` has every experience's shape: null (None), a number (1-D) or a list. `shapes`
+  may be the index of an earlier column with the same shapes.
+- tensors `0.lengths`, `1.lengths`, ...: run lengths. Then its tensor holds one value per run of bitwise equal values:
+  an advantage that is the same for a response, a mask that is true throughout.
 
-Version 1 has no sources, no runs and no numbers in place of shapes. The same input gives the same bytes, since payloads
-are addressed by content. Both are written and read here and not by safetensors, which copies all that it reads.
+Version 1 has no sources, no run lengths and no index in place of shapes. The same input gives the same bytes, since
+payloads are addressed by content. This module reads and writes the format itself: safetensors copies all that it reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)
 _METADATA: Final = "trinity_es"
 _RUNS_COST: Final = 80
-"""Bytes that the entry of one more tensor takes."""
+"""Bytes of one more tensor's entry."""
 
 _CODES: Final = {
     "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -44,33 +44,33 @@ _CODES: Final = {
 }
 _DTYPES: Final = {code: np.dtype(name) for name, code in _CODES.items()}
 DTYPES: Final = {np.dtype(name): name for name in _CODES}
-"""What both numpy and every safetensors release that we allow can hold."""
+"""Dtypes that both numpy and every safetensors release we allow can hold."""
 
 
 class Column(NamedTuple):
-    """A field's arrays, one an experience."""
+    """A field's arrays, one per experience."""
 
     name: str
     key: str | None
-    """Where the field is a dict of arrays: which of them."""
+    """Key of the array, if the field is a dict of arrays."""
     arrays: list[Array | None]
-    """None: this experience has none, or, in what is read, has it in another column, of another dtype."""
+    """None: this experience has none, or, when reading, has it in another column of another dtype."""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
 def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequence[str] = ()) -> bytes:
-    """Return the file: what is not an array, an item an experience, the arrays, and the digests of its sources."""
+    """Return the file of these items (one per experience), arrays, and digests of sources."""
     written: list[list[Any]] = []
     all_shapes: list[list[Any]] = []
     tensors: dict[str, Array] = {}
     for name, key, arrays in columns:
         for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
-            mine = [a if a is not None and a.dtype == dtype else None for a in arrays]
-            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in mine]
-            flat = np.concatenate([a.ravel() for a in mine if a is not None])
-            number, same = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
+            of_dtype = [a if a is not None and a.dtype == dtype else None for a in arrays]
+            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in of_dtype]
+            flat = np.concatenate([a.ravel() for a in of_dtype if a is not None])
+            number, shapes_or_index = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
             tensors |= _as_runs(number, flat) or {number: flat}
-            written.append([name, key, DTYPES[dtype], same])
+            written.append([name, key, DTYPES[dtype], shapes_or_index])
             all_shapes.append(shapes)
     header = {"items": items, "columns": written} | ({"sources": list(sources)} if sources else {})
     tensors["header"] = np.frombuffer(orjson.dumps(header), np.uint8)
@@ -78,10 +78,10 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
 
 
 def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
-    """Return an array as the values of its runs and their lengths; None where that would take more than it does."""
+    """Return an array as its runs' values and lengths, or None if that is not smaller."""
     if not flat.size or flat.size >= 2**32:
         return None
-    bits = flat.view(f"u{flat.itemsize}")  # -0.0 is not 0.0, and a NaN is itself
+    bits = flat.view(f"u{flat.itemsize}")  # by bits, -0.0 differs from 0.0 and a NaN equals itself
     begins = np.flatnonzero(bits[1:] != bits[:-1]) + 1
     if (len(begins) + 1) * (flat.itemsize + 4) + _RUNS_COST >= flat.nbytes:
         return None
@@ -90,7 +90,7 @@ def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
 
 
 def _file(tensors: dict[str, Array], mark: str) -> bytes:
-    """Return a safetensors file: the widest numbers first, so that each lies at a multiple of its width."""
+    """Return a safetensors file. The widest numbers come first, so that each lies at a multiple of its width."""
     head: dict[str, Any] = {"__metadata__": {_METADATA: mark}}
     at, parts = 0, list[Any]()
     for name, tensor in sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0])):
@@ -103,7 +103,7 @@ def _file(tensors: dict[str, Array], mark: str) -> bytes:
 
 
 def _checksum(tensors: dict[str, Array]) -> int:
-    """CRC-32 over the header, then every column's type and bytes: a flipped bit anywhere that matters changes it."""
+    """Compute CRC-32 over the header, then every column's type and bytes."""
     crc = zlib.crc32(tensors["header"].data)
     for number in range(len(tensors)):
         for name in (str(number), f"{number}.lengths"):
@@ -117,7 +117,7 @@ def _checksum(tensors: dict[str, Array]) -> int:
 # --- reading --------------------------------------------------------------------------------------------------------
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Say of whatever goes wrong in decoding bytes from outside that they are corrupt."""
+    """Turn any error while decoding foreign bytes into CorruptPayload."""
     try:
         yield
     except CorruptPayload:
@@ -126,26 +126,23 @@ def decoding() -> Iterator[None]:
         raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
 
 
-class _Read(NamedTuple):
-    """A column as it lies in the file."""
-
+class _StoredColumn(NamedTuple):
     name: str
     key: str | None
     shapes: list[Any]
     ends: list[int]
-    """Where each experience's numbers end, of all of them one after the other; first, where they begin."""
+    """Start of the first experience's numbers in the flat tensor, then the end of each one's."""
 
 
 class Payload:
-    """A payload that is open: its items, and its arrays, which are parts of the bytes that it was given.
+    """An open payload: its items, and its arrays as views of the bytes.
 
-    They can be written to where the bytes can be. Raises CorruptPayload where the version is not known or the checksum
-    is wrong; for bytes that are something else, whatever reading them raises: see `decoding`.
+    Raises CorruptPayload for an unknown version or a wrong checksum. Other bytes may raise any error: use `decoding`.
     """
 
     def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
-        """With `checked` no checksum is computed: the SHA-256 of the bytes is known to be the one that was written."""
-        mark, self._tensors = _opened(data)
+        """Skip the checksum if `checked`: the SHA-256 of the bytes was compared already."""
+        mark, self._tensors = _open_file(data)
         if mark["version"] not in _VERSIONS:
             raise CorruptPayload(
                 f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written "
@@ -156,26 +153,23 @@ class Payload:
         header = orjson.loads(self._tensors["header"].data)
         self.items: list[dict[str, Any]] = header["items"]
         self.sources: list[str] = header.get("sources", [])
-        self._columns: list[_Read] = []
+        self._columns: list[_StoredColumn] = []
         for name, key, _, shapes in header["columns"]:
-            known = self._columns[shapes] if isinstance(shapes, int) else None
-            ends = _ends(shapes) if known is None else known.ends
-            self._columns.append(_Read(name, key, shapes if known is None else known.shapes, ends))
+            same = self._columns[shapes] if isinstance(shapes, int) else None
+            ends = _ends(shapes) if same is None else same.ends
+            self._columns.append(_StoredColumn(name, key, shapes if same is None else same.shapes, ends))
 
     def part(self, first: int, count: int | None) -> range:
-        """Return the numbers of `count` experiences (None: all that follow) from `first` on.
-
-        Raises CorruptPayload where there are fewer.
-        """
+        """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""
         last = len(self.items) if count is None else first + count
         if not first <= last <= len(self.items):
             raise CorruptPayload(f"this payload holds {len(self.items)} experiences, not {last}, as its reader expects")
         return range(first, last)
 
     def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
-        """Yield the arrays of these experiences, which are different ones. Ask for all of them once only.
+        """Yield the arrays of these different experiences; call it only once for all of them.
 
-        Of a part only its own bytes are kept: a view would keep the whole payload in memory.
+        The arrays of a part are copied: a view would keep the whole payload in memory.
         """
         copied = len(numbers) < len(self.items)
         for number, (name, key, shapes, ends) in enumerate(self._columns):
@@ -208,8 +202,8 @@ def _ends(shapes: list[Any]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def _opened(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our mark and the tensors of a safetensors file, as parts of its bytes. Raises what it meets."""
+def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes raise any error."""
     begin = 8 + int.from_bytes(data[:8], "little")
     head = orjson.loads(memoryview(data)[8:begin])
     mark = orjson.loads(head.pop("__metadata__")[_METADATA])
@@ -219,5 +213,5 @@ def _opened(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
         first, last = entry["data_offsets"]
         tensors[name] = body[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     if max(entry["data_offsets"][1] for entry in head.values()) != len(body):
-        raise CorruptPayload("this payload ends elsewhere than its header says: it was cut, or something follows")
+        raise CorruptPayload("this payload is not as long as its header says: it was cut, or data was added")
     return mark, tensors

@@ -1,8 +1,7 @@
-"""The fields of an experience as what a payload holds: an item of JSON, and columns of arrays.
+"""Fields of an experience in a payload: an item of JSON, and columns of arrays.
 
-An item may be a difference: `of` is `[source, number]`, an experience in another payload, `without` names fields of
-that one that this one does not have, and everything else that is there, item or array, takes the place of what that one
-has.
+An item may be a difference from another experience, its base: `of` is `[source, number]` of the base, `without` names
+fields that only the base has. All other fields present, in the item or as arrays, replace those of the base.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trinity_es.events.payload_format import Array, Column, Payload
 __all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of", "same_array"]
 
 Fields = dict[str, Any]
-"""An experience's `__dict__`."""
+"""`__dict__` of an experience."""
 
 TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
@@ -43,18 +42,18 @@ _EMPTY: Final[dict[str, Any]] = dict.fromkeys((*ARRAYS, *TEXTS, *JSON, "reward",
 
 
 def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
-    """Yield every experience's arrays, for all that some experience has."""
+    """Yield the columns of all array fields that any of these experiences has."""
     for name in ARRAYS:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
             yield Column(name, None, arrays)
     inputs = [f["multi_modal_inputs"] or {} for f in fields]
-    for key in dict.fromkeys(key for mine in inputs for key in mine):
-        yield Column("multi_modal_inputs", key, [mine.get(key) for mine in inputs])
+    for key in dict.fromkeys(key for of_one in inputs for key in of_one):
+        yield Column("multi_modal_inputs", key, [of_one.get(key) for of_one in inputs])
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return what is not an array. None and empty are left out; `fields_in` puts them back."""
+    """Return the fields that are no arrays. None and empty are left out; `fields_in` restores them."""
     out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
     out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
     out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
@@ -69,10 +68,7 @@ def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
 def difference(
     fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return an item and arrays (as `columns_of` takes them) that say how an experience differs from its base.
-
-    Both are equal to the last bit where nothing says otherwise: -0.0 is not 0.0, nor True 1.
-    """
+    """Return the item and arrays (for `columns_of`) that say how an experience differs, by bits, from its base."""
     changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
@@ -90,42 +86,42 @@ def difference(
 
 
 def same_array(a: Array, b: Array | None) -> bool:
-    """Return True where two arrays are equal to the last bit."""
+    """Compare two arrays by dtype, shape and bits."""
     return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return which experiences of other payloads these refer to: source -> number there -> which of these."""
-    found: dict[int, dict[int, int]] = {}
+    """Return the experiences of other payloads that these refer to: source -> number there -> index in `numbers`."""
+    bases: dict[int, dict[int, int]] = {}
     for place, number in enumerate(numbers):
         of = payload.items[number].get("of")
         if of is not None:
-            found.setdefault(of[0], {})[of[1]] = place
-    return found
+            bases.setdefault(of[0], {})[of[1]] = place
+    return bases
 
 
 def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
     """Return the fields of these experiences of a payload.
 
-    `bases`: of each that is a difference, by its place among `numbers`, the fields of its base, which become its own.
+    `bases` has the base's fields of each difference, by its index in `numbers`; the result reuses them.
     """
     items = payload.items
-    found = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
+    all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
     for name, key, arrays in payload.columns(numbers):
         if key is None:
-            for fields, array in zip(found, arrays, strict=True):
+            for fields, array in zip(all_fields, arrays, strict=True):
                 if array is not None:
                     fields[name] = array
         else:
-            for fields, array in zip(found, arrays, strict=True):
+            for fields, array in zip(all_fields, arrays, strict=True):
                 if array is not None:
                     fields[name][key] = array
-    return found
+    return all_fields
 
 
 def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
-    """Return what an item says, without arrays of its own; what it does not say is its base's, or nothing."""
+    """Return an item's fields, without arrays of its own; missing ones are its base's, or empty."""
     if "of" in item:
         if base is None:
             raise CorruptPayload("this payload refers to others: read it from its store, by `read_experiences`")

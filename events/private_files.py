@@ -1,7 +1,7 @@
-"""Files and folders that are this user's alone, and the locks on them.
+"""Files and folders for this user alone, and locks on them.
 
-flock needs no more than the right to read a file, and so do SQLite's own locks: whoever could read a log or a lock file
-could hold it. So what a run makes is of mode 0600, in folders of mode 0700.
+flock and SQLite's locks only need the right to read, so any user who could read a file could hold its lock. That is why
+the files of a run have mode 0600, in folders of mode 0700.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ LOOK_SECONDS = 0.02
 """Interval between two tries for a lock."""
 
 TELL_SECONDS = 2.0
-"""How long a lock is waited for before a word is said."""
+"""Seconds of waiting for a lock after which `tell` gets a description of its holder."""
 
 
 def make_private_folder(path: str | Path) -> None:
-    """Make this folder and those above it that are missing, mode 0700, with their names on the disk. Raises OSError.
-
-    One that is there stays as it is: it may be meant for others too.
-    """
+    """Make a folder and its missing parents, mode 0700, with their names on the disk. Raises OSError."""
     path = Path(path)
     if not path.is_dir():
         if path.parent != path:
@@ -43,13 +40,13 @@ def make_private_folder(path: str | Path) -> None:
 
 
 def require_regular(path: str | Path) -> None:
-    """Require a file that ends: a pipe is waited for without end, and /dev/zero has none. Raises OSError."""
+    """Require a regular file: reading a pipe or /dev/zero may never end. Raises OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
-    """Open a file for this user alone; it is made where there is none. Raises OSError."""
+    """Open a file, made for this user alone if it is missing. Raises OSError."""
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
@@ -58,11 +55,11 @@ def create_private(path: str | Path) -> None:
 
 
 def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None = None) -> str | None:
-    """Take the lock of an open file. Return None, or after `seconds` who holds it, in words.
+    """Take the lock of an open file. Return None, or after `seconds` a description of its holder.
 
-    `tell` is told who holds it, once, when it takes longer. The lock ends with its process.
+    `tell` gets that description after TELL_SECONDS, once. The lock ends with its process.
     """
-    began, told = time.monotonic(), tell is None
+    began, reported = time.monotonic(), tell is None
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,28 +68,28 @@ def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None
             waited = time.monotonic() - began
             if waited >= seconds:
                 return holder(handle)
-            if not told and tell is not None and waited >= TELL_SECONDS:
-                told = True
+            if not reported and tell is not None and waited >= TELL_SECONDS:
+                reported = True
                 tell(holder(handle))
         time.sleep(LOOK_SECONDS)
 
 
 def holder(handle: int) -> str:
-    """Say who holds a lock on this open file: "process 12 (python x.py) of user root", as far as it can be seen."""
-    found = os.fstat(handle)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    """Describe the process that locks this open file: "process 12 (python x.py) of user root", if it can be seen."""
+    status = os.fstat(handle)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return "another process"
-    # "1: FLOCK  ADVISORY  WRITE 3012 fd:01:131189 0 EOF"; who waits has "->" before it. Layered file systems tell
-    # another device there than stat does.
-    held = re.compile(rf"\d+: FLOCK +\S+ +\S+ +(\d+) +(\S+):{found.st_ino} ")
+    # "1: FLOCK  ADVISORY  WRITE 3012 fd:01:131189 0 EOF"; waiting processes have "->" before it. On layered file
+    # systems the device there differs from stat's.
+    held = re.compile(rf"\d+: FLOCK +\S+ +\S+ +(\d+) +(\S+):{status.st_ino} ")
     pids = [(m[2] == device, int(m[1])) for line in lines if (m := held.match(line))]
-    return _described(max(pids)[1]) if pids else "another process, which can't be seen from here"
+    return _description(max(pids)[1]) if pids else "another process, which can't be seen from here"
 
 
-def _described(pid: int) -> str:
+def _description(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         owner = os.stat(f"/proc/{pid}").st_uid

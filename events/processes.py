@@ -1,8 +1,7 @@
-"""Which process is meant: a pid is given again after its process has ended, and a clock may be stepped.
+"""Identity of processes, although pids are reused and clocks are set.
 
-A process is named by its pid and its start: the clock ticks from the machine's boot to its start (field 22 of
-/proc/PID/stat), the id of that boot, and the pid namespace in which the pid counts. No clock that can be set is in it.
-(psutil's `create_time()` adds the ticks to the time of the boot, which the kernel tells anew after each step.)
+A process is identified by its pid and its start: the clock ticks from the machine's boot to its start (field 22 of
+/proc/PID/stat), the id of that boot, and its pid namespace. psutil's `create_time()` changes when the clock is set.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ __all__ = [
 ]
 
 OPEN_FILES = 65536
-"""Number of files that each process of ours may open, where this user may open so many."""
+"""Number of files that each process of ours may open, if this user may open that many."""
 LEAST_FILES = 128
 """Number of files that a process of a small system may need: a runner that plays 16 units has 70 open."""
 
 _PR_SET_PDEATHSIG = 1
 
 _ENDED = "ZX"
-"""States of a process that has ended and waits for its parent."""
+"""States of a process that has ended and waits for its parent to reap it."""
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return the start of this process: with the pid it names one process for ever. None: it has ended.
+    """Return the start of a process, which with the pid identifies it for ever; None if it has ended.
 
-    A zombie has ended: where nobody reaps orphans (a container without an init) it stays in the table for ever.
+    A zombie has ended: without an init that reaps orphans, as in some containers, it stays for ever.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
     except (OSError, ValueError):
         return None
-    fields = text[text.rfind(")") + 1 :].split()  # the name before it may hold anything
+    fields = text[text.rfind(")") + 1 :].split()  # the process name before it may hold anything
     if len(fields) < 20 or fields[0] in _ENDED:
         return None
-    return f"{fields[19]}@{_here()}"
+    return f"{fields[19]}@{_boot_and_namespace()}"
 
 
 def open_files() -> int:
-    """Let this process open as many files as it may: each client takes some. Returns how many."""
+    """Raise this process's limit of open files, since each client needs some. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -53,37 +52,37 @@ def open_files() -> int:
 
 
 def process_lives(pid: int, started: object) -> bool:
-    """Return True where the process of this pid, with this `process_start_time`, has not ended, as seen from here."""
+    """Return True if the process with this pid and `process_start_time` still runs, as seen from here."""
     return started is not None and process_start_time(pid) == started
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the one that forked it ends, however it does."""
+    """Have the kernel kill this process when its parent ends."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before this process asked to be told
+        os._exit(1)  # the parent died before the call of prctl
 
 
 def seen_from_here(started: object) -> bool | None:
-    """Return True where a process with this start would be seen from here, None for another pid namespace of this boot.
+    """Return True if a process with this start is visible from here, None if it is in another pid namespace.
 
-    False: it ended with an earlier boot, or is of another machine, which its host name has to tell.
+    False: its boot is over, or it runs on another machine. Only its host name tells which.
     """
-    told, here = str(started).partition("@")[2], _here()
-    if told == here:
+    place, own_place = str(started).partition("@")[2], _boot_and_namespace()
+    if place == own_place:
         return True
-    return None if told.partition("/")[0] == here.partition("/")[0] else False
+    return None if place.partition("/")[0] == own_place.partition("/")[0] else False
 
 
-def _here() -> str:
+def _boot_and_namespace() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = "-"
     try:
-        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     except OSError:
-        space = "-"
-    return f"{boot}/{space}"
+        namespace = "-"
+    return f"{boot}/{namespace}"

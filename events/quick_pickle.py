@@ -1,7 +1,7 @@
-"""Dataclasses that travel in great numbers, pickled at a quarter of what Python's own way costs.
+"""A decorator with which frequently sent dataclasses pickle at a quarter of the usual cost.
 
-A frozen dataclass with slots looks its fields up for every object that is pickled, and again for every one that is
-unpickled: a tenth of what the coordinator did for a task (docs/PROFILES.md).
+Python looks up the fields of a frozen dataclass with slots for every object, which was a tenth of the coordinator's
+work for a task (docs/PROFILES.md).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def quickly_pickled(cls: type[T]) -> type[T]:
-    """Have a frozen dataclass with slots and two fields or more pickled by the values of its fields, in their order."""
-    made: Any = cls
-    names = [f.name for f in fields(made)]
-    setters = [vars(made)[name].__set__ for name in names]
+    """Make a frozen dataclass with slots and at least two fields pickle by the values of its fields, in order."""
+    patched: Any = cls
+    names = [f.name for f in fields(patched)]
+    setters = [vars(patched)[name].__set__ for name in names]
     values = attrgetter(*names)
 
     def set_state(self: T, values: tuple[Any, ...]) -> None:
         for setter, value in zip(setters, values, strict=True):
             setter(self, value)
 
-    made.__getstate__, made.__setstate__ = lambda self: values(self), set_state
+    patched.__getstate__, patched.__setstate__ = lambda self: values(self), set_state
     return cls

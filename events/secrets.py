@@ -1,9 +1,8 @@
-"""What must not be shown: which values of a config and of a task are secrets, and where those of tasks are kept.
+"""Secrets: which values of a config and of a task must not be shown, and the file for those of tasks.
 
-A value is a secret by its key (`SECRET_KEYS`), by its type (`Secret`, pydantic's SecretStr), or by its looks (a bearer
-token, the known beginnings of API keys, a URL with a password). What is recorded of a config has `***` in its place.
-A task has to be run again from the log, so there the secret has a name, `${secret:...}`, and the value stands in a file
-of this user's alone beside the text logs; the runner puts it back just before the workflow gets the task.
+A value is a secret by its key, its type (`Secret`, pydantic's SecretStr), or its form (a bearer token, an API key, a
+URL with a password). Recorded configs have `***` instead. Recorded tasks have a name, `${secret:...}`, since they may
+run again: the value is in a private file, and the runner restores it just before the workflow gets the task.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ __all__ = [
 ]
 
 MASK = "***"
-"""What stands for a secret where it may be shown."""
 
 SECRET_KEYS = (
     "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "encryption_key", "auth_key",
@@ -36,19 +34,19 @@ SECRET_KEYS = (
     "authorization", "auth", "bearer", "cookie", "credential", "credentials", "connection_string", "pat", "dsn",
     "webhook", "webhook_url",
 )
-"""A key that is one of these or ends with one, after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
+"""A secret's key is one of these or ends with one after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
 
 _MANY = tuple(f"{key}s" for key in SECRET_KEYS if key not in ("token", "auth", "pwd", "authorization", "credentials"))
-"""Keys of several secrets: `api_keys`. Not `tokens`, which are a model's, but for those of some service."""
+"""Keys of several secrets: `api_keys`. Plain `tokens` is not one of them, since those are a model's."""
 _TOKENS = tuple(f"{kind}_tokens" for kind in ("api", "auth", "access", "refresh", "bearer", "hf"))
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_KEYS?")
-"""The name of an environment variable with a key: `OPENAI_KEY`."""
+"""Name of an environment variable that holds a key: `OPENAI_KEY`."""
 
 NO_SECRETS = re.compile(
     r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|stop|image|video|audio|think|thinking|start|end|begin|special|per|"
     r"prompt|response|max|min|separator)_?token$"
 )
-"""Keys that end with `token` and name one of a vocabulary."""
+"""Keys that end with `token` and mean a token of a vocabulary."""
 
 _LOOKS = re.compile(
     r"(?i:bearer |basic )\S{8,}|(sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
@@ -58,16 +56,16 @@ _WITHIN = re.compile(
     r"(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?i:bearer|basic)\s+(?P<value>[^\s'\"]{8,})|"
     r"(?P<key>\b(sk|rk)-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b)"
 )
-"""A secret inside a longer text: stricter, since a prompt may speak of tokens and bearers."""
+"""A secret inside a longer text. It is stricter, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
 _URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
-"""The same of URLs inside a longer text."""
+"""Passwords of URLs inside a longer text."""
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
 SHORT = 6
-"""Minimum length of a secret that is looked for in other texts: a shorter one stands in any."""
+"""Minimum length of a secret that is searched for in other texts; shorter ones occur in any text."""
 LOCK_SECONDS = 10.0
-"""How long the file of secrets is waited for, which is held for some milliseconds."""
+"""Seconds to wait for the lock of the secrets file, which is held for some milliseconds."""
 
 
 class Secret(str):
@@ -78,16 +76,15 @@ class Secret(str):
 
 @lru_cache(4096)  # tasks have the same keys, thousands of times
 def is_secret_key(key: str) -> bool:
-    """Return True where a text under this key is a secret."""
     if _VARIABLE.fullmatch(key):
         return True
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
-    fits = any(name == known or name.endswith(f"_{known}") for known in (*SECRET_KEYS, *_MANY, *_TOKENS))
+    fits = any(name == secret or name.endswith(f"_{secret}") for secret in (*SECRET_KEYS, *_MANY, *_TOKENS))
     return fits and not NO_SECRETS.search(name)
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return True where this value, under this key, must not be shown. Numbers, flags and empty texts never are."""
+    """Return True if this value must not be shown under this key. Numbers, flags and empty texts never are secret."""
     if isinstance(value, Secret):
         return True
     if not isinstance(value, str) or not value or value == MASK or is_reference(value):
@@ -99,8 +96,7 @@ def is_secret(key: str, value: Any) -> bool:
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
     """Return a JSON value with every secret in it replaced.
 
-    What is in a list has the key of the list, and what is in a mapping under the key of secrets has that
-    (`api_keys: {openai: ...}`).
+    Values in a list, or under a secret's key (`api_keys: {openai: ...}`), count as under that key.
     """
     if isinstance(value, Mapping):
         if (text := marked_text(value)) is not None:
@@ -113,7 +109,7 @@ def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
 
 
 def marked(value: Any) -> Any:
-    """Return a JSON value in which each `Secret` is `{"$secret": text}`, so that it stays one in JSON."""
+    """Return a JSON value in which each `Secret` is `{"$secret": text}`, so that JSON keeps it."""
     if isinstance(value, Secret):
         return {_MARK: str(value)}
     if isinstance(value, Mapping):
@@ -122,7 +118,7 @@ def marked(value: Any) -> Any:
 
 
 def unmarked(value: Any) -> Any:
-    """Return what `marked` was given; pydantic's SecretStr is taken for a `Secret` too."""
+    """Reverse `marked`; pydantic's SecretStr becomes a `Secret` too."""
     if isinstance(value, Mapping):
         text = marked_text(value)
         return {k: unmarked(v) for k, v in value.items()} if text is None else Secret(text)
@@ -133,7 +129,7 @@ def unmarked(value: Any) -> Any:
 
 
 def marked_text(value: Any) -> str | None:
-    """Return the text of what `marked` made of a `Secret`; None of anything else."""
+    """Return the text of a `Secret` after `marked`; None for anything else."""
     text = value.get(_MARK) if isinstance(value, Mapping) and len(value) == 1 else None
     return text if isinstance(text, str) else None
 
@@ -144,22 +140,21 @@ def is_reference(value: Any) -> bool:
 
 
 def mask(value: Any, key: str = "") -> Any:
-    """Return a JSON value as it may be shown: no secret in it, URLs without their passwords."""
-    return replaced(value, _masked, key)
+    """Return a JSON value without secrets or passwords in URLs, to be shown."""
+    return replaced(value, _mask_text, key)
 
 
-def _masked(value: str) -> str:
-    found = _URL_PASSWORD.search(value)
-    if found and type(value) is str:
-        return value[: found.start(1)] + MASK + value[found.end(1) :]
+def _mask_text(value: str) -> str:
+    password = _URL_PASSWORD.search(value)
+    if password and type(value) is str:
+        return value[: password.start(1)] + MASK + value[password.end(1) :]
     if type(value) is str and not _LOOKS.fullmatch(value) and _WITHIN.search(value):
         return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), value)
     return MASK
 
 
 def masked_text(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text, of a program's error say, with `***` for the keys of this environment and for what looks like one.
-    """
+    """Return a text, such as a program's error, with `***` for this environment's keys and whatever looks like one."""
     for name, value in environment.items():
         if name != "PWD" and is_secret_key(name) and len(value) >= SHORT:
             text = text.replace(value, MASK)
@@ -168,7 +163,7 @@ def masked_text(text: str, environment: Mapping[str, str]) -> str:
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:
-    """Return the keys under which something is masked in what `mask` returned."""
+    """Return the keys whose values `mask` has masked."""
     if isinstance(value, Mapping):
         return [k for key, v in value.items() for k in masked_keys(v, f"{path}.{key}" if path else str(key))]
     if isinstance(value, list):
@@ -177,35 +172,34 @@ def masked_keys(value: Any, path: str = "") -> list[str]:
 
 
 class SecretFile:
-    """The secrets of tasks, a file of this user's alone: a line for each, its name and the value."""
+    """A private file with the secrets of tasks, one line each with name and value."""
 
     def __init__(self, folder: str | Path) -> None:
-        """`folder`: that of the run's text logs."""
         self._path = Path(folder) / "secrets"
-        self._known: dict[str, str] = {}
+        self._values: dict[str, str] = {}
 
     def hide(self, value: Any) -> Any:
-        """Return a task's fields with names in place of its secrets. Raises DataError where they can't be kept."""
+        """Return a task's fields with names in place of its secrets. Raises DataError if they can't be stored."""
         return replaced(value, self._keep)
 
     def reveal(self, value: Any) -> Any:
-        """Return them with the secrets again. Raises DataError for one that is not kept on this machine."""
+        """Return a task's fields with its secrets restored. Raises DataError for one that is not on this machine."""
         if isinstance(value, dict):
             return {k: self.reveal(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.reveal(v) for v in value]
-        named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        return value if named is None else self._look_up(named[1])
+        name = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        return value if name is None else self._look_up(name[1])
 
     def scrubbed(self, text: str) -> str:
-        """Return a text, of a workflow's error say, with `***` for every secret that was revealed here."""
-        for name, value in list(self._known.items()):  # any thread may ask
+        """Return a text, such as a workflow's error, with `***` for every secret that was revealed here."""
+        for name, value in list(self._values.items()):  # other threads may add to it
             if name != "salt" and len(value) >= SHORT:
                 text = text.replace(value, MASK)
         return text
 
     def stands_in(self, value: Any) -> bool:
-        """Return True for a JSON value that holds a secret which was revealed here."""
+        """Return True if a JSON value holds a secret that was revealed here."""
         if isinstance(value, Mapping):
             return any(self.stands_in(part) for pair in value.items() for part in pair)
         if isinstance(value, list | tuple):
@@ -213,10 +207,10 @@ class SecretFile:
         return isinstance(value, str) and self.scrubbed(value) != value
 
     def _look_up(self, name: str) -> str:
-        if name not in self._known:
+        if name not in self._values:
             self._read()
         try:
-            return self._known[name]
+            return self._values[name]
         except KeyError:
             raise DataError(
                 f"the secret ${{secret:{name}}} of this task is not in {self._path}: put that file back, or submit the "
@@ -232,28 +226,28 @@ class SecretFile:
             try:
                 name, value = orjson.loads(line)
             except ValueError:
-                continue  # cut off by a crash: nobody was told of it
-            self._known[name] = value
+                continue  # cut off by a crash, before any task referred to it
+            self._values[name] = value
 
     def _keep(self, value: str) -> str:
         try:
             make_private_folder(self._path.parent)
             handle = open_private(self._path, os.O_RDWR | os.O_APPEND)
             try:
-                if (who := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
-                    raise DataError(f"the secret of a task can't be kept: {who} holds {self._path}")
+                if (other := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
+                    raise DataError(f"the secret of a task can't be kept: {other} holds {self._path}")
                 self._read()
                 fresh = []
-                if "salt" not in self._known:  # or whoever has the log could try passwords
+                if "salt" not in self._values:  # without it a reader of the log could guess passwords by their names
                     fresh.append(("salt", randomness.token_hex(16)))
-                salt = self._known.setdefault("salt", fresh[0][1] if fresh else "")
+                salt = self._values.setdefault("salt", fresh[0][1] if fresh else "")
                 name = hmac.digest(salt.encode(), value.encode(), "sha256").hex()[:24]
-                if self._known.get(name) != value:
+                if self._values.get(name) != value:
                     fresh.append((name, value))
                 if fresh:
                     os.write(handle, b"\n" + b"\n".join(map(orjson.dumps, fresh)) + b"\n")
                     os.fsync(handle)
-                    self._known.update(fresh)
+                    self._values.update(fresh)
             finally:
                 os.close(handle)
         except OSError as e:

@@ -1,7 +1,6 @@
-"""The values that travel: batch ids, tasks, their status.
+"""Batch ids, tasks and their status. This module uses no clock, database, actor or numpy.
 
-No clock, no database, no actor, no numpy. A `Task` is what a trainer hands in; `task_to_dict` is its one encoding,
-used in messages, in the log and by the runner, so what was recorded is what was run.
+`task_to_dict` is the only encoding of a `Task`, for messages, log and runner: the recorded task is the one that ran.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ __all__ = [
 ]
 
 NAME_LENGTH = 200
-"""Maximum characters of a name, also of a metric: it is a column of 255 in some tables."""
+"""Maximum length of a name, also of a metric, in characters; some tables have columns of 255."""
 MOST_METRICS = 10_000
-"""Maximum of the metrics of one run, and of one step of a trainer."""
+"""Maximum number of metrics of one run, and of one step of a trainer."""
 _SHOWN = 80
 """Characters of a wrong value that its error shows."""
 
 BatchId = int | str
 BatchType = Literal["train", "eval", "collect"]
-"""`train` and `eval` end by being finalized; the results of `collect` are taken as they come, by a Scheduler."""
+"""Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Why an attempt failed: the task's data, the workflow's own code, the clock, what was to judge the answer, the
-runner's death, our own machinery."""
+"""Cause of a failed attempt: the task's data, workflow code, the time limit, the grader, the runner's death, our
+code."""
 
 
 class BatchLifecycleState(StrEnum):
-    """Where a batch is in its life. FINALIZED and ABORTED are ends."""
+    """Stage of a batch's life. FINALIZED and ABORTED are ends."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -62,17 +61,14 @@ _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
-    """Return a moment, in unix seconds, as local time with its offset: an hour may come twice.
-
-    `timespec` and `sep` are those of `datetime.isoformat`.
-    """
+    """Return unix seconds as local time with its offset, since an hour may come twice."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep, timespec).replace("+00:00", "Z")
 
 
 def with_offset(at: datetime) -> datetime:
     """Return a moment with its offset; one without a zone is local.
 
-    Raises DataError for a local time that came twice or never, as clocks were set: any of them would be a guess.
+    Raises DataError for a local time that came twice or never, since the clock was changed.
     """
     if at.tzinfo is not None:
         return at.astimezone()
@@ -89,8 +85,8 @@ def with_offset(at: datetime) -> datetime:
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
     """Return the priority of a batch; smaller goes first.
 
-    Smaller number first; at the same number the int (a training step) before the string (an eval at that step); a
-    string that does not start with a number last.
+    Order: by the leading number; at equal numbers the int (a training step) before the string (an eval at that step);
+    strings without a leading number last.
 
     >>> sorted(["nightly", "3/gsm8k", 12, 3], key=sort_batch_id)
     [3, '3/gsm8k', 12, 'nightly']
@@ -110,7 +106,7 @@ def shown(value: Any) -> str:
 
 
 def require_metric_names(names: Collection[str]) -> None:
-    """Require so many metrics, with such names, as a trainer's may have too. Raises DataError."""
+    """Refuse too many or too long names of metrics. Raises DataError."""
     if len(names) > MOST_METRICS:
         raise DataError(f"a run gave {len(names):,} metrics: at most {MOST_METRICS:,} are expected")
     for name in names:
@@ -120,30 +116,26 @@ def require_metric_names(names: Collection[str]) -> None:
 
 
 def require_batch_id(value: Any) -> BatchId:
-    """Return the value, if it can name a batch. Raises DataError."""
+    """Return the value if it can name a batch. Raises DataError."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
         return value
     if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
         return value
     raise DataError(
-        f"batch_id is {shown(value)}: an int (a step, below 2**53) or a string such as \"12/gsm8k\" is expected, "
-        f"of printable characters, at most {_BATCH_ID_LENGTH}"
+        f"batch_id is {shown(value)}: expected an int (a step, below 2**53), or a string of at most "
+        f"{_BATCH_ID_LENGTH} printable characters such as \"12/gsm8k\""
     )
 
 
 def batch_stream(batch_id: BatchId) -> str:
-    """Return the name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`.
-
-    Raises DataError for what is no id.
-    """
+    """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError."""
     if not isinstance(batch_id, str):
         return f"batch/{require_batch_id(batch_id)}"
     return f"batch/'{batch_id}'" if _LOOKS_OTHER.match(batch_id) else f"batch/{batch_id}"
 
 
 class Args(dict[str, Any]):
-    """Arguments of a task: plain keys, readable and writable as attributes too. The attribute of a known key that is
-    missing is its default; None: what the config says.
+    """Arguments of a task, whose keys are also attributes. Missing known ones have defaults; None: as in the config.
 
     >>> args = Args({"prompt_key": "question"})
     >>> args.prompt_key, args.response_key, args.system_prompt
@@ -168,32 +160,31 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often. Its fields are in the order
-    that they have in Trinity-RFT, for tasks that are built by position.
+    """Data sample, the workflow that plays it, and how often. Fields have Trinity-RFT's order, for positional
+    arguments.
 
-    `batch_id` and `task_id` (the position in the batch) are set on submission. Everything but the two classes is plain
-    JSON: it is written to the log.
+    Submission sets `batch_id` and `task_id` (the position in the batch). All fields but the two classes are plain JSON.
     """
 
     workflow: type[Any] | str | None = None
-    """A class, a registered name, or "module:Class"."""
+    """Class, registered name, or "module:Class"."""
     repeat_times: int | None = None
     """Runs of this task (the group of GRPO); None: 1."""
     format_args: dict[str, Any] = field(default_factory=Args)
-    """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: where in raw_task things are. Its keys are
-    attributes too (`Args`)."""
+    """`prompt_key`, `response_key`: keys of raw_task; `system_prompt`, `reply_prefix`: texts. Also attributes
+    (`Args`)."""
     rollout_args: dict[str, Any] = field(default_factory=Args)
-    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
+    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Also attributes (`Args`)."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
     reward_fn: type[Any] | str | None = None
     raw_task: dict[str, Any] | None = None
-    """The data sample as it stands in the taskset."""
+    """The data sample of the taskset, unchanged."""
     batch_id: BatchId = ""
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
-    """Where the sample came from: `{"taskset": name, "index": row}`."""
+    """Origin of the sample: `{"taskset": name, "index": row}`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("format_args", "rollout_args") and type(value) is dict:
@@ -201,10 +192,7 @@ class Task:
         object.__setattr__(self, name, value)
 
     def to_workflow(self, model: Any, auxiliary_models: Sequence[Any] | None = None) -> Any:
-        """Return the task's workflow, built with this task and these models, as a runner builds it.
-
-        Raises UnknownWorkflow where `workflow` is None, or a name that is no "module:Class".
-        """
+        """Return the task's workflow with these models, as a runner builds it. Raises UnknownWorkflow."""
         cls = self.workflow
         if isinstance(cls, str):
             module, _, attribute = cls.partition(":")
@@ -218,12 +206,12 @@ class Task:
         return cls(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return `raw_task`: the name that Trinity-RFT has for it."""
+        """Return `raw_task`, under the name that Trinity-RFT has for it."""
         return self.raw_task
 
     @property
     def task_desc(self) -> str | list[dict[str, Any]] | None:
-        """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default; a text, or chat messages."""
+        """The prompt, a text or chat messages: `raw_task[format_args["prompt_key"]]`, key "prompt" by default."""
         return (self.raw_task or {}).get(self.format_args.get("prompt_key", "prompt"))
 
     @property
@@ -234,7 +222,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskWrapper:
-    """What is dispatched: runs `run_id_base .. run_id_base + repeat_times - 1` of one task of one batch."""
+    """Unit of work: runs `run_id_base .. run_id_base + repeat_times - 1` of one task of one batch."""
 
     task: Task
     batch_id: BatchId
@@ -244,17 +232,14 @@ class TaskWrapper:
 
 @dataclass(slots=True)
 class Status:
-    """What came of a task: how many of its runs completed, and their metrics.
-
-    `metrics` has a dict a run; from a Scheduler one dict, of the task over its runs.
-    """
+    """Outcome of a task. `metrics` has one dict per run; from a Scheduler one dict for the whole task."""
 
     completed_runs: int
     total_runs: int
     metrics: list[dict[str, float]] = field(default_factory=list)
     message: str | None = None
     per_run: list[dict[str, float]] = field(default_factory=list)
-    """The metrics of each run, where `metrics` has those of the task."""
+    """Metrics of each run, if `metrics` has those of the task."""
 
     @property
     def ok(self) -> bool:
@@ -262,13 +247,13 @@ class Status:
 
     @property
     def metric(self) -> dict[str, float]:
-        """The first run's metrics, as the older interface had it."""
+        """Metrics of the first run."""
         of_runs = self.per_run or self.metrics
         return of_runs[0] if of_runs else {}
 
 
 def class_path(cls: type[Any] | str) -> str:
-    """Return the name by which another process finds this class: itself if it is a name already, else "module:Class".
+    """Return a class as "module:Class" for other processes, a name unchanged.
 
     Raises TaskNotSerializable for a class that can't be imported elsewhere (local, or of `__main__`).
     """
@@ -292,10 +277,7 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 
 def task_to_dict(task: Task) -> dict[str, Any]:
-    """Return a task as plain JSON, without its ids.
-
-    Raises TaskNotSerializable, naming the field and the offending type.
-    """
+    """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the type."""
     out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:
         out["reward_fn"] = class_path(task.reward_fn)
@@ -328,7 +310,7 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Return where a value is not plain JSON. orjson itself would take dates, dataclasses and NaN, and change them."""
+    """Return the place of a value that is not plain JSON. orjson would silently convert dates, dataclasses and NaN."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):
@@ -337,20 +319,17 @@ def _not_plain(value: Any, path: str) -> str | None:
         for k, v in value.items():
             if not isinstance(k, str):
                 return f"{path}[{k!r}] (key of type {type(k).__name__})"
-            found = _not_plain(v, f"{path}.{k}")
-            if found:
-                return found
+            culprit = _not_plain(v, f"{path}.{k}")
+            if culprit:
+                return culprit
         return None
     if isinstance(value, list | tuple):
-        return next((f for i, v in enumerate(value) if (f := _not_plain(v, f"{path}[{i}]"))), None)
+        return next((c for i, v in enumerate(value) if (c := _not_plain(v, f"{path}[{i}]"))), None)
     return f"{path} (a {type(value).__name__})"
 
 
 def require_finite(value: Any, path: str = "value") -> None:
-    """Refuse NaN and infinities anywhere in a JSON-like value: orjson would write them as null without a word.
-
-    Raises DataError with the path of the first one.
-    """
+    """Refuse NaN and infinities in a JSON-like value, which orjson writes as null. Raises DataError with the path."""
     if type(value) is float:
         if not math.isfinite(value):
             raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)

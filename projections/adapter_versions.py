@@ -1,4 +1,4 @@
-"""LoRA adapters as their events tell them: which are current, and what became of every version. Pure."""
+"""Folds of the LoRA adapters' events: the current adapters, and the history of every version. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 ADAPTER_EVENTS = ("AdapterPublished", "AdapterRemoved", "AdapterLoaded", "AdapterFailed")
 
 Adapters = dict[str, ev.AdapterPublished | ev.AdapterRemoved]
-"""The newest event of each adapter that there ever was, by its name."""
+"""The newest event of each adapter, removed ones included, by adapter name."""
 
 
 def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterRemoved) -> None:
@@ -28,7 +28,7 @@ def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
 
 
 def evolve_loaded(loaded: set[str], event: ev.Event, adapters: Adapters) -> None:
-    """Change, by one more event, the set of those of `adapters` that some engine has had since they were there."""
+    """Add to or remove from `loaded`, the current adapters that at least one engine has loaded."""
     match event:
         case ev.AdapterLoaded():
             loaded |= {event.adapter} & current_adapters(adapters).keys()
@@ -47,27 +47,27 @@ class AdapterVersion:
     size: int
     published_at: float
     removed_at: float | None = None
-    """When the adapter was taken back while this was its current version."""
+    """When the adapter was removed, if this was then its current version."""
     loads: list[tuple[str, int, float, float]] = field(default_factory=list)
-    """(runner, incarnation, when, seconds that it took) of each engine that loaded it."""
+    """(runner, incarnation, time, seconds that loading took) of each engine that loaded it."""
     failures: list[tuple[str, int, float, str]] = field(default_factory=list)
-    """(runner, incarnation, when, error) of each that could not."""
+    """(runner, incarnation, time, error) of each engine that failed to load it."""
 
 
 def adapter_history(recorded: Iterable[Recorded]) -> list[AdapterVersion]:
-    found: dict[tuple[str, int], AdapterVersion] = {}
+    versions: dict[tuple[str, int], AdapterVersion] = {}
     for item in recorded:
         event, at = item.event, item.recorded_at
         match event:
             case ev.AdapterPublished():
-                found[event.adapter, event.version] = AdapterVersion(
+                versions[event.adapter, event.version] = AdapterVersion(
                     adapter=event.adapter, version=event.version, path=event.path, rank=event.rank, size=event.size,
                     published_at=at,
                 )
-            case ev.AdapterRemoved() if (of := found.get((event.adapter, event.version))) is not None:
-                of.removed_at = at
-            case ev.AdapterLoaded() if (of := found.get((event.adapter, event.version))) is not None:
-                of.loads.append((event.runner, event.incarnation, at, event.seconds))
-            case ev.AdapterFailed() if (of := found.get((event.adapter, event.version))) is not None:
-                of.failures.append((event.runner, event.incarnation, at, event.error))
-    return list(found.values())
+            case ev.AdapterRemoved() if (version := versions.get((event.adapter, event.version))) is not None:
+                version.removed_at = at
+            case ev.AdapterLoaded() if (version := versions.get((event.adapter, event.version))) is not None:
+                version.loads.append((event.runner, event.incarnation, at, event.seconds))
+            case ev.AdapterFailed() if (version := versions.get((event.adapter, event.version))) is not None:
+                version.failures.append((event.runner, event.incarnation, at, event.error))
+    return list(versions.values())

@@ -1,8 +1,7 @@
-"""What a batch is: the fold of its stream.
+"""Fold of a batch's stream into a `BatchState`.
 
-`evolve(state, event)` is the only way a `BatchState` changes, in the coordinator as in a replay, so live and replayed
-state are the same value. It touches no clock and no database. It takes the state over and gives it back changed: copy
-first if you need the old one.
+The coordinator and a replay both change a `BatchState` by `evolve(state, event)` alone, so live and replayed states are
+equal. `evolve` reads no clock and no database. It changes the state in place: copy it first if you need the old one.
 """
 
 from __future__ import annotations
@@ -28,48 +27,48 @@ __all__ = [
     "metric_prefix", "missing_runs",
 ]
 
-_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
+_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # with /mean if monitor.detailed_stats is on
 
 RESULT_FORMS = 4
-"""Ways in which releases have computed `batch_result`, numbered from 1. 1: the tasks of an eval that lost runs have a
-`mean@n` of their own. 2: an eval has one mean over all tasks, and counts its missing runs. 3: each mean that is not
-over all completed runs has the count of those that lack its metric beside it, and the finished runs of tasks that are
-delivered in part count, too. 4: a batch that is trained on counts the failed runs of its tasks, too."""
+"""Number of the newest form of `batch_result`. Each form changed how results are computed:
+
+1: eval tasks that lost runs have a `mean@n` of their own.
+2: an eval has one mean over all tasks and counts its missing runs.
+3: a mean over only some completed runs comes with the count of the runs that lack its metric; finished runs of partly
+delivered tasks count too.
+4: a train batch also counts the failed runs of its tasks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """A unit that a runner has, and how many of its runs are still open."""
+    """Unit on a runner, with the number of its runs that are still open."""
 
     unit: ev.Unit
     runner: str
     incarnation: int
     open_runs: int
     strikes: int = 0
-    """Failed attempts before this one that the unit is blamed for."""
+    """Earlier failed attempts that count against the unit."""
     model_version: int = 0
-    """The weights that the runner had when it got the unit."""
+    """Weights of the runner when it got the unit."""
     timeout: float = 0.0
-    """Seconds that the attempt may take; 0: explorer.max_timeout."""
+    """Limit of the attempt in seconds; 0: explorer.max_timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskState:
-    """One task of a batch: which of its runs completed or failed for good, and where their experiences lie."""
 
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     payloads: list[ev.PayloadRef] = field(default_factory=list)
     seconds: float = 0.0
-    """The longest of its successful attempts."""
+    """Duration of its longest successful attempt."""
     first_error: str | None = None
     is_eval: bool = False
-    """Its experiences are not kept."""
+    """An eval task, whose experiences are not kept."""
     attempts: int = 0
-    """The highest number of an attempt at any of its units."""
     reopened: str = ""
-    """The last request that had it run again."""
 
     @property
     def settled(self) -> bool:
@@ -89,7 +88,7 @@ class TaskState:
 
 @dataclass(slots=True, kw_only=True)
 class BatchState:
-    """One batch as the log tells it. A projection: nobody edits it."""
+    """State of one batch as of its last event. Only `evolve` changes it."""
 
     batch_id: BatchId
     batch_type: BatchType
@@ -97,46 +96,47 @@ class BatchState:
     min_wait_num: int | None = None
     state: BatchLifecycleState = BatchLifecycleState.PENDING
     statuses: dict[int, Status] = field(default_factory=dict)
-    """By task id, for every settled task: finished, or failed after its last attempt."""
+    """Status of each settled task (finished, or failed after its last attempt), by task id."""
     final_result: dict[str, Any] | None = None
     tasks: list[TaskState] = field(default_factory=list)
     pending: OrderedDict[tuple[int, int], ev.Unit] = field(default_factory=OrderedDict)
-    """Units to dispatch, in order, by (task, first run). A plain dict passes all that went before to find its first."""
+    """Units to dispatch, in order, by (task, first run). An OrderedDict, because a plain dict scans all deleted entries
+    to find its first."""
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
-    """Units that runners have, by (task, first run)."""
+    """Units on runners, by (task, first run)."""
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Runner on which a unit failed last, by (task, first run)."""
+    """Runner on which the unit failed last, by (task, first run)."""
     homes: dict[int, str] = field(default_factory=dict)
-    """Runner that got a unit of a task last, where the task is run in several."""
+    """Runner that last got a unit of the task, for tasks that are split into several units."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Failed attempts that the unit is blamed for, by (task, first run), while it waits for another."""
+    """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Tasks given up unfinished, and why."""
+    """Reason for each task that was given up unfinished."""
     failed_attempts: int = 0
     oldest_version: int | None = None
-    """The oldest weights that made any token of its completed runs."""
+    """Oldest weights version among the tokens of its completed runs."""
     experiences: list[ev.PayloadRef] = field(default_factory=list)
     trained_step: int | None = None
     max_attempts: int = 1
     detailed_stats: bool = False
     submission: str = ""
     additions: dict[str, int] = field(default_factory=dict)
-    """Requests that added tasks, and the number of the first task of each."""
+    """First task id that each request for more tasks added, by request id."""
     partial: set[int] = field(default_factory=set)
-    """Dropped tasks whose finished runs are delivered all the same."""
+    """Dropped tasks whose finished runs are still delivered."""
     taken: dict[int, str] = field(default_factory=dict)
-    """Tasks whose results a scheduler took, and by which request."""
+    """Id of the request by which a scheduler took the task's results, by task."""
     paused: bool = False
-    """What waits is not given to runners: its scheduler was stopped."""
+    """Pending units are not dispatched, because the scheduler was stopped."""
     timed_attempts: int = 0
-    """Attempts that tell how long an attempt takes: see PaceMeasured."""
+    """Attempts that count in the mean attempt time (see PaceMeasured)."""
     timed_seconds: float = 0.0
     version: int = 0
-    """Version of the stream that this state folds."""
+    """Stream version of the last event folded."""
 
     @property
     def completed_task_count(self) -> int:
-        """Tasks settled so far, finished or failed for good."""
+        """Number of settled tasks, finished or failed for good."""
         return len(self.statuses)
 
     @property
@@ -145,42 +145,41 @@ class BatchState:
 
     @property
     def open_task_count(self) -> int:
-        """Tasks of which something is still to come: neither settled nor dropped."""
+        """Number of tasks that are neither settled nor dropped."""
         return self.expected_task_count - len(self.statuses) - len(self.dropped)
 
     @property
     def ready_task_count(self) -> int:
-        """Tasks whose results can be taken."""
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
     @property
     def failed_whole(self) -> bool:
-        """It is finalized, and no run succeeded of the tasks that it would have delivered."""
+        """The batch is finalized, and no run of its delivered tasks succeeded."""
         settled = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
         return settled and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
 
     def task_status(self, task: int) -> Status:
-        """Return what came of a task, as a Scheduler gives it: its metrics over all runs (one dict), and each run's."""
-        found = self.tasks[task]
-        status = found.status()
+        """Return a task's status as a Scheduler gives it: one dict of metrics over all runs, and each run's own."""
+        state = self.tasks[task]
+        status = state.status()
         if task in self.dropped and not status.ok:
-            left = found.total_runs - len(found.done) - len(found.failed)
-            status.message = f"{status.message} {left} given up: {self.dropped[task]}"
+            unfinished = state.total_runs - len(state.done) - len(state.failed)
+            status.message = f"{status.message} {unfinished} given up: {self.dropped[task]}"
         status.per_run = status.metrics
         if status.metrics:
-            is_eval = found.is_eval or self.batch_type == "eval"
+            is_eval = state.is_eval or self.batch_type == "eval"
             status.metrics = [
-                {**aggregate_task(status.metrics, is_eval, found.total_runs), "time/task_execution": found.seconds}
+                {**aggregate_task(status.metrics, is_eval, state.total_runs), "time/task_execution": state.seconds}
             ]
         return status
 
     def ready_tasks(self) -> list[int]:
-        """Return the tasks to be taken, in order: settled, or dropped with runs that are delivered all the same."""
+        """Return, in order, the tasks whose results can be taken: settled, or dropped and partly delivered."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
 def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive stretches as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
+    """Yield each consecutive stretch as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
     ordered = sorted(runs)
     start = 0
     for i in range(1, len(ordered) + 1):
@@ -196,9 +195,9 @@ def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchSt
 
 
 def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
-    """Return the state after one more event. Raises LogCorrupt for an event that can't follow this state."""
+    """Apply one event. Raises LogCorrupt if the event can't follow this state."""
     if isinstance(event, ev.BatchSubmitted):
-        return _submitted(event, state.version if state else 0)
+        return _initial_state(event, state.version if state else 0)
     if state is None:
         raise LogCorrupt(f"{type(event).__name__} in a batch's stream before its BatchSubmitted")
     state.version += 1
@@ -217,20 +216,20 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 if unit.runs < task.total_runs:
                     state.homes[unit.task] = event.runner
         case ev.TasksAdded():
-            _added(state, event)
-        case ev.RunsFinished():  # TaskFinished is one
-            _runs_finished(state, event)
+            _add_tasks(state, event)
+        case ev.RunsFinished():  # or its subclass TaskFinished
+            _apply_finished(state, event)
         case ev.AttemptFailed():
-            _attempt_failed(state, event)
+            _apply_failed(state, event)
         case ev.TaskDropped():
             for number in event.tasks:
                 state.dropped[number] = event.reason
             state.partial.update(event.kept)
-            gone = set(event.tasks)
-            state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in gone)
-            state.flights = {k: f for k, f in state.flights.items() if k[0] not in gone}
+            tasks = set(event.tasks)
+            state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
+            state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
         case ev.TaskReopened():
-            _reopened(state, event)
+            _reopen(state, event)
         case ev.ResultsTaken():
             state.taken.update(dict.fromkeys(event.tasks, event.request))
         case ev.BatchPaused():
@@ -258,28 +257,28 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
     return state
 
 
-def _submitted(event: ev.BatchSubmitted, version: int) -> BatchState:
+def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
     evals = set(event.evals)
     return BatchState(
         batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=len(event.repeat_times),
         min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
         tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
-        pending=_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
+        pending=_new_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
         detailed_stats=event.detailed_stats, submission=event.submission, version=version + 1,
     )
 
 
-def _added(state: BatchState, event: ev.TasksAdded) -> None:
+def _add_tasks(state: BatchState, event: ev.TasksAdded) -> None:
     first, evals = len(state.tasks), set(event.evals)
     state.tasks += [TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times, first)]
-    state.pending |= _units(first, event.repeat_times, event.runs_per_unit)
+    state.pending |= _new_units(first, event.repeat_times, event.runs_per_unit)
     state.expected_task_count = len(state.tasks)
     state.additions[event.request] = first
 
 
-def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
-    """Return the units of new tasks, numbered from `first`, in the order in which they are dispatched."""
+def _new_units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
+    """Return the units of new tasks, numbered from `first`, in dispatch order."""
     units: OrderedDict[tuple[int, int], ev.Unit] = OrderedDict()
     for task, runs in enumerate(repeat_times, first):
         step = min(runs_per_unit or runs, runs)
@@ -288,7 +287,7 @@ def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> Or
     return units
 
 
-def _timed(state: BatchState, task: TaskState, seconds: float) -> None:
+def _count_seconds(state: BatchState, task: TaskState, seconds: float) -> None:
     if state.batch_type != "eval" and not task.is_eval:
         state.timed_attempts += 1
         state.timed_seconds += seconds
@@ -302,14 +301,14 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
             del state.flights[key]
 
 
-def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
+def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
     task = state.tasks[event.task]
     for run in event.runs:
         task.done[run.run] = run
     if event.payload is not None:
         task.payloads.append(event.payload)
     task.seconds = max(task.seconds, event.seconds)
-    _timed(state, task, event.seconds)
+    _count_seconds(state, task, event.seconds)
     oldest = state.oldest_version
     state.oldest_version = event.model_version if oldest is None else min(oldest, event.model_version)
     _close_runs(state, (event.task, event.run_id_base), len(event.runs))
@@ -317,15 +316,15 @@ def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
         state.statuses[event.task] = task.status()
 
 
-def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
+def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     task = state.tasks[event.task]
     state.failed_attempts += 1
     if task.first_error is None:
         task.first_error = f"{event.kind}: {event.message}"
-    if event.kind == "timeout":  # else steps that get longer would all time out, and never be counted
-        _timed(state, task, event.seconds)
+    if event.kind == "timeout":  # if steps get longer and all time out, the mean must still grow
+        _count_seconds(state, task, event.seconds)
     flight = state.flights.get((event.task, event.run_id_base))
-    strikes = (0 if flight is None else flight.strikes) + event.blamed  # an attempt may fail in several events
+    strikes = (0 if flight is None else flight.strikes) + event.blamed  # one attempt may fail in several events
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
     if event.retry:
         for base, runs in contiguous(event.failed_runs):
@@ -340,8 +339,8 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
             state.statuses[event.task] = task.status()
 
 
-def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
-    """Reset a task to how it was handed in. Kept are its number of attempts, the batch's times and oldest weights."""
+def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
+    """Reset a task to its submitted state, but keep its attempt count, and the batch's times and oldest weights."""
     before = state.tasks[event.task]
     state.tasks[event.task] = TaskState(
         total_runs=before.total_runs, is_eval=before.is_eval, attempts=before.attempts, reopened=event.request
@@ -357,14 +356,14 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
 def batch_result(
     state: BatchState, pipeline_metrics: dict[str, float] | None = None, *, form: int = RESULT_FORMS
 ) -> dict[str, Any]:
-    """Return what finalize returns, from the state alone: the same numbers, bit for bit, wherever it is computed.
+    """Return the result of finalize, computed from the state alone and bit-identical on every machine.
 
-    Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
-    batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
-    `failed_task_count`; its completed runs count in the means, its failed runs are no zero. Those are counted by
-    `missing_run_count`, in an eval with those of dropped tasks. A metric that some completed runs lack has
-    `<name>/missing_run_count` beside its mean, which is over the others. Finished runs of dropped tasks count in the
-    means if they are delivered; these tasks do not count as finished. `form`: one of `RESULT_FORMS`.
+    Keys: `batch_id, batch_type, finished_task_count, metrics`; metrics as `projections.metrics` aggregates them, tasks
+    in order of id. `finished_task_count` and `failed_task_count` both count a task that failed for good. Its completed
+    runs count in the means. `missing_run_count` counts failed runs, which are not zeros in the means, and in an eval
+    the unfinished runs of dropped tasks. If some completed runs lack a metric, its mean is over the others and
+    `<name>/missing_run_count` counts those. Finished runs of dropped tasks count in the means if they are delivered,
+    but these tasks do not count as finished. `form`: 1 to `RESULT_FORMS`.
     """
     is_eval, prefix = state.batch_type == "eval", metric_prefix(state.batch_id, state.batch_type)
     counted = {**state.statuses, **{task: state.tasks[task].status() for task in state.partial if form > 2}}
@@ -379,8 +378,8 @@ def batch_result(
     metrics = dict(pipeline_metrics or {})
     if is_eval:
         metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
-        asked = state.tasks if form > 2 else counted.values()
-        missing = sum(one.total_runs for one in asked) - sum(s.completed_runs for s in counted.values())
+        expected = state.tasks if form > 2 else counted.values()
+        missing = sum(task.total_runs for task in expected) - sum(s.completed_runs for s in counted.values())
     else:
         metrics |= aggregate_batch(per_task, prefix=prefix)
         missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values()) if form > 3 else 0
@@ -397,7 +396,7 @@ def batch_result(
 
 
 def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
-    """Return what the names of a batch's metrics begin with, such as `rollout` or `eval/gsm8k`."""
+    """Return the prefix of a batch's metric names, such as `rollout` or `eval/gsm8k`."""
     if batch_type != "eval":
         return "rollout"
     name = str(batch_id).split("/", 1)[-1]
@@ -405,18 +404,15 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return how many runs a batch's mean reward is not over: those that failed, and those without a reward."""
+    """Return how many runs the mean reward of a batch leaves out: failed runs, and runs without a reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
-
-    In a log of before 2026-11 an eval of which tasks lost runs has several n: that of the largest is taken.
-    """
+    """Return the mean reward of a result. Of several `mean@n` (logs from before 2026-11), the largest n counts."""
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:
         return float(metrics["rollout/reward/mean"])
-    found = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
-    return found[max(found)] if found else None
+    means = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
+    return means[max(means)] if means else None

@@ -1,9 +1,8 @@
-"""The queue of experiences as the log tells it: what train batches delivered, and how often each of it was taken.
+"""Fold of the experience queue: the experiences that train batches delivered, and how often each was taken.
 
-A view of the log, not a second store: the fold of BatchFinalized, ExperiencesTaken and what takes them back. It keeps
-about 16 bytes an experience, and of the newest deliveries only, `capacity` experiences of them; older ones leave the
-queue (not the log, and not the payload store). What a batch delivered leaves it too when its payloads are freed, and
-when its id is submitted anew.
+It folds BatchFinalized, ExperiencesTaken and the events that take these back, and needs about 16 bytes an experience.
+The queue holds the newest deliveries, up to `capacity` experiences; older ones leave the queue, but stay in the log and
+the payload store. A batch's delivery also leaves when its payloads are freed or its id is submitted again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.freed_payloads import freed_at
 
-if TYPE_CHECKING:  # numpy is imported where it is used: commands that fold no queue start without it
+if TYPE_CHECKING:  # numpy is imported in the functions that use it, so that other commands start without it
     import numpy as np
     import numpy.typing as npt
 
@@ -30,32 +29,32 @@ __all__ = [
 
 STREAM = "queue"
 REMEMBERED_REQUESTS = 4096
-"""Maximum number of requests whose experiences are kept, for a client that asks again because the answer was lost."""
+"""Number of requests whose experiences are kept, to answer a client that repeats a request after losing the answer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Delivery:
-    """What one finalized train batch delivered; arrays are [experiences], in the order of delivery."""
+    """Experiences that one finalized train batch delivered; arrays are [experiences], in delivery order."""
 
     batch_id: BatchId
     version: int
-    """Of the batch's stream at its BatchFinalized."""
+    """Version of the batch's stream at its BatchFinalized."""
     refs: list[ev.PayloadRef]
     model_versions: npt.NDArray[np.int64]
     use_counts: npt.NDArray[np.int32]
     taken_at: npt.NDArray[np.float64]
-    """Unix seconds of the last time; -inf: never."""
+    """Unix seconds of the last take; -inf: never."""
     takes: list[tuple[ev.TakenItem, float, int | None]] = field(default_factory=list)
-    """Each with when, and for which step."""
+    """(item, unix seconds, training step) of each take."""
 
     def take(self, item: ev.TakenItem, at: float, step: int | None) -> None:
-        these = slice(item.first, item.first + item.count)
-        self.use_counts[these] += 1
-        self.taken_at[these] = at
+        span = slice(item.first, item.first + item.count)
+        self.use_counts[span] += 1
+        self.taken_at[span] = at
         self.takes.append((item, at, step))
 
     def give_back(self, step: int) -> None:
-        """Give back what was taken for steps after this one."""
+        """Undo the takes for steps after this one."""
         takes, self.takes = self.takes, []
         self.use_counts[:], self.taken_at[:] = 0, -math.inf
         for item, at, for_step in takes:
@@ -65,22 +64,21 @@ class Delivery:
 
 @dataclass(slots=True, kw_only=True)
 class QueueState:
-    """What can be taken, or could if it had not been taken before."""
+    """Experiences in the queue, taken or not."""
 
     capacity: int
     deliveries: OrderedDict[tuple[str, int], Delivery] = field(default_factory=OrderedDict)
-    """By stream and version of BatchFinalized, in the order in which they were finalized."""
+    """Deliveries by (stream, version of BatchFinalized), in order of finalizing."""
     requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
     unread: dict[str, int] = field(default_factory=dict)
-    """Deliveries of before this state was loaded that nobody has asked for yet: stream and first position of the batch,
-    the newest first (`read_older`)."""
+    """Batches whose deliveries are not loaded yet: first position by stream, newest first."""
     size: int = 0
     unused: int = 0
-    """Experiences that left for want of capacity and had never been taken."""
+    """Experiences that capacity pushed out before they were ever taken."""
 
 
 def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) -> QueueState:
-    """Return the state after one more event, of any stream; the state is taken over and changed."""
+    """Apply one event of any stream. Changes the state in place."""
     match event:
         case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
             _add(state, stream, version, event)
@@ -102,8 +100,6 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
             for delivery in state.deliveries.values():
                 if any(step is not None and step > event.step for _, _, step in delivery.takes):
                     delivery.give_back(event.step)
-        case _:
-            pass
     return state
 
 
@@ -112,8 +108,8 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
 
     count = event.selected
     versions = np.zeros(count, np.int64)
-    known = [v for times, v in event.model_versions for v in [v] * times][:count]
-    versions[: len(known)] = known
+    recorded = [v for times, v in event.model_versions for v in [v] * times][:count]
+    versions[: len(recorded)] = recorded
     state.deliveries[stream, version] = Delivery(
         batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,
         use_counts=np.zeros(count, np.int32), taken_at=np.full(count, -np.inf),
@@ -135,30 +131,29 @@ def _remove(state: QueueState, stream: str) -> None:
 
 
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
-    """Return the state as the log has it.
+    """Load the queue. `delivered`: (stream, first position) of finalized train batches, newest first.
 
-    `delivered`: stream and first position of finalized train batches, newest first. A run that never took anything from
-    its queue pays nothing for it: then the deliveries are read at the first take.
+    If nothing was ever taken, the deliveries are read only at the first take.
     """
     state = QueueState(capacity=capacity, unread=dict(delivered))
-    taken = list(log.read(stream=STREAM))
-    if taken:
+    recorded = list(log.read(stream=STREAM))
+    if recorded:
         read_older(state, log)
-    for item in taken:
+    for item in recorded:
         evolve_queue(state, item.stream, item.version, item.event)
     return state
 
 
 def read_older(state: QueueState, log: EventLog) -> None:
-    """Read the deliveries that are `unread`, and add them."""
+    """Read the `unread` deliveries and add them to the queue."""
     if state.unread:
         add_older(state, find_older(log, dict(state.unread), state.capacity - state.size))
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
-    """Return the deliveries that are `unread`: one event a batch, of as many of the newest as there is room for."""
+    """Read the newest `unread` deliveries, one BatchFinalized each, until `room` experiences are filled."""
     freed = freed_at(log.rare(["PayloadsFreed"]))
-    found = []
+    deliveries = []
     for stream, first in unread.items():
         if room <= 0:
             break
@@ -166,26 +161,26 @@ def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorde
             last = log.last(stream, "BatchFinalized", after=first)
             assert last is not None
             assert isinstance(last.event, ev.BatchFinalized)
-            found.append(last)
+            deliveries.append(last)
             room -= last.event.selected
-    return found
+    return deliveries
 
 
-def add_older(state: QueueState, found: Iterable[Recorded]) -> None:
-    """Take in what `find_older` found, but for batches that were begun anew or freed meanwhile."""
-    still = state.unread
+def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
+    """Add what `find_older` returned, without batches that were submitted again or freed meanwhile."""
+    unread = state.unread
     newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
-    for item in sorted(found, key=lambda r: r.position):
-        if item.stream in still and isinstance(item.event, ev.BatchFinalized) and item.event.selected:
+    for item in sorted(deliveries, key=lambda r: r.position):
+        if item.stream in unread and isinstance(item.event, ev.BatchFinalized) and item.event.selected:
             _add(state, item.stream, item.version, item.event)
     state.deliveries |= newer
     unused = state.unused
     _trim(state)
-    state.unused = unused  # what does not fit had left before
+    state.unused = unused  # a delivery that does not fit had left before
 
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:
-    """Return where `count` experiences lie, from number `first` on of those that `refs` name in order."""
+    """Return the references to `count` experiences, from index `first` of all that `refs` name in order."""
     out = []
     for ref in refs:
         skipped = min(first, ref.count)

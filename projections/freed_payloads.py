@@ -1,6 +1,6 @@
-"""Which payloads batches refer to, and which batches had theirs freed (`store.retention`).
+"""Payloads that batches refer to, and batches whose payloads `store.retention` freed.
 
-A payload is named by its content, so one may belong to several batches: it can go when all of them were freed.
+A payload is named by its content, so several batches may share one. It is deleted when all of them are freed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from trinity_es.events.values import batch_stream
 __all__ = ["EXPERIENCES", "experience_digests", "freed_at"]
 
 EXPERIENCES = "experiences"
-"""The stream of what concerns experiences of no batch, or of many."""
+"""Stream of the events about experiences of no batch, or of many."""
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """Return, by batch stream, the position at which its payloads were freed last. From the stream `experiences`.
-
-    A batch that was submitted later than that, under the same id, has its own.
-    """
+    """Return the last position at which payloads were freed, by batch stream. Batches submitted later have theirs."""
     freed: dict[str, int] = {}
     for item in recorded:
         if isinstance(item.event, ev.PayloadsFreed):
@@ -30,11 +27,11 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the payloads with experiences that these events name, as runs brought them in and as delivered."""
+    """Return the digests of all payloads with experiences in these events, from runs and from deliveries."""
     digests: set[str] = set()
     for item in recorded:
         match item.event:
-            case ev.RunsFinished() as event:  # TaskFinished is one
+            case ev.RunsFinished() as event:  # or its subclass TaskFinished
                 digests |= {event.payload.digest} if event.payload is not None else set()
             case ev.BatchFinalized() | ev.ExperiencesProcessed() as event:
                 digests |= {ref.digest for ref in event.experiences}

@@ -1,7 +1,6 @@
-"""The hosts that take part besides the head's own, and the fold that leads there.
+"""Fold of the hosts that joined the head's own. Pure.
 
-Pure: no clock, no database, no actor. The coordinator decides on this state
-(`actors/coordinator/decisions/host_decisions.py`).
+The coordinator decides on this state in `actors/coordinator/decisions/host_decisions.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Host:
     pid: int
     places: dict[str, int] = field(default_factory=dict)
     reason: str = ""
-    """Why it is lost, drains, or left."""
+    """Why the host is lost, is draining, or left."""
 
     @property
     def there(self) -> bool:
@@ -43,34 +42,32 @@ def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
         )
         return
-    known = hosts.get(event.host)
-    if known is None or known.epoch != event.epoch:
+    host = hosts.get(event.host)
+    if host is None or host.epoch != event.epoch:
         return
     match event:
         case ev.HostDraining():
-            hosts[event.host] = replace(known, state="draining", reason=event.reason)
+            hosts[event.host] = replace(host, state="draining", reason=event.reason)
         case ev.HostLost():
-            hosts[event.host] = replace(known, state="lost", reason=event.reason)
+            hosts[event.host] = replace(host, state="lost", reason=event.reason)
         case ev.HostLeft():
-            hosts[event.host] = replace(known, state="left", reason=event.reason)
+            hosts[event.host] = replace(host, state="left", reason=event.reason)
 
 
 def host_of(runner: str) -> str:
-    """Return the host whose runner this is; empty for one of the head's own."""
+    """Return the runner's host; empty for the head's own."""
     return runner.rpartition("@")[2] if "@" in runner else ""
 
 
 def lost_reason(host: str, why: str) -> str:
-    """Return why a runner is gone whose host is lost."""
     return f"host {host} is lost: {why}"
 
 
 def left_reason(host: str, why: str) -> str:
-    """Return why a runner is gone whose host left before it did."""
     return f"host {host} left: {why}"
 
 
 def went_with_host(runner: str, reason: str) -> bool:
-    """Return True if a runner that ended for this reason went with its host: no fault of its own."""
+    """Return whether a runner that ended for this reason went with its host, so that the runner is not at fault."""
     host = host_of(runner)
     return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))

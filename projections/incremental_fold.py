@@ -1,4 +1,4 @@
-"""A fold of one stream, kept while it is asked for: the next time it reads only what came since."""
+"""Fold of one stream that is kept between reads, so that each read folds only new events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class KeptFold(Generic[T]):
-    """What `fold(events, value so far)` makes of a stream. For one thread at a time.
+    """Value of `fold(events, value so far)` over one stream. For one thread at a time.
 
-    What the log does not hold any more (it was put back to a copy) is noticed by the hash of the last event that was
-    folded, and folded anew; so is what broke off half way.
+    The fold starts over after a read that failed half way, and if the log was restored from an older copy, which the
+    hash of the last folded event shows.
     """
 
     def __init__(self, fold: Callable[[Iterable[Recorded], T | None], T]) -> None:
@@ -24,7 +24,7 @@ class KeptFold(Generic[T]):
         self._fold, self._position, self._hash = fold, 0, b""
 
     def follow(self, read: Callable[[int], Iterable[Recorded]]) -> T:
-        """Return the fold up to now; `read` gives the stream's events with a position greater than that."""
+        """Fold the new events. `read(position)` gives the stream's events after that position."""
         value, self.value = self.value, None
         if value is not None:
             events = iter(read(self._position - 1))
@@ -33,10 +33,10 @@ class KeptFold(Generic[T]):
                 value = None
         if value is None:
             events = iter(read(0))
-        self.value = self._fold(self._noted(events), value)
+        self.value = self._fold(self._remember_last(events), value)
         return self.value
 
-    def _noted(self, events: Iterator[Recorded]) -> Iterator[Recorded]:
+    def _remember_last(self, events: Iterator[Recorded]) -> Iterator[Recorded]:
         for item in events:
             self._position, self._hash = item.position, item.hash
             yield item

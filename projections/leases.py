@@ -1,7 +1,6 @@
-"""What runs hold open outside of the system, and the fold of the stream `leases` that leads there.
+"""Fold of stream `leases`: external resources (sandboxes, sessions) that runs hold open. Pure.
 
-Pure: no clock, no database, no actor. The coordinator decides on this state
-(`actors/coordinator/decisions/lease_decisions.py`).
+The coordinator decides on this state in `actors/coordinator/decisions/lease_decisions.py`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ __all__ = ["OpenLease", "OpenLeases", "evolve_leases"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLease:
-    """One that was taken and is not released."""
 
     taken: ev.LeaseTaken
     held: bool = False
-    """The provider said what it made."""
+    """True if the provider reported the handle of the resource."""
     handle: Any = None
     expires: float = 0.0
     """Unix seconds."""
     orphaned: str = ""
-    """Why its owner releases it no more; empty while that may."""
+    """Why its owner can no longer release it; empty while the owner can."""
     error: str = ""
-    """Of the last try at releasing it, where that failed."""
     tries: int = 0
-    """Tries at releasing it that failed, as far as they are recorded."""
+    """Number of recorded failed releases."""
 
     @property
     def taken_at(self) -> float:
@@ -39,16 +36,15 @@ class OpenLease:
 
     @property
     def made_by(self) -> float:
-        """When nothing comes of making it any more, unix seconds."""
+        """Unix seconds after which the provider can no longer create the resource."""
         return self.taken_at + self.taken.creation_timeout
 
     @property
     def state(self) -> str:
-        """`taken` (nothing is known of what was made), `held`, or `orphaned`."""
+        """`taken` (no handle reported yet), `held`, or `orphaned`."""
         return "orphaned" if self.orphaned else "held" if self.held else "taken"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON, as `trinity-es leases` and `status` tell it."""
         taken = self.taken
         return {
             "lease": taken.lease, "state": self.state, "provider": taken.provider, "handle": self.handle,
@@ -59,11 +55,11 @@ class OpenLease:
 
 
 OpenLeases = dict[str, OpenLease]
-"""Those that are not released, by key, in the order in which they were taken."""
+"""Unreleased leases by key, in the order in which they were taken."""
 
 
 def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
-    """Change the leases by one more event. Raises LogCorrupt for one that can't follow."""
+    """Apply one event in place. Raises LogCorrupt if the event can't follow."""
     if isinstance(event, ev.LeaseTaken):
         if event.lease in leases:
             raise LogCorrupt(f"lease {event.lease} is taken twice")

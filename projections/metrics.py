@@ -1,13 +1,12 @@
-"""How metrics become one number: experience to run, run to task, task to batch.
+"""Aggregation of metrics: experience to run, run to task, task to batch.
 
-Pure functions, called by runners (experience to run) and by the fold of a batch (the rest), so they must give the same
-bits on every machine that replays a log. That is why nothing here uses numpy's or Python's `sum` and `mean`, whose
-order of additions depends on their version: every sum is `math.fsum`, which is correctly rounded.
+Pure functions, called by runners (experience to run) and by the fold of a batch (the rest). A replay must give the same
+bits on every machine, so every sum is `math.fsum`, which is correctly rounded. The order of additions in numpy's and
+Python's `sum` and `mean` depends on their version.
 
-A metric's name may end in `:mean`, `:sum`, `:max`, `:min` or `:last` to choose how its values are put together at every
-level; without, it is the mean. Another suffix belongs to the name. Values that are no numbers are left out; NaN and
-infinities are refused (DataError), since no event may hold them. Numbers are clamped to the largest float rather than
-becoming infinite.
+A suffix `:mean`, `:sum`, `:max`, `:min` or `:last` of a metric's name chooses its aggregation at every level; the
+default is the mean. Any other suffix belongs to the name. Values that are not numbers are left out. NaN and infinities
+raise DataError in all functions, since no event may hold them. Results are clamped to the largest float.
 
 The formulas are those of Trinity-RFT's `trinity/utils/metrics.py`; best@k and worst@k go back to verl's
 `trainer/ppo/metric_utils.py`.
@@ -33,27 +32,24 @@ _AGGREGATIONS: Final = frozenset({"mean", "sum", "max", "min", "last"})
 _LARGEST: Final = sys.float_info.max
 _DRAWS: Final = 1000
 _SEED: Final = 42
-# Times are not scores: their best of k says nothing.
+# Best of k makes no sense for times.
 _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """Return the metrics of one run from those of its experiences, in order.
-
-    Names keep their suffix (`:mean` is dropped). Raises DataError for a value that is not finite.
-    """
+    """Aggregate the metrics of a run's experiences, in order. Names keep suffixes except `:mean`. Raises DataError."""
     return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
 
 
-def aggregate_task(runs: Sequence[Metrics], is_eval: bool, asked: int = 0) -> Metrics:
-    """Return the metrics of one task from those of its runs, in order.
+def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) -> Metrics:
+    """Aggregate the metrics of a task's runs, in order. Raises DataError.
 
     Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
     values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
     over 1000 draws of k values with replacement of the best and the worst among them. The draws are those of
-    `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is how many runs were `asked` for, and
-    at least the number of values: a task that lost runs counts with the others of its eval, and not in a mean of its
-    own. `time/run_execution` and `time/task_execution` are averaged. Raises DataError for a value that is not finite.
+    `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is `total_runs`, but at least the
+    number of values, so that a task that lost runs has the same metric names as the others of its eval.
+    `time/run_execution` and `time/task_execution` are averaged.
     """
     if not is_eval:
         return aggregate_run(runs)
@@ -62,12 +58,13 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, asked: int = 0) -> Me
         if how != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
             out[key] = _reduce(how, values)
             continue
-        n = max(asked, len(values))
+        n = max(total_runs, len(values))
         out[f"{key}/mean@{n}"] = _mean(values)
         out[f"{key}/std@{n}"] = _std(values)
         if n == 1:
             continue
-        for k in _subset_sizes(n):
+        powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+        for k in (*powers, n):
             best, worst = _best_and_worst(values, k)
             out[f"{key}/best@{k}"] = best
             out[f"{key}/worst@{k}"] = worst
@@ -75,34 +72,29 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, asked: int = 0) -> Me
 
 
 def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
-    """Return the metrics of a training batch from those of its tasks, in order.
+    """Aggregate the metrics of a train batch's tasks, in order. Raises DataError.
 
-    `<prefix>/<name>/mean`, `/max` and `/min`; for a name with a suffix `<prefix>/<name>/<suffix>` alone. Raises
-    DataError for a value that is not finite.
+    Gives `<prefix>/<name>/mean`, `/max` and `/min`, or for a name with a suffix only `<prefix>/<name>/<suffix>`.
     """
     return _over_tasks(tasks, prefix, ("mean", "max", "min"))
 
 
 def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_stats: bool = False) -> Metrics:
-    """Return the metrics of an eval from those of its tasks, in order.
+    """Aggregate the metrics of an eval's tasks, in order. Raises DataError.
 
-    `<prefix>/<name>`, the mean over the tasks; with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min` and `/std`
-    (population) instead. For a name with a suffix `<prefix>/<name>/<suffix>`. Raises DataError for a value that is
-    not finite.
+    Gives `<prefix>/<name>`, the mean over the tasks, or with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min`
+    and `/std` (population). For a name with a suffix: `<prefix>/<name>/<suffix>`.
     """
     return _over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
 
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
-    """Return how many of these runs lack a metric that others of them have, by its name: a mean is over the others.
-
-    Only metrics whose values are averaged, and that some run lacks. Raises DataError for a value that is not finite.
-    """
+    """Return, for each averaged metric that only some runs have, how many runs lack it. Raises DataError."""
     count, having = 0, Counter[str]()
     for metrics in runs:
         count += 1
         having.update(key for key, (how, _) in _by_key([metrics]).items() if how == "mean")
-    return {name: count - there for name, there in having.items() if there < count}
+    return {name: count - present for name, present in having.items() if present < count}
 
 
 def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
@@ -126,13 +118,13 @@ def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -
 
 @lru_cache(maxsize=4096)
 def _parse(key: str) -> tuple[str, str]:
-    """Return ("a", "sum") for "a:sum"; ("a:b", "mean") for "a:b", whose suffix is none of ours."""
+    """Return (name, aggregation): ("a", "sum") for "a:sum", ("a:b", "mean") for "a:b"."""
     name, colon, how = key.rpartition(":")
     return (name, how) if colon and how in _AGGREGATIONS else (key, "mean")
 
 
 def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
-    """Name with suffix (without `:mean`) -> how, values. "a" and "a:mean" are one metric."""
+    """Return (aggregation, values) by name, with suffix but without `:mean`. "a" and "a:mean" are one metric."""
     grouped: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
@@ -146,7 +138,7 @@ def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
 
 
 def _number(key: str, value: Any) -> float | None:
-    if not isinstance(value, (int, float)) and not isinstance(value, Real):  # the second is slow: an abstract class
+    if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
         return None
     number = float(value)
     if not math.isfinite(number):
@@ -175,10 +167,10 @@ def _clamp(value: float) -> float:
 
 
 def _total(values: Sequence[float], divisor: int = 1) -> float:
-    """Their sum divided by `divisor`: the sum rounded once, then the quotient."""
+    """Return the sum divided by `divisor`: the sum is rounded once, then the quotient."""
     try:
         return math.fsum(values) / divisor
-    except OverflowError:  # summed at a scale at which it fits; powers of two change no digit
+    except OverflowError:  # sum at a smaller scale; powers of two change no digit
         scale = 2.0 ** len(values).bit_length()
         return _clamp(math.fsum(v / scale for v in values) / divisor * scale)
 
@@ -193,19 +185,13 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values]))
 
 
-def _subset_sizes(n: int) -> list[int]:
-    sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    return [*sizes, n]
-
-
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """Return for each of n positions the draws that contain it, as bits of one number.
+    """Return, for each of n positions, the draws that contain it, as a bit mask.
 
-    One call of `choice` for 1000 draws gives the stream of 1000 calls; a generator of its own leaves the global one,
-    which belongs to the user, alone. The stream of a RandomState is frozen by numpy.
+    One `choice` of 1000 draws equals 1000 calls. numpy keeps the stream of a RandomState frozen.
     """
-    import numpy as np  # here, not above: it is a quarter of what importing this room takes, and evals alone need it
+    import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
     drawn = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
     contains = np.zeros((n, _DRAWS), dtype=np.bool_)
@@ -214,10 +200,10 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 
 
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Mean over the draws of the largest and of the smallest value drawn.
+    """Return the mean over the draws of the largest, and of the smallest, value drawn.
 
-    A value is the largest of the draws that contain it and no larger one: counting them, from the largest value down,
-    takes n operations on 1000-bit numbers instead of 1000 maxima.
+    A value is the largest of the draws that contain it and no larger one, so a count from the largest value down takes
+    n operations on 1000-bit numbers instead of 1000 maxima.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)
@@ -225,13 +211,13 @@ def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
 
 
 def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
-    left = (1 << _DRAWS) - 1
+    remaining = (1 << _DRAWS) - 1
     terms = []
     for i in order:
-        hit = left & draws[i]
-        if hit:
-            terms.append(_clamp(values[i] * hit.bit_count()))
-            left ^= hit
-            if not left:
+        hits = remaining & draws[i]
+        if hits:
+            terms.append(_clamp(values[i] * hits.bit_count()))
+            remaining ^= hits
+            if not remaining:
                 break
     return _total(terms, _DRAWS)

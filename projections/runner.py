@@ -1,6 +1,6 @@
-"""A runner as its events tell it, the weights that all are to serve, and the folds that lead there.
+"""Folds of runners' lives and of the current weights. Pure.
 
-Pure: no clock, no database, no actor. The coordinator decides on these states (`actors/coordinator/decisions`).
+The coordinator decides on these states in `actors/coordinator/decisions`.
 """
 
 from __future__ import annotations
@@ -17,55 +17,53 @@ __all__ = [
 
 
 class RunnerState(StrEnum):
-    """Where a life of a runner is, from its first word to its end."""
 
     STARTED = "started"
-    """Its process answered; its engine is loading."""
+    """The process has answered; its engine is loading."""
     READY = "ready"
-    """Its engine serves: units may be given to it."""
+    """The engine serves, and the runner may get units."""
     FAILED = "failed"
-    """Its engine could not be loaded, or died, or lacks a LoRA adapter; the process is there and gets no units."""
+    """The engine did not load, died, or lacks a LoRA adapter. The process lives but gets no units."""
     RETIRED = "retired"
-    """It was stopped on purpose."""
     LOST = "lost"
-    """Its process is gone; another life follows."""
+    """The process is gone, and a new life follows."""
     QUARANTINED = "quarantined"
-    """Its process is gone, and none follows until a person wants it."""
+    """The process is gone, and no new life follows until a person asks for one."""
 
     @property
     def gone(self) -> bool:
-        """The process has ended, and not in order."""
+        """True if the process ended unintentionally."""
         return self in (RunnerState.LOST, RunnerState.QUARANTINED)
 
 
 @dataclass(slots=True, kw_only=True)
 class RunnerLife:
-    """One life of a runner: one process, from its start to its end."""
+    """One life of a runner, from the start of its process to the end."""
 
     name: str
     incarnation: int
     state: RunnerState = RunnerState.STARTED
     pid: int = 0
     model: str = "rollout"
-    """The model that its engine serves: units and weights are for those of the rollout model."""
+    """Model that its engine serves. Only runners of the rollout model get units and weights."""
     reason: str = ""
     places: int = 0
-    """Maximum of the units that it runs at the same time; 0 until it is ready."""
+    """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
     served: bool = False
-    """It has had what was the current version: where a newer one can't be loaded it goes on with that."""
+    """True if it has ever had the current version. If so, it keeps serving when it can't load a newer one."""
     refused: tuple[int, str] | None = None
-    """The version that it could not load when it tried last, and why."""
+    """(version, error) of its last load, if that failed."""
 
     def refuses(self, weights: Weights) -> str:
-        """Return why it could not load these weights; empty: it has them, or has not tried."""
-        version, why = self.refused or (None, "")
-        return why if version == weights.version != self.model_version else ""
+        """Return why it could not load these weights; empty if it has them or has not tried."""
+        version, error = self.refused or (None, "")
+        return error if version == weights.version != self.model_version else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The current weights. Version 0 is the model as it was given, which nobody publishes."""
+    """Current weights. Version 0 is the original model, which is never published."""
 
     version: int = 0
     path: str = ""
@@ -73,7 +71,7 @@ class Weights:
 
     @property
     def in_memory_only(self) -> bool:
-        """No disk has a copy of them."""
+        """True if no disk has a copy of them."""
         return self.method in ("memory", "nccl")
 
 
@@ -87,42 +85,43 @@ Lives = dict[tuple[str, int], RunnerLife]
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
-    """Return the life of this runner with the highest incarnation. Where two systems fought for the log it need not be
-    the one that serves.
+    """Return the runner's life with the highest incarnation.
+
+    If two systems fought for the log, another life may be the one that serves.
     """
-    return max((life for (of, _), life in lives.items() if of == name), key=lambda life: life.incarnation, default=None)
+    return max((life for (runner, _), life in lives.items() if runner == name), key=lambda x: x.incarnation,
+               default=None)
 
 
 def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
-    """Change the life that one more event of a runner's stream is about; `weights`: the current ones at that event.
+    """Apply one event of a runner's stream in place; `weights` are the current ones at that event.
 
-    A life that is told for the first time by its end alone never spoke. A coordinator that takes over records again how
-    the runners are, so a life may start twice.
+    The first event of a life may be its end. A life may start twice: a new coordinator records the states again.
     """
-    told = cast(RunnerEvent, event)
-    key = told.runner, told.incarnation
-    life = lives.setdefault(key, RunnerLife(name=told.runner, incarnation=told.incarnation))
-    match told:
+    event = cast(RunnerEvent, event)
+    key = event.runner, event.incarnation
+    life = lives.setdefault(key, RunnerLife(name=event.runner, incarnation=event.incarnation))
+    match event:
         case ev.RunnerStarted():
-            life.state, life.reason, life.pid, life.model = RunnerState.STARTED, "", told.pid, told.model
+            life.state, life.reason, life.pid, life.model = RunnerState.STARTED, "", event.pid, event.model
         case ev.RunnerReady():
-            life.state, life.reason, life.places = RunnerState.READY, "", told.places
-            life.model_version = told.model_version
-            life.served |= told.model_version == weights.version or not weights.path
+            life.state, life.reason, life.places = RunnerState.READY, "", event.places
+            life.model_version = event.model_version
+            life.served |= event.model_version == weights.version or not weights.path
         case ev.ConcurrencyChanged():
-            life.places = told.places
+            life.places = event.places
         case ev.RunnerFailed():
-            life.state, life.reason = RunnerState.FAILED, told.reason
+            life.state, life.reason = RunnerState.FAILED, event.reason
         case ev.RunnerLost():
-            life.state, life.reason = RunnerState.LOST, told.reason
+            life.state, life.reason = RunnerState.LOST, event.reason
         case ev.RunnerQuarantined():
-            life.state, life.reason = RunnerState.QUARANTINED, told.reason
+            life.state, life.reason = RunnerState.QUARANTINED, event.reason
         case ev.RunnerRetired():
             life.state = RunnerState.RETIRED
         case ev.WeightsLoaded():
-            life.model_version, life.served, life.refused = told.version, True, None
+            life.model_version, life.served, life.refused = event.version, True, None
         case ev.WeightsFailed():
-            life.refused = told.version, told.error  # it goes on with what it had
+            life.refused = event.version, event.error  # it goes on with what it had
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:

@@ -1,7 +1,6 @@
-"""The servers of others that are engines of the rollout model (`engine_type: http`), and the fold that leads there.
+"""Fold of the external servers that are engines of the rollout model (`engine_type: http`). Pure.
 
-Pure: no clock, no database, no actor. The coordinator decides on this state
-(`actors/coordinator/decisions/server_decisions.py`).
+The coordinator decides on this state in `actors/coordinator/decisions/server_decisions.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ __all__ = ["Server", "Servers", "evolve_servers", "leaving"]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server, and whose word made it what it is."""
 
     url: str
     runner: str
     wanted: bool
-    """It is to be an engine; else its runner retires, or has."""
+    """True if it should be an engine. If not, its runner retires or has retired."""
     by: Literal["list", "scale"]
-    """Who added it, or took it away."""
+    """Source of the last change: the server list or `trinity-es scale`."""
 
 
 Servers = dict[str, Server]
-"""Every server that ever was one, by its URL."""
+"""All servers, removed ones included, by URL."""
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:
@@ -37,5 +35,5 @@ def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -
 
 
 def leaving(servers: Mapping[str, Server]) -> frozenset[str]:
-    """Return the runners that get no more units."""
+    """Return the runners of removed servers, which get no more units."""
     return frozenset(s.runner for s in servers.values() if not s.wanted)

@@ -68,8 +68,8 @@ BREAKS = (
           "actors/coordinator/decisions/batch_decisions.py", "for f in batch.flights.values()} - set(alive.items())",
           "for f in batch.flights.values()}",
           "main/test_deaths.py::test_a_killed_coordinator_is_replaced_and_nothing_is_run_again"),
-    Break(3, "A commit that is in the log already is written again.", "events/store/log.py", "if done_at is not None:",
-          "if done_at is not None and lease is not None:",
+    Break(3, "A commit that is in the log already is written again.", "events/store/log.py",
+          "if earlier_position is not None:", "if earlier_position is not None and lease is not None:",
           "main/test_log_contract.py::TestOnce::test_a_repeated_commit_returns_the_first_result[sqlite]"),
     Break(3, "An outcome of a lost runner is taken for that of the next attempt.",
           "actors/coordinator/decisions/batch_decisions.py",
@@ -212,7 +212,7 @@ BREAKS = (
           "pure/projections/test_batch.py::test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_"
           "missing"),
     Break(15, "A copy of a store has the lease of the original.", "events/store/leases.py",
-          'return "" if taken_for.is_same(here) else taken_for.place', 'return ""',
+          'return "" if taken_for.is_same(current) else taken_for.place', 'return ""',
           "main/test_log_contract.py::TestLease::test_nobody_holds_it_in_a_copy_of_the_store[sqlite]"),
 )
 

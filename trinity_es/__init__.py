@@ -1,8 +1,8 @@
 """trinity_es runs the rollouts of LLM reinforcement learning and never loses one.
 
-All that users need is here: values, the clients (`connect`, `RolloutCoordinator`, `Explorer`), the config, workflows,
-what a `Trainer` has, errors, and `open_log` for reading what happened. Names are loaded when they are first used, so
-reading a log imports no actor system, and nothing imports torch or vllm.
+Every public name is here: values, clients (`connect`, `RolloutCoordinator`, `Explorer`), the config, workflows,
+`Trainer`, errors, and `open_log`, which reads a log. Names are loaded on first use, so reading a log imports no actor
+system, and nothing imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ _HOMES = {
     "workflows.workflow": "MultiTurnWorkflow SingleTurnWorkflow Workflow",
 }
 _HOME = {name: f"trinity_es.{home}" for home, names in _HOMES.items() for name in names.split()}
-"""The module of each name."""
 
 
 def __getattr__(name: str) -> Any:

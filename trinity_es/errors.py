@@ -1,4 +1,4 @@
-"""Every error that a user may catch, each a `TrinityError`; `trinity_es.events.errors` draws their tree."""
+"""Every error that a user may catch; all are `TrinityError`s, and `trinity_es.events.errors` has their tree."""
 
 from __future__ import annotations
 

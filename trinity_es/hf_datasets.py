@@ -1,6 +1,6 @@
-"""Experiences as a dataset of Hugging Face, and back: a row an experience, its fields the columns.
+"""Conversion between experiences and Hugging Face datasets: one row per experience, one column per field.
 
-The package `datasets` is imported when a dataset is made, and is no dependency: `pip install datasets`.
+The package `datasets` is optional (`pip install datasets`) and imported only when a dataset is made.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["from_hf_datasets", "to_hf_datasets"]
 
 
 def to_hf_datasets(experiences: Iterable[Experience]) -> Any:
-    """Return a `datasets.Dataset` of these experiences, with a column for each field of `Experience`.
+    """Return a `datasets.Dataset` with a row per experience and a column for each field of `Experience`.
 
-    `eid` and `custom_fields` are dicts, arrays are lists. A column has one type: an experience whose `info` holds a
-    text where another's holds a number is a DataError, as are batch ids of both kinds. Raises DataError, which says
-    what to install, where there is no package `datasets`.
+    `eid` and `custom_fields` become dicts, arrays become lists. Raises DataError if a column would need two types (a
+    key of `info` that is text in one experience and a number in another, batch ids of both kinds), or if the package
+    `datasets` is missing.
     """
     try:
         dataset = importlib.import_module("datasets").Dataset
@@ -43,19 +43,19 @@ def to_hf_datasets(experiences: Iterable[Experience]) -> Any:
 
 
 def from_hf_datasets(dataset: Any) -> list[Experience]:
-    """Return the experiences of a dataset that `to_hf_datasets` made: equal ones, with these exceptions.
+    """Return the experiences of a dataset that `to_hf_datasets` made.
 
-    A table knows no missing key, so keys of dicts whose value is None are gone; arrays of `routed_experts` and
-    `multi_modal_inputs` have 64 bits. Columns that are no fields of an experience are left out. Raises DataError,
-    naming the row, for one that is no experience.
+    They equal the originals, except that dict keys whose value is None are dropped (a table cannot tell them from
+    missing ones) and arrays of `routed_experts` and `multi_modal_inputs` have 64 bits. Columns that are not fields of
+    `Experience` are ignored. Raises DataError, which names the row, if a row is not an experience.
     """
-    found = []
+    experiences = []
     for number, row in enumerate(dataset.to_list()):
         try:
-            found.append(_experience(row))
+            experiences.append(_experience(row))
         except (AttributeError, KeyError, TypeError, ValueError, DataError) as e:
             raise DataError(f"row {number} of the dataset is no experience: {e}") from e
-    return found
+    return experiences
 
 
 _FIELDS = frozenset((*inspect.signature(Experience).parameters, "experience_type"))
@@ -63,32 +63,32 @@ _FIELDS = frozenset((*inspect.signature(Experience).parameters, "experience_type
 
 def _row(experience: Experience) -> dict[str, Any]:
     experience.validate()
-    row = {name: _listed(value) for name, value in experience.__dict__.items()}
+    row = {name: _with_lists(value) for name, value in experience.__dict__.items()}
     row["eid"] = experience.eid.to_dict()
     row["custom_fields"] = [asdict(field) for field in experience.custom_fields]
     return row
 
 
-def _listed(value: Any) -> Any:
+def _with_lists(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    return {key: _listed(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+    return {key: _with_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _experience(row: Mapping[str, Any]) -> Experience:
-    given = {name: _stripped(value) for name, value in row.items() if name in _FIELDS and value is not None}
-    kind, mask = given.pop("experience_type", None), given.pop("action_mask", None)
-    given["custom_fields"] = [CustomField(**field) for field in given.get("custom_fields", ())]
+    fields = {name: _without_nones(value) for name, value in row.items() if name in _FIELDS and value is not None}
+    kind, mask = fields.pop("experience_type", None), fields.pop("action_mask", None)
+    fields["custom_fields"] = [CustomField(**field) for field in fields.get("custom_fields", ())]
     if kind == "multi_turn":
-        return Experience(**given, action_mask=mask)
-    experience = Experience(**given)  # a mask that is given would make it one of several turns
+        return Experience(**fields, action_mask=mask)
+    experience = Experience(**fields)  # passing the mask would make it multi-turn
     experience.action_mask = None if mask is None else np.asarray(mask, dtype=np.bool_)
     experience.validate()
     return experience
 
 
-def _stripped(value: Any) -> Any:
-    """Return a value without the Nones that a table put where a dict had no such key."""
+def _without_nones(value: Any) -> Any:
+    """Return a value without the Nones that the table added for missing dict keys."""
     if isinstance(value, Mapping):
-        return {key: _stripped(inner) for key, inner in value.items() if inner is not None}
-    return [_stripped(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nones(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nones(inner) for inner in value] if isinstance(value, list) else value

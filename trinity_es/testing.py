@@ -1,6 +1,6 @@
-"""For tests of your own, without a GPU: an engine that plays a script, a clock that you move, workflows that do little.
+"""Helpers for your tests, without a GPU: a scripted engine, a clock that you set, a workflow that only sleeps.
 
-`ScriptedEngine` is chosen by `rollout_model.engine_type: scripted`; its script is `rollout_model.script`.
+`rollout_model.engine_type: scripted` chooses `ScriptedEngine`; its script is `rollout_model.script`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "s
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte; a chat template that is just the contents, a line each."""
+    """Tokenizer with one token per UTF-8 byte; its chat template is the messages' contents, a line each."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -42,7 +42,7 @@ class ByteTokenizer:
         return self.encode(text) if kwargs.get("tokenize", True) else text
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write it as transformers loads it, for clients that make token ids themselves."""
+        """Write the files from which transformers loads this tokenizer, for clients that make token ids themselves."""
         shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
         others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
         bytes_alone: dict[str, Any] = {
@@ -72,21 +72,20 @@ _SCRIPT: dict[str, Any] = {
 
 
 class ScriptedEngine:
-    """Completions, latencies and faults from a script; the same for the same seed, prompt, version and sampling.
+    """Engine that takes completions, latencies and faults from a script.
 
-    Script (`EngineConfig.options`), all optional:
-    `load_seconds`: start and reload take so long; `latency_seconds`: a number, or [low, high], of each request;
-    `token_seconds`: each token of an answer takes so long on top;
-    `response`: the text of every answer (else letters that depend on prompt, seed and version);
-    `tokens`: length of an answer (else `max_tokens`);
-    `rules`: a list; the first whose `prompt` (a substring) matches rules the request: `response`, `latency_seconds`,
-    `token_seconds`, `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns),
-    `block: true` (the loop stands still), `exit: true` (the process ends at once), each with `times: n` to happen only
+    Equal seeds, prompts, versions and sampling give equal answers. Keys of the script (`EngineConfig.options`), all
+    optional:
+    `load_seconds`: duration of start and reload; `latency_seconds`: of each request, a number or [low, high];
+    `token_seconds`: added for each token of an answer;
+    `response`: the text of every answer (default: letters that depend on prompt, seed, version and adapter);
+    `tokens`: length of an answer (default: `max_tokens`);
+    `rules`: a list; the first rule whose `prompt` is a substring of the request's sets its `response`,
+    `latency_seconds`, `token_seconds`, `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never
+    returns), `block: true` (blocks the event loop), `exit: true` (the process exits), each with `times: n` for only
     the first n times.
-    Penalties, `min_tokens`, `min_p` and `json_schema` change nothing: the script says what is written.
-    Loading a path that does not exist, or whose name ends in "bad", is a SyncError; so it is with LoRA adapters, whose
-    names and versions change the letters. Raises ConfigError for an unknown
-    key of the script.
+    Penalties, `min_tokens`, `min_p` and `json_schema` have no effect. Loading weights or an adapter raises SyncError if
+    the path does not exist or ends in "bad". Raises ConfigError for an unknown key of the script.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -145,7 +144,6 @@ class ScriptedEngine:
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
-        """Return what the script says to a request, and how long each token of it takes."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)
@@ -166,44 +164,43 @@ class ScriptedEngine:
             time.sleep(3600)
         if rule.get("hang"):
             await asyncio.Event().wait()
-        chance = self._chance(text, sampling, adapter)
+        rng = self._rng(text, sampling, adapter)
         latency = rule["latency_seconds"]
-        await asyncio.sleep(chance.uniform(*latency) if isinstance(latency, list) else latency)
+        await asyncio.sleep(rng.uniform(*latency) if isinstance(latency, list) else latency)
         if rule.get("error"):
             raise EngineError(str(rule["error"]))
-        answers = [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)]
+        answers = [self._completion(ids, rule, sampling, rng) for _ in range(sampling.n)]
         return [replace(answer, adapter=adapter) for answer in answers], rule["token_seconds"]
 
     def _adapter(self, name: str) -> tuple[str, int] | None:
-        """Return the adapter of this name and the version that a request gets now."""
         if name and name not in self.adapters:
-            there = ", ".join(self.adapters) or "none"
-            raise EngineError(f"there is no adapter {name!r}: this engine serves {there}", refused=True)
+            adapters = ", ".join(self.adapters) or "none"
+            raise EngineError(f"there is no adapter {name!r}: this engine serves {adapters}", refused=True)
         return (name, self.adapters[name]) if name else None
 
-    def _chance(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
+    def _rng(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
         key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
         return random.Random(hashlib.sha256(key.encode()).digest())
 
     def _completion(
-        self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, chance: random.Random
+        self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, rng: random.Random
     ) -> Completion:
         if rule["response"] is not None:
             tokens = self.tokenizer.encode(rule["response"])[: sampling.max_tokens]
         else:
             count = min(rule["tokens"] or sampling.max_tokens, sampling.max_tokens)
-            tokens = [chance.randrange(97, 123) for _ in range(count)]
+            tokens = [rng.randrange(97, 123) for _ in range(count)]
         return Completion(
             prompt_token_ids=prompt,
             token_ids=tokens,
-            logprobs=[-chance.random() for _ in tokens] if sampling.logprobs else None,
+            logprobs=[-rng.random() for _ in tokens] if sampling.logprobs else None,
             text=self.tokenizer.decode(tokens),
             finish_reason="length" if len(tokens) >= sampling.max_tokens else "stop",
-            top_logprobs=self._top(tokens, sampling) if sampling.top_logprobs and sampling.logprobs else None,
+            top_logprobs=self._top_logprobs(tokens, sampling) if sampling.top_logprobs and sampling.logprobs else None,
         )
 
-    def _top(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
-        """Return the token of the script, as likely as can be, and some that it did not write."""
+    def _top_logprobs(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
+        """Return for each token itself with logprob 0, and others with -9."""
         return [
             [(t, 0.0), *((other, -9.0) for other in range(1, sampling.top_logprobs + 1) if other != t)]
             [: sampling.top_logprobs] for t in tokens
@@ -211,8 +208,8 @@ class ScriptedEngine:
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         self._adapter(adapter)
-        chance = random.Random(hashlib.sha256(bytes(t % 256 for t in token_ids)).digest())
-        return [-chance.random() / max(temperature, 1e-6) for _ in token_ids[1:]]
+        rng = random.Random(hashlib.sha256(bytes(t % 256 for t in token_ids)).digest())
+        return [-rng.random() / max(temperature, 1e-6) for _ in token_ids[1:]]
 
     async def load_weights(self, version: int, path: str) -> None:
         await asyncio.sleep(self.script["load_seconds"])
@@ -233,18 +230,19 @@ class ScriptedEngine:
 
 
 def sampled(seed: int, size: int) -> tuple[Array, Array]:
-    """Return `size` tokens, and logprobs for the second half of them: random, the same for the same seed."""
+    """Return `size` random tokens and logprobs for the second half of them; equal seeds give equal ones."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 151_643, size, dtype=np.int32)
     return tokens, -random.exponential(0.4, size - size // 2).astype(np.float32)
 
 
 class SleepWorkflow(Workflow):
-    """Asks no model: sleeps `workflow_args["seconds"]` and returns experiences of a given size.
+    """Workflow that asks no model: it sleeps, then returns experiences of a given size.
 
-    `workflow_args`: `seconds` (0), `tokens` (8: length of an experience, half of it response), `experiences` (1),
-    `reward` (1.0), `fail` (an error's text), `count_file` (a line is appended for every run: who ran how often),
-    `sampled` (false: tokens and logprobs are those that the function `sampled` gives for the number of the task).
+    `workflow_args` with their defaults: `seconds` (0), `tokens` (8: length of an experience, half of it response),
+    `experiences` (1), `reward` (1.0), `fail` (text of an error to raise), `count_file` (file to which every run appends
+    a line with its batch and task), `sampled` (false; true takes tokens and logprobs from the function `sampled`, with
+    the task's number as seed).
     """
 
     can_reset = True
@@ -281,7 +279,7 @@ class SleepWorkflow(Workflow):
 
 
 class ManualClock:
-    """A clock that stands still until it is moved: for code that takes its clock as an argument."""
+    """Clock that moves only when you advance it, for code that takes its clock as an argument."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -294,9 +292,9 @@ class ManualClock:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
-    """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for.
+    """Wait until a condition holds and return its value. Raises TimeoutError, which names `what`.
 
-    After each look it waits nine times as long as the look took, at least 0.01 s and at most 0.25 s.
+    Between two checks it sleeps nine times as long as a check takes, at least 0.01 s and at most 0.25 s.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -1,4 +1,4 @@
-"""Values and events as text that a terminal or a page can show without harm."""
+"""Values and events as text that is safe to print in a terminal or put on a page."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ __all__ = [
 _OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
 
-class _Shown(dict[int, str]):
-    """What is shown for a character: itself, or a name for one that can't be printed."""
+class _Printable(dict[int, str]):
+    """Table for `str.translate`, filled on demand: a printable character stays, any other becomes its escape."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
-        shown = character if character.isprintable() else "⏎" if character == "\n" else repr(character)[1:-1]
-        self[code] = shown
-        return shown
+        self[code] = character if character.isprintable() else "⏎" if character == "\n" else repr(character)[1:-1]
+        return self[code]
 
 
-_SHOWN, _SHOWN_IN_LINES = _Shown(), _Shown({9: "\t", 10: "\n"})
+_PRINTABLE, _PRINTABLE_LINES = _Printable(), _Printable({9: "\t", 10: "\n"})
 
 
 def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
-    """Return one line of printable characters, at most `width` long; `lines` keeps line breaks and tabs.
+    """Return the text as one line of printable characters, at most `width` long; `lines` keeps line breaks and tabs.
 
-    A cut one costs no more than it shows.
+    Only the first `width` characters are looked at, so a long text costs no more than what is shown of it.
     """
     whole = str(text)
-    line = whole[:width].translate(_SHOWN_IN_LINES if lines else _SHOWN)
+    line = whole[:width].translate(_PRINTABLE_LINES if lines else _PRINTABLE)
     if width is None or max(len(line), len(whole)) <= width:
         return line
     return line[: width - 1] + "…"
 
 
 def error_line(text: object, width: int) -> str:
-    """Return an error's text as `plain` does: of one with a traceback what was raised, and where, as its last frame."""
-    said, where = said_and_where(str(text))
+    """Return an error's text as `plain` does; of a traceback only the message and the last frame."""
+    message, where = said_and_where(str(text))
     where = plain(where and f" {where}", 100)
-    return plain(said, max(1, width - len(where))) + where
+    return plain(message, max(1, width - len(where))) + where
 
 
 def harmless_json(document: bytes) -> bytes:
-    """Return the same JSON, with escapes for what a terminal may obey or hide: DEL, C1 controls, marks of direction."""
+    """Return the JSON with escapes for characters that a terminal may obey or hide: DEL, C1 controls, bidi marks."""
     if document.isascii():
         return document.replace(b"\x7f", b"\\u007f")
     return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
 
 
 def name_of(batch_id: BatchId) -> str:
-    """Return a batch as a command line names it: 12, or '12' in quotes for the text."""
+    """Return a batch's name as a command line takes it: 12 for the number, '12' in quotes for the text."""
     return plain(batch_stream(batch_id).removeprefix("batch/"))
 
 
 def batch_named(log: Log, name: str) -> BatchId | None:
-    """Return the id that `name_of` wrote, or a person typed: 3 is the number where there is a batch 3, else the text;
-    '3' and 003 always the text. None: there is no such batch.
+    """Return the id of the batch with this name, written by `name_of` or typed; None if there is no such batch.
+
+    3 is the number if there is a batch 3, else the text. '3' and 003 are always the text.
     """
     candidates: list[BatchId] = [name]
     if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20 and str(int(name)) == name:
@@ -87,12 +87,12 @@ def batch_named(log: Log, name: str) -> BatchId | None:
 
 
 def clock(seconds: float, *, date: bool = False) -> str:
-    """Return a moment in local time, with its offset."""
+    """Return a moment in local time with its offset, in milliseconds, or with `date` in seconds."""
     return local_time(seconds, sep=" ") if date else local_time(seconds, "milliseconds").partition("T")[2]
 
 
 def does(runner: Mapping[str, Any]) -> str:
-    """Return what a runner does, of its row in a system's status."""
+    """Return in words what a runner is doing, from its row in a system's status."""
     waits = runner.get("waits_for")
     if runner["state"] == "started":
         return f"waits to start its engine: {waits}" if waits else "loading engine…"
@@ -103,13 +103,13 @@ def does(runner: Mapping[str, Any]) -> str:
 
 
 def devices(places: Mapping[str, int]) -> str:
-    """Return what a host has, in words: `8 gpus, 64 cores`."""
-    return ", ".join(f"{count} {what if count != 1 else what.removesuffix('s')}"
-                     for what, count in sorted(places.items(), reverse=True) if count)
+    """Return a host's devices in words: `8 gpus, 64 cores`."""
+    return ", ".join(f"{count} {device if count != 1 else device.removesuffix('s')}"
+                     for device, count in sorted(places.items(), reverse=True) if count)
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return a curve in one line of text, from its least to its most: means of groups, of more than `width` values."""
+    """Return a curve of block characters, scaled from minimum to maximum; above `width` values it shows group means."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
@@ -121,7 +121,6 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def event_line(recorded: Recorded) -> str:
-    """Return one event on one line."""
     return (
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {error_line(summary(recorded.event), 150)}"
@@ -129,13 +128,13 @@ def event_line(recorded: Recorded) -> str:
 
 
 def place_of(recorded: Recorded) -> dict[str, Any]:
-    """Return where and when an event is, and of what type, as plain JSON."""
+    """Return an event's position, time, stream and type, as plain JSON."""
     return {"position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
             "type": recorded.type}
 
 
 def event_document(recorded: Recorded) -> bytes:
-    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
+    """Return an event as one line of JSON: its place in the log, its fields as written, its hash."""
     return harmless_json(orjson.dumps({
         "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
         "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
@@ -144,7 +143,6 @@ def event_document(recorded: Recorded) -> bytes:
 
 
 def summary(event: ev.Event) -> str:
-    """Return what an event says, in a few words."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"
@@ -190,8 +188,8 @@ def summary(event: ev.Event) -> str:
         case ev.ServerRemoved():
             return f"{event.url} of {event.runner} was taken away, by {event.by}"
         case ev.HostJoined():
-            had = devices(event.places)
-            return f"{event.host} #{event.epoch} from {event.address}, pid {event.pid}" + (f", {had}" if had else "")
+            has = devices(event.places)
+            return f"{event.host} #{event.epoch} from {event.address}, pid {event.pid}" + (f", {has}" if has else "")
         case ev.HostDraining():
             return f"{event.host} #{event.epoch} gets no more units: {event.reason}"
         case ev.HostLost() | ev.HostLeft():
@@ -216,18 +214,18 @@ def summary(event: ev.Event) -> str:
             return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
         case ev.TasksetResolved():
             s = event.source
-            which = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)
-            return f"{s.taskset} is {which} at {s.revision}, {s.rows} rows"
+            source = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)
+            return f"{s.taskset} is {source} at {s.revision}, {s.rows} rows"
         case ev.BatchSubmitted():
             return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
         case ev.TasksAdded():
-            return f"{len(event.repeat_times)} tasks more, {sum(event.repeat_times)} runs"
+            return f"{len(event.repeat_times)} more tasks, {sum(event.repeat_times)} runs"
         case ev.ResultsTaken():
-            return f"of {len(event.tasks)} tasks"
+            return f"results of {len(event.tasks)} tasks"
         case ev.PaceMeasured():
-            limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout holds"
+            limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout applies"
             mean = event.seconds / event.attempts
-            return f"after {event.steps} steps {mean:.2f} s an attempt ({event.attempts}), {limit}"
+            return f"after {event.steps} steps: {mean:.2f} s per attempt (mean of {event.attempts}), {limit}"
         case ev.TasksDispatched():
             units = "1 unit" if len(event.units) == 1 else f"{len(event.units)} units"
             return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
@@ -237,8 +235,8 @@ def summary(event: ev.Event) -> str:
             return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
                     f"{reward}, version {event.model_version_end}")
         case ev.AttemptFailed():
-            way = "again" if event.retry else "given up"
-            return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {way}: "
+            decision = "again" if event.retry else "given up"
+            return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {decision}: "
                     f"{event.message}")
         case ev.RecoveryDecided():
             units = f" {len(event.units)} units" if event.units else ""
@@ -270,8 +268,8 @@ def summary(event: ev.Event) -> str:
         case ev.BatchPaused() | ev.BatchAborted():
             return event.reason
         case ev.BatchTrained():
-            told = ", ".join(f"{k} {v:.4g}" for k, v in sorted(event.metrics.items()))
-            return f"step {event.step}" + (f": {told}" if told else "")
+            metrics = ", ".join(f"{k} {v:.4g}" for k, v in sorted(event.metrics.items()))
+            return f"step {event.step}" + (f": {metrics}" if metrics else "")
     return ""
 
 
@@ -282,14 +280,11 @@ _CONTROL = re.compile(
 
 
 def shown(text: object) -> str:
-    """Write out every character that would act: ESC is `\\x1b`, the right-to-left override `\\u202e`.
-
-    Line breaks and tabs stay; so do all letters of all languages.
-    """
+    """Return the text with control and bidi characters as escapes (ESC as `\\x1b`); line breaks and tabs stay."""
     return _CONTROL.sub(lambda match: repr(match.group())[1:-1], str(text))
 
 
 def cut(text: object, length: int) -> tuple[str, int]:
-    """Return (the beginning as `shown`, characters left out), where the beginning is at most `length` long."""
+    """Return the first `length` characters as `shown` returns them, and the number of characters left out."""
     whole = str(text)
     return shown(whole[:length]), max(0, len(whole) - length)

@@ -1,9 +1,8 @@
-"""What clients can ask of the coordinator: every command.
+"""All commands that clients can send to the coordinator. docs/COMMANDS.md is printed from these files.
 
-Commands are imperative and frozen. A class says what it asks for and what is answered (docs/COMMANDS.md is made from
-these files); `Command[A]` is one that is answered with an A, which is plain JSON. A command travels as its name and
-plain values (`encode`), and is made and checked anew where it arrives (`decode`): what is no command, or has a field
-that it can't have, comes no further. A new command is a class here, and a handler in `coordinator/handlers/`.
+The answer to a `Command[A]` is an A, which is plain JSON. A command travels as its name and plain values (`encode`),
+and the receiver builds and checks it again (`decode`): an unknown command or a wrong field is refused there. A new
+command needs a class here and a handler in `coordinator/handlers/`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ __all__ = ["COMMANDS", "Command", "CommandRequest", "decode", "encode"]
 __all__ += [*batches.__all__, *trainer.__all__, *serve.__all__, *servers.__all__]
 
 COMMANDS: dict[str, type[Command[Any]]] = {cls.name: cls for cls in Command.__subclasses__()}
-"""Every command by its name in messages."""
+"""All commands, by their names in messages."""
 
 
 def decode(name: Any, args: Any) -> Command[Any]:
-    """Return the command that a client sent. Raises DataError where a field is not what it must be, TrinityError for an
-    unknown command.
-    """
+    """Return the command that a client sent. Raises DataError for a wrong field, TrinityError for an unknown one."""
     cls = COMMANDS.get(name) if isinstance(name, str) else None
     if cls is None:
         raise TrinityError(f"unknown command {shown(name)}: client and system are of different versions")

@@ -1,4 +1,4 @@
-"""The base of all commands, and how one travels."""
+"""Base of all commands, and their form in messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 class Command(Generic[A]):
     """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`.
 
-    `name`: how it is called in messages and errors. `writes`: what it asks for is recorded. `waits`: it is answered
-    when runners, or other clients, have got something done; while the log can't be written, and that may pass, its
-    client goes on waiting, and who asks for another one that writes is told so at once.
+    `name` is its name in messages and errors. `writes`: it is recorded in the log. `waits`: its answer comes when
+    runners or other clients have done something. While the log can't be written for a reason that may pass, clients of
+    such a command go on waiting; other commands that write fail at once.
     """
 
     __pydantic_config__ = FIELDS
@@ -35,19 +35,19 @@ class Command(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class CommandRequest(Generic[C_co]):
-    """A command as a handler gets it, with the id of its request: sent again, it has the same one."""
+    """A command as its handler gets it. A request that is sent again has the same id."""
 
     id: str
     command: C_co
 
 
 def encode(command: Command[Any]) -> dict[str, Any]:
-    """Return a command's fields as plain values. Raises DataError for what can't be."""
+    """Return a command's fields as plain values. Raises DataError for a wrong field."""
     return dict(_plain(read_fields(type(command), command.name, _fields(command))))
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), Parcel, dict})
-"""Types of what a checked command holds and travels as it is."""
+"""Types of the values that travel unchanged."""
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Commands about batches: what explorers, schedulers and people ask."""
+"""Commands about batches, which explorers, schedulers and people send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 # --- batches ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a taskset was read for a batch."""
+    """Position in a taskset, up to which it was read for a batch."""
 
     __pydantic_config__ = FIELDS
     taskset: TasksetName
@@ -42,107 +42,102 @@ class Cursor:
 
 
 class SubmitBatch(Command[None], name="submit", writes=True):
-    """Begin a batch with these tasks; answered when it is durable. Raises BatchAlreadyActive."""
+    """Begin a batch with these tasks. The answer comes when it is durable. Raises BatchAlreadyActive."""
 
     batch_id: Batch
-    """Of no batch that is open."""
+    """A new id, or that of a batch that has ended."""
     tasks: Tasks
     batch_type: Finalized
-    """It is finalized as this."""
     min_wait_num: Whole | None
-    """Tasks that are enough for it to be finalized; null: all."""
+    """Number of settled tasks at which it can be finalized; null: all."""
     cursor: list[Cursor] | None
-    """Of each taskset that its tasks are from; recorded in the same transaction."""
+    """One for each taskset that its tasks come from, recorded in the same transaction."""
     sources: list[SourceFound] | None = None
-    """Of each taskset that was not read before and is no file: what it was found to be; recorded there, too."""
+    """One for each of its tasksets whose source is not recorded yet, recorded in the same transaction."""
 
 
 class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits=True):
-    """Wait until a batch has what it needs, run the pipeline on a train batch, and end it.
+    """Wait until enough tasks of a batch are settled, run the pipeline on a train batch, and end the batch.
 
-    Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Tasks that failed for
-    good are settled, and so in `finished_task_count`. Raises BatchNotFound, BatchTypeMismatch, FinalizeTimeout,
-    PipelineError.
+    The answer is `batch_id, batch_type, finished_task_count, metrics`, and the same if the command is repeated. Tasks
+    that failed after their last attempt are settled too, so `finished_task_count` includes them. Raises BatchNotFound,
+    BatchTypeMismatch, FinalizeTimeout, PipelineError.
     """
 
     batch_id: Batch
     batch_type: Finalized
-    """As it was submitted."""
+    """Its type in `submit`."""
     timeout: Seconds | None
-    """When to answer with FinalizeTimeout; nothing is lost then. null: never."""
+    """Time until the answer FinalizeTimeout, which loses nothing; null: no limit."""
 
 
 class AbortBatch(Command[None], name="abort", writes=True):
-    """Give a batch up: its running tasks are stopped. One that is unknown or has ended is none the worse for it."""
+    """End a batch and stop its running tasks. Does nothing if the batch is unknown or has ended."""
 
     batch_id: Batch
     reason: Text
-    """Why; it is recorded."""
+    """Recorded in the log."""
     keep_partial_results: Flag
-    """Recorded with the batch; what has finished is in the log either way."""
+    """Recorded with the batch. Results of finished runs are in the log either way."""
 
 
 class RedoTasks(Command[None], name="redo", writes=True):
-    """Let tasks of an open batch that have ended run again, all runs of each. Raises BatchNotFound, DataError."""
+    """Run settled tasks of an open batch again, with all their runs. Raises BatchNotFound, DataError."""
 
     batch_id: Batch
     tasks: list[Count]
     """Their numbers in the batch."""
     reason: Text
-    """Who asks, and why; it is recorded."""
+    """The caller and the reason, recorded in the log."""
 
 
 class ProcessExperiences(Command[dict[str, float]], name="process_experiences", writes=True):
-    """Run experiences through the pipeline, outside any batch; answered with its metrics. Raises PipelineError."""
+    """Run experiences of no batch through the pipeline, and return its metrics. Raises PipelineError."""
 
     refs: list[Experiences]
-    """Of experiences that are in the payload store."""
+    """References to experiences in the payload store."""
 
 
 class GetStatus(Command[dict[str, Any]], name="status", writes=False):
-    """Tell how batches, runners, outputs and the queue are, as plain JSON; it is answered whatever the log does."""
-
+    """Return the state of batches, runners, outputs and the queue as plain JSON, even while the log is unavailable."""
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 class ScheduleTasks(Command[int], name="schedule", writes=True):
-    """Begin a batch with these tasks, or have them join it; answered with the number of the first of them.
-
-    Raises BatchAlreadyActive.
-    """
+    """Begin a batch with these tasks, or add them to it; return the number of the first. Raises BatchAlreadyActive."""
 
     batch_id: Batch
-    """Of no batch that is open to be finalized, and no train batch that was."""
+    """Id of a new or a scheduled batch. Not that of an open batch from `submit`, or of a finalized train batch."""
     tasks: Tasks
 
 
 class BatchProgress(TypedDict):
-    """How far a scheduled batch is: how many of its tasks are open and ready, of its units with a runner."""
+    """Progress of a scheduled batch: numbers of open tasks, of ready tasks, and of units that runners have."""
 
     open: int
     ready: int
     running: int
     paused: bool
     submission: str
-    """Which of the batches of this id it is."""
+    """Distinguishes this batch from others of the same id."""
 
 
 class PollBatch(Command[BatchProgress], name="poll", writes=True, waits=True):
-    """Tell how far a scheduled batch is: when `at_least` tasks are ready, or nothing is open, or after `seconds`.
+    """Return the progress of a scheduled batch when `at_least` tasks are ready, no task is open, or `seconds` are over.
 
-    One that stays paused is answered for when no unit of it is with a runner, since no more will come then. Raises
-    BatchTypeMismatch.
+    For a batch that stays paused the answer comes when no runner has a unit of it, since nothing more can become ready.
+    Raises BatchTypeMismatch.
     """
 
     batch_id: Batch
     at_least: Whole
     seconds: Seconds
     resume: Flag
-    """If it is paused it goes on."""
+    """Resume the batch if it is paused."""
 
 
 class StoreProgress(TypedDict):
-    """How far all scheduled batches are together, and which are not over."""
+    """Progress of all scheduled batches together, and the ids of those that are not over."""
 
     open: int
     settled: int
@@ -150,40 +145,41 @@ class StoreProgress(TypedDict):
 
 
 class PollAllBatches(Command[StoreProgress], name="poll_all", writes=False, waits=True):
-    """Tell how far all scheduled batches are: when nothing is open, or not `settled` tasks are, or after `seconds`."""
+    """Return the progress of all scheduled batches when no task is open, the number of settled tasks is no longer
+    `settled`, or `seconds` are over."""
 
     settled: Whole
-    """As many as its client knows of; -1: it knows of none."""
+    """Number of settled tasks that the client last saw; -1 before its first answer."""
     seconds: Seconds
 
 
 class DropOpenTasks(Command[None], name="drop_rest", writes=True):
-    """Give up what is not settled; runners stop it. Raises BatchTypeMismatch."""
+    """Drop the tasks that are not settled, and stop their runs. Raises BatchTypeMismatch."""
 
     batch_id: Batch | None
-    """null: of all scheduled batches."""
+    """null: all scheduled batches."""
     reason: Text
-    """Why; it is recorded."""
+    """Recorded in the log."""
     return_partial: Flag | None = None
-    """Keep the runs that such a task finished; null: as the config says."""
+    """Keep the finished runs of dropped tasks; null: `explorer.over_rollout.return_partial_tasks`."""
 
 
 class TakeResults(Command[list[int]], name="take", writes=True):
-    """Record that somebody has the results of these tasks; answered with those that nobody else had taken."""
+    """Record that this client has the results of these tasks, and return those that no other client took before."""
 
     batch_id: Batch
     tasks: list[Count]
     """Their numbers in the batch."""
     submission: ShortText
-    """As `poll` told it."""
+    """`submission` from the answer of `poll`."""
 
 
 class PauseBatches(Command[None], name="pause", writes=True):
-    """Give these scheduled batches no runners until somebody wants them."""
+    """Give runners no more units of these scheduled batches until a scheduler resumes them."""
 
     batches: list[Batch]
 
 
 class ResumeBatches(Command[None], name="resume", writes=True):
-    """Let all scheduled batches that were paused go on."""
+    """Resume all scheduled batches that are paused."""
 

@@ -1,7 +1,6 @@
-"""docs/COMMANDS.md, made from the vocabulary: `python -m trinity_es.actors.commands.command_docs > docs/COMMANDS.md`.
+"""Generator of docs/COMMANDS.md: `python -m trinity_es.actors.commands.command_docs > docs/COMMANDS.md`.
 
-Reads the sources, as `trinity_es.events.event_docs` does: the string under a field is documentation that Python itself
-throws away.
+It parses the sources, like `trinity_es.events.event_docs`, because Python does not keep the string under a field.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ __all__ = ["markdown"]
 
 _HEAD = """# Commands
 
-What a client can ask of the coordinator, made from `actors/commands/` by `make docs`. A command travels as its name
-and plain values, and is checked whole where it arrives: nobody but who sent it hears of a field that can't be. Its
-answer is plain JSON, and is sent when what it says is durable.
+Commands that a client can send to the coordinator, printed from `actors/commands/` by `make docs`. A command travels
+as its name and plain values. The coordinator checks all of it before it acts, and answers a wrong field with DataError.
+The answer is plain JSON, and is sent when everything that it reports is durable.
 
-A request has an id: sent again under it, also to a coordinator that took over, it gets its answer, or goes on waiting.
+Every request has an id. A client may send a request again under the same id, also to a later coordinator: it gets its
+answer, or goes on waiting.
 
-Besides its own errors every command may be answered with DataError (a field is not what it must be), LogUnavailable,
-LogRewound, and RequestRefused (it ended coordinators). *Writes*: what it asks for is recorded. *Waits*: it is answered
-when runners, or other clients, have got something done. While the log can't be written and that may pass, the client of
-a command that waits goes on waiting; who asks for another one that writes is told so at once."""
+Besides the errors of its own, every command may be answered with DataError (a wrong field), LogUnavailable, LogRewound,
+and RequestRefused (it may have crashed coordinators). *Writes*: it is recorded in the log. *Waits*: its answer comes
+when runners or other clients have done something. While the log can't be written for a reason that may pass, clients of
+a command that waits go on waiting; other commands that write fail at once with LogUnavailable."""
 
 
 def markdown() -> str:
@@ -52,8 +52,8 @@ def markdown() -> str:
 
 
 def _titles(source: str) -> list[tuple[int, str]]:
-    found = [(n, re.match(r"# --- (.+?) -+$", line)) for n, line in enumerate(source.splitlines(), 1)]
-    return [(n, match[1][0].upper() + match[1][1:]) for n, match in found if match]
+    matches = [(n, re.match(r"# --- (.+?) -+$", line)) for n, line in enumerate(source.splitlines(), 1)]
+    return [(n, match[1][0].upper() + match[1][1:]) for n, match in matches if match]
 
 
 def _entry(title: str, node: ast.ClassDef) -> list[str]:
@@ -65,13 +65,13 @@ def _command(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[st
     [base] = node.bases
     assert isinstance(base, ast.Subscript)
     answer = ast.unparse(base.slice)
-    told = [name for name, is_so in (("Writes.", cls.writes), ("Waits.", cls.waits)) if is_so]
-    told.append("Answer: nothing." if answer == "None" else f"Answer: `{answer}`.")
-    return [*_entry(f"{node.name} (`{cls.name}`)", node), "", " ".join(told)]
+    notes = [name for name, applies in (("Writes.", cls.writes), ("Waits.", cls.waits)) if applies]
+    notes.append("Answer: nothing." if answer == "None" else f"Answer: `{answer}`.")
+    return [*_entry(f"{node.name} (`{cls.name}`)", node), "", " ".join(notes)]
 
 
 def _kinds() -> list[tuple[str, str]]:
-    """Return the kinds of fields, each with what it says of itself."""
+    """Return the name and the documentation of each kind of field."""
     body = ast.parse(inspect.getsource(fields)).body
     return [
         (node.targets[0].id, " ".join(str(after.value.value).split()))

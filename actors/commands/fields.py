@@ -1,8 +1,8 @@
-"""What the fields of commands may hold: types that pydantic checks, where a command is sent and where it arrives.
+"""Types of the fields of commands. Pydantic checks them where a command is sent and where it arrives.
 
-Nothing of a request is looked at, read or folded before `read_fields` has seen all of it: what passes here can be
-recorded. Names become parts of streams and columns of tables, so they are short and printable; texts are anything that
-every database can hold; numbers fit into the columns that they end in.
+`read_fields` checks a whole request before anything else reads it, so every checked value can be recorded. Names become
+parts of streams and columns of tables, so they are short and printable. Every database can hold the texts, and numbers
+fit into their columns.
 """
 
 from __future__ import annotations
@@ -42,26 +42,25 @@ __all__ = [
 ]
 
 FIELDS = ConfigDict(extra="forbid", revalidate_instances="always")
-"""What a dataclass has as its `__pydantic_config__`: no fields but its own, each checked."""
+"""Value of `__pydantic_config__` for dataclasses: unknown fields are refused, and each field is checked."""
 TASKSET_LENGTH = 400
-"""Maximum characters of a taskset's name: it is a stream's name, and no column."""
+"""Maximum characters of a taskset's name, which names a stream and is in no column."""
 TEXT_LENGTH = 16_384
 """Maximum characters of a text: a reason, a path, an error."""
 WHOLE = 2**31
-"""Bound of whole numbers: what an integer column holds in every database."""
+"""Bound of whole numbers. An integer column holds smaller ones in every database."""
 SECONDS = 1e9
-"""Maximum of a timeout, in seconds: a timer can't be set later."""
+"""Maximum of a timeout, in seconds; timers allow no more."""
 MOST_RUNS = 1_000_000
-"""Maximum of the runs of one task."""
-MOST_SAID = 500
-"""Maximum characters of an error: it names keys that a client made up."""
+"""Maximum number of runs of one task."""
+_ERROR_LENGTH = 500
+"""Maximum characters of an error, which may contain long keys from a client."""
 _DIGEST = r"^[0-9a-f]{64}$"
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 def is_storable(value: str) -> bool:
-    """Return True if every database can hold this text: PostgreSQL has no NUL, and none has half of a surrogate pair.
-    """
+    """Return True if every database can hold this text. PostgreSQL refuses NUL, and all refuse half surrogate pairs."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -96,28 +95,27 @@ def _batch_id(value: Any) -> Any:
 
 
 def _parcel(value: Any) -> Parcel:
-    good = isinstance(value, Parcel) and (
+    valid = isinstance(value, Parcel) and (
         isinstance(value.inline, bytes) if value.digest is None
         else value.inline is None and isinstance(value.digest, str) and re.fullmatch(_DIGEST[1:-1], value.digest)
     )
-    if not good:
+    if not valid:
         raise ValueError(f"must be JSON, or the digest of a payload that holds it, not {shown(value)}")
     return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
 def _record(cls: type[Any], **kinds: Any) -> Any:
-    """Return what has an object of this dataclass made of a mapping, or of such an object, with fields of these kinds.
-    """
+    """Return the pydantic schema of this dataclass, whose fields have these kinds. It takes an object or a mapping."""
     defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
-    found: dict[str, Any] = {name: (kind, defaults[name]) for name, kind in kinds.items()}
-    checked = create_model(cls.__name__, __config__=FIELDS, **found)
+    definitions: dict[str, Any] = {name: (kind, defaults[name]) for name, kind in kinds.items()}
+    model = create_model(cls.__name__, __config__=FIELDS, **definitions)
 
-    def given(value: Any) -> Any:
+    def to_mapping(value: Any) -> Any:
         return {name: getattr(value, name) for name in kinds} if isinstance(value, cls) else value
 
     def schema(_: Any, handler: Any) -> Any:
-        made = core_schema.no_info_after_validator_function(lambda found: cls(**found.__dict__), handler(checked))
-        return core_schema.no_info_before_validator_function(given, made)
+        from_mapping = core_schema.no_info_after_validator_function(lambda m: cls(**m.__dict__), handler(model))
+        return core_schema.no_info_before_validator_function(to_mapping, from_mapping)
 
     return GetPydanticSchema(schema)
 
@@ -146,7 +144,7 @@ Positive = Annotated[StrictInt, Field(ge=1, lt=WHOLE)]
 Position = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 """A position of the log, or 0."""
 TableNumber = Annotated[StrictInt, Field(ge=-1, lt=2**63)]
-"""The number of a table of routes; -1 before any."""
+"""The number of a table of routes; -1 before the first."""
 Port = Annotated[StrictInt, Field(ge=0, lt=65_536)]
 """A TCP port."""
 Number = Annotated[float, BeforeValidator(_number)]
@@ -156,13 +154,13 @@ Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_numb
 Flag = Annotated[bool, Field(strict=True)]
 """True or false."""
 Finalized = Literal["train", "eval"]
-"""A batch that is finalized: `train` or `eval`."""
+"""The type of a batch that is finalized: `train` or `eval`."""
 Metrics = Annotated[dict[ShortText, Number], Field(max_length=MOST_METRICS)]
 """Finite numbers by their names."""
 Tasks = Annotated[Parcel, PlainValidator(_parcel)]
 """A list of tasks: JSON, or the digest of a payload that holds it."""
 Experiences = Annotated[PayloadRef, _record(PayloadRef, digest=Digest, first=Count, count=Count)]
-"""Where experiences lie: `digest`, `first`, `count`."""
+"""Location of experiences in the payload store: `digest`, `first`, `count`."""
 AnswerGiven = Annotated[Answer, _record(
     Answer, message=Name, runner=Name, incarnation=Count, model_version=Count, model_version_end=Count,
     payload=Experiences | None, prompt_tokens=Count, response_tokens=Count,
@@ -172,29 +170,31 @@ SourceFound = Annotated[TasksetSource, _record(
     TasksetSource, taskset=TasksetName, is_eval=Flag, path=Text, subset=Text | None, split=Text | None,
     asked=Text | None, revision=ShortText, args=Text, rows=Count, order=Text | None,
 )]
-"""What a taskset is read from, with the fields of `TasksetSource` in docs/EVENTS.md."""
+"""The source of a taskset, with the fields of `TasksetSource` in docs/EVENTS.md."""
 
 
 _adapter = cache(TypeAdapter[Any])
 
 
 def read_fields(cls: type[Any], name: str, value: Any) -> Any:
-    """Return an object of a dataclass whose fields are kinds, out of plain data. Raises DataError, which names it."""
+    """Return an object of a dataclass whose fields are of these kinds, made from plain data.
+
+    Raises DataError, which begins with `name`.
+    """
     try:
         return _adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as e:
-        said = sentence(e.errors(include_url=False)[0], "it")
-        raise DataError(f"{name}: {said if len(said) <= MOST_SAID else said[:MOST_SAID] + '...'}") from None
+        text = sentence(e.errors(include_url=False)[0], "it")
+        raise DataError(f"{name}: {text if len(text) <= _ERROR_LENGTH else text[:_ERROR_LENGTH] + '...'}") from None
 
 
-# --- what else clients send -----------------------------------------------------------------------------------------
+# --- other input of clients -----------------------------------------------------------------------------------------
 def is_request_id(value: Any) -> bool:
-    """Return True if a request can have this id: then it can be answered."""
     return isinstance(value, str) and 0 < len(value) <= NAME_LENGTH and value.isprintable()
 
 
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """Return the tasks out of a parcel, if they are some. Raises DataError, naming the task."""
+    """Return the tasks from a parcel. Raises DataError, which names the task, if they are not valid."""
     if not isinstance(tasks, list):
         raise DataError(f"tasks must be a list, not {shown(tasks)}")
     for number, task in enumerate(tasks):

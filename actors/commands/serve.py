@@ -15,67 +15,65 @@ __all__ = [
 
 # --- the proxy of mode `serve` ----------------------------------------------------------------------------------------
 class RecordAnswers(Command[int], name="record_answers", writes=True):
-    """Record what the proxy answers to its clients; answered with how many of them were new."""
+    """Record the proxy's answers to its clients, and return how many of them were new."""
 
     answers: list[AnswerGiven]
 
 
 class RewardAnswers(Command[int], name="reward_answers", writes=True):
-    """Give answers a reward, all of them or none; answered with how many they are.
+    """Give answers a reward, all of them or none, and return their number.
 
-    Raises AnswerNotFound; AnswerDelivered where one went to the pipeline with another.
+    Raises AnswerNotFound, or AnswerDelivered if one went to the pipeline with another reward.
     """
 
     messages: list[Name]
-    """Ids, as clients got them."""
+    """Ids of the answers, as clients got them."""
     reward: Number
     task: ShortText | None
     """Their group in the pipeline; null: each is a task of its own."""
     run: Whole | None
-    """Which run of it; null: 0."""
+    """Their run of that task; null: 0."""
 
 
 class DeliveredAnswers(TypedDict):
-    """How many answers went through the pipeline, and its metrics."""
+    """Number of answers that went through the pipeline, and its metrics."""
 
     count: int
     metrics: dict[str, float]
 
 
 class DeliverAnswers(Command[DeliveredAnswers], name="deliver_answers", writes=True):
-    """Take all answers that are rewarded through the pipeline; what has no reward stays. Raises PipelineError."""
-
+    """Run all rewarded answers through the pipeline. The others stay until they have a reward. Raises PipelineError."""
 
 
 class CountAnswers(Command[dict[str, int]], name="answers", writes=False):
     """Count the answers: `recorded` (without a reward), `rewarded`, `delivered`."""
 
 
-
 class EngineRoute(TypedDict):
-    """One life of a runner, and where its engine is asked."""
+    """One life of a runner, and the endpoint of its engine."""
 
     runner: str
     incarnation: int
     endpoint: str
     model_version: int
     serving: bool
-    """False while it is taken out to load weights."""
+    """False while it gets no requests because it loads weights."""
 
 
 class RouteTable(TypedDict):
-    """Where engines are asked; each change has a number of its own."""
+    """Endpoints of all engines. Each change has a new number."""
 
     number: int
     engines: list[EngineRoute]
 
 
 class GetRoutes(Command[RouteTable], name="routes", writes=False, waits=True):
-    """Tell a proxy which engines serve: when that is not what it knows, or after two seconds."""
+    """Return the engines that serve, when the table differs from the proxy's or after two seconds."""
 
     proxy: Name
-    """Who asks: a name of its own."""
+    """A unique name of the proxy."""
     url: ShortText
-    """Where it serves."""
+    """URL at which the proxy serves."""
     knows: TableNumber
-    """The table that it has."""
+    """Number of the table that the proxy has."""

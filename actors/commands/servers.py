@@ -1,4 +1,4 @@
-"""Commands about the servers of others that are engines (`engine_type: http`), and about hosts besides the head's."""
+"""Commands about external servers that are engines (`engine_type: http`), and about hosts other than the head."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from trinity_es.actors.commands.fields import Text
 __all__ = ["DrainHost", "DrainingHost", "ScaleServers", "ScaledServers", "ServerState"]
 
 
-# --- engines that others run ------------------------------------------------------------------------------------------
+# --- external servers -------------------------------------------------------------------------------------------------
 class ServerState(TypedDict):
-    """A server that is an engine, or leaves: `wanted` is false then; `by`: whose word that was, `list` or `scale`;
-    `state`: that of its runner; `waits_for`: what keeps that from starting, or from being answered, and passes;
-    `problem`: what is wrong with it, and the way out."""
+    """State of a server that is, or was, an engine."""
 
     url: str
     runner: str
     by: str
+    """The source of the last change: `list` (the configured list of servers) or `scale`."""
     wanted: bool
+    """False for a server that was removed."""
     state: str
+    """State of its runner."""
     waits_for: str
+    """External condition that its runner waits for; empty: none."""
     problem: str
+    """A fault of the server, and its remedy; empty: none."""
 
 
 class ScaledServers(TypedDict):
-    """Every server that is there now, or leaves."""
+    """All servers, those that are being removed too."""
 
     servers: list[ServerState]
 
 
 class ScaleServers(Command[ScaledServers], name="scale", writes=True):
-    """Add servers, and take others away: those get no more units, and are let go when they have none.
+    """Add servers, and remove others, which get no more units and leave when they have none.
 
-    Answered when that is recorded. Raises DataError for a URL that is none, for a server that never was one, and where
-    engines are no servers.
+    The answer comes when the change is recorded. Raises DataError for an invalid URL, for the removal of an unknown
+    server, and if the engines are not external servers.
     """
 
     add: list[Text]
@@ -44,17 +47,18 @@ class ScaleServers(Command[ScaledServers], name="scale", writes=True):
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
 class DrainingHost(TypedDict):
-    """A host that is to leave; `units`: what its runners have now."""
+    """A host that has orders to leave."""
 
     host: str
     epoch: int
     units: int
+    """Number of units that its runners have now."""
 
 
 class DrainHost(Command[DrainingHost], name="drain_host", writes=True):
-    """Have a host leave: its runners get no more units, end those that they have, and its system ends.
+    """Make a host leave: its runners get no more units, finish those that they have, and its system ends.
 
-    Answered when that is recorded. Raises HostNotFound.
+    The answer comes when the order is recorded. Raises HostNotFound.
     """
 
     host: Text

@@ -1,4 +1,4 @@
-"""Commands of a trainer: what it takes, uses and publishes; and about the runners."""
+"""Commands of a trainer about batches, experiences, weights and adapters, and commands about runners."""
 
 from __future__ import annotations
 
@@ -43,38 +43,37 @@ class GetNextBatch(Command[DeliveredBatch], name="next_batch", writes=False, wai
     """Wait for the first train batch that is finalized after a position of the log."""
 
     after: Position
-    """Up to here its client knows all."""
     timeout: Seconds | None
-    """When its client goes away: it is not answered then. null: never."""
+    """Time for which the client waits; then there is no answer. null: no limit."""
 
 
 class AcknowledgeBatch(Command[None], name="acknowledge", writes=True):
-    """Record that a trainer's step used a batch; said again it changes nothing. Raises BatchNotFound, DataError."""
+    """Record that a trainer's step used a batch. Repeating it changes nothing. Raises BatchNotFound, DataError."""
 
     batch_id: Batch
-    """Of a train or eval batch that is finalized."""
+    """Id of a finalized train or eval batch."""
     step: Whole
     metrics: Metrics
-    """Of the step: loss, ..."""
+    """Metrics of the step: loss, ..."""
 
 
 class ResumedTrainer(TypedDict):
-    """What a trainer that is back at a checkpoint has to use again, and never used."""
+    """Batches that a trainer has to use after it returned to a checkpoint: those of later steps, and unused ones."""
 
     batches: list[BatchId]
     position: int
-    """All that was finalized up to here is known with it."""
+    """Position of the log up to which `batches` is complete."""
 
 
 class ResumeTrainer(Command[ResumedTrainer], name="resume_trainer", writes=True, waits=True):
-    """Tell a trainer that is back at its checkpoint of `step` which batches are its again. Raises PayloadNotFound."""
+    """Return the batches that a trainer has to use from its checkpoint of `step` on. Raises PayloadNotFound."""
 
     step: Count
-    """0: it begins with the model as it was given."""
+    """Step of the checkpoint; 0: the original model."""
 
 
 class PayloadPart(TypedDict):
-    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+    """Location of experiences: `count` of them from `first` on in the payload with this digest."""
 
     digest: str
     first: int
@@ -86,76 +85,75 @@ class TakenExperiences(TypedDict):
 
     batch_id: BatchId
     use_count: int
-    """Times that they were taken, with this one."""
+    """Times that they were taken, this time included."""
     refs: list[PayloadPart]
 
 
 class TakeExperiences(Command[list[TakenExperiences]], name="take_experiences", writes=True, waits=True):
-    """Take the `n` experiences that go next out of the queue; waits until there are so many.
+    """Take the next `n` experiences from the queue, as soon as it has that many.
 
-    Raises TakeTimeout, with nothing taken; PipelineError where the priority function fails; PayloadNotFound.
+    Raises TakeTimeout, with nothing taken, PipelineError if the priority function fails, and PayloadNotFound.
     """
 
     n: Positive
     timeout: Seconds | None
-    """When to answer with TakeTimeout; null: never."""
+    """Time until the answer TakeTimeout; null: no limit."""
     step: Whole | None
-    """The trainer's step that they are for."""
+    """The trainer's step that will use them."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 class SyncedWeights(TypedDict):
-    """Who serves a version."""
+    """Runners that serve a version of the weights."""
 
     version: int
     runners: list[str]
     from_group: bool
-    """The trainer sent it; otherwise runners loaded it from its place."""
+    """True if the trainer sent it to the group; false if runners loaded it from its folder."""
 
 
 class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, waits=True):
-    """Publish weights, and have every engine load them; answered when all have. Raises SyncError."""
+    """Publish weights and load them into every engine. The answer comes when all have loaded. Raises SyncError."""
 
     version: Whole
-    """At least that of the current ones."""
+    """At least the current version."""
     path: Text
-    """Where they lie, as a folder in HF format."""
+    """Folder of the weights in Hugging Face format."""
     timeout: Seconds
-    """When to answer with SyncError; who has not loaded them then serves what it had."""
+    """Time until the answer SyncError; engines that have not loaded by then go on with their old version."""
     method: Name = "checkpoint"
-    """How they get there: `checkpoint`, `memory`, `nccl`."""
+    """Method of the transfer: `checkpoint`, `memory` or `nccl`."""
     again: Flag = False
-    """Their place was lost, and has been written anew."""
+    """True if the folder of the current version was lost and has been written again."""
 
 
 class CheckWeightGroup(Command[bool], name="weight_group", writes=False):
-    """Tell whether every engine that serves is in the trainer's group."""
-
+    """Check that every engine that serves is in the trainer's group."""
 
 
 class JoinedRunners(TypedDict):
-    """Who is in the trainer's group."""
+    """Runners in the trainer's group."""
 
     runners: list[str]
 
 
 class JoinWeightGroup(Command[JoinedRunners], name="join_weight_group", writes=False, waits=True):
-    """Have every engine join the group that the trainer opens, to get weights from its memory. Raises SyncError."""
+    """Add every engine to the group that the trainer opens, to get weights from its memory. Raises SyncError."""
 
     address: Name
-    """Where the trainer opens it."""
+    """Address at which the trainer opens it."""
     port: Port
     workers: Positive
-    """Processes of one engine."""
+    """Number of processes of one engine."""
     engines: Count
-    """Engines that have to serve."""
+    """Number of engines that must serve."""
     timeout: Seconds
-    """When to answer with SyncError."""
+    """Time until the answer SyncError."""
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
 class SyncedAdapter(TypedDict):
-    """Who serves a version of an adapter."""
+    """Runners that serve a version of an adapter."""
 
     adapter: str
     version: int
@@ -163,48 +161,51 @@ class SyncedAdapter(TypedDict):
 
 
 class SyncAdapter(Command[SyncedAdapter], name="sync_adapter", writes=True, waits=True):
-    """Publish a version of a LoRA adapter, and have every engine load it; answered when all have. Raises SyncError."""
+    """Publish a version of a LoRA adapter and load it into every engine. The answer comes when all have loaded it.
+
+    Raises SyncError.
+    """
 
     adapter: AdapterName
     version: Count
-    """At least that of the current one."""
+    """At least the adapter's current version."""
     path: Text
-    """Where it lies, as a folder in PEFT's format."""
+    """Folder of the adapter in PEFT's format."""
     rank: Positive
     size: Position
-    """Bytes of its two files."""
+    """Bytes of its two files together."""
     digest: Digest
-    """Of its two files."""
+    """Digest of its two files."""
     timeout: Seconds
-    """When to answer with SyncError; who has not loaded it then goes on with the version that it had."""
+    """Time until the answer SyncError; engines that have not loaded it by then go on with their old version."""
 
 
 class RemoveAdapter(Command[None], name="remove_adapter", writes=True):
-    """Take a LoRA adapter back: requests that name it are refused from then on. Raises SyncError for an unknown one."""
+    """Remove a LoRA adapter, so that requests which name it are refused. Raises SyncError if it is unknown."""
 
     adapter: AdapterName
 
 
 # --- runners ----------------------------------------------------------------------------------------------------------
 class RestartedRunner(TypedDict):
-    """A runner, and the life that has begun."""
+    """A runner, and the incarnation that has begun."""
 
     runner: str
     incarnation: int
 
 
 class RestartRunner(Command[RestartedRunner], name="restart_runner", writes=False, waits=True):
-    """End a life of a runner; answered when another one has begun. Raises RunnerNotFound."""
+    """End an incarnation of a runner. The answer comes when another one has begun. Raises RunnerNotFound."""
 
     runner: Name
     incarnation: Whole
-    """The life that is to end: asked again, it ends once."""
+    """The incarnation to end, so that a repeated command does not end the next one."""
     reason: Text
-    """Who asks, and why; it is recorded."""
+    """The caller and the reason, recorded in the log."""
 
 
 class GetRunnerStates(Command[dict[str, dict[str, Any]]], name="runner_states", writes=False):
-    """Tell what runners do right now, by name, as `actors/run_activity.py` says; one that nobody has is left out."""
+    """Return the current activity of runners by name (`actors/run_activity.py`). Unknown names are left out."""
 
     names: list[ShortText] | None
-    """null: of all."""
+    """null: all runners."""

@@ -1,1 +1,1 @@
-"""Every key of the config as the system's processes use it: frozen sections, checked when they are made."""
+"""All keys of the config as the system's processes use them: frozen sections, checked at their creation."""

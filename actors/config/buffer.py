@@ -1,4 +1,4 @@
-"""The section `buffer` of the config: tasksets, the pipeline and the queue. See `schema.py`."""
+"""Sections of the config about data: tasksets, the pipeline and the queue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.plugins import registered
 from trinity_es.events.errors import DataError
 
 __all__ = [
@@ -19,85 +20,85 @@ __all__ = [
 ]
 
 SCORER = "trinity_es.tasksets.reasoning_gym:Score"
-"""The reward of a taskset of reasoning-gym that names none."""
+"""Default reward of tasksets of reasoning-gym."""
 
 
 class FormatConfig(Section):
-    """Where in a row things are."""
+    """Keys of the columns of a taskset's rows."""
 
     prompt_key: str = "prompt"
-    """Key of the prompt; every row must have it."""
+    """Key of the prompt, which every row must have."""
     response_key: str = "answer"
     """Key of the reference answer."""
     system_prompt: str | None = None
     """System message put before the prompt; null: none."""
     reply_prefix: str | None = None
-    """Beginning of every answer: it is put after the prompt, and the model goes on from there; null: none."""
+    """Beginning of every answer. It follows the prompt, and the model continues from there; null: none."""
     workflow_key: str | None = None
-    """Key under which a row may name its own workflow; null: all are played by the taskset's."""
+    """Key under which a row may name its own workflow; null: all rows use the taskset's."""
     reward_fn_key: str | None = None
-    """Key under which a row may name its own reward function; null: all get the taskset's."""
+    """Key under which a row may name its own reward function; null: all rows use the taskset's."""
 
     @classmethod
     def of_tasks(cls) -> set[str]:
-        """Return the keys that a task may have of it, in `Task.format_args`."""
+        """Return the keys of this section that `Task.format_args` may have."""
         return cls.model_fields.keys() - {"workflow_key", "reward_fn_key"}
 
     def for_task(self) -> dict[str, Any]:
-        """Return what a task is given of it, as `Task.format_args`."""
+        """Return the `Task.format_args` of the taskset's tasks."""
         return self.model_dump(include=self.of_tasks(), exclude_none=True)
 
 
 class DataSelectorConfig(Section):
-    """Which rows of a taskset come next, as in Trinity-RFT."""
+    """Choice of the rows that come next, as in Trinity-RFT."""
 
     selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
-    """Instead of `shuffle`. `sequential`: the order of the file; `shuffle`: another permutation in every epoch;
-    `random`: drawn anew for each step, so that some rows come often and some never; `offline_easy2hard`: by
-    `feature_keys`, the largest first; `difficulty_based`: rows whose expected reward is nearest to a target, learnt
-    from the steps that were finalized."""
+    """`sequential`: the order of the file; `shuffle`: another permutation in every epoch; `random`: a new draw for each
+    step, so that some rows come often and some never; `offline_easy2hard`: by `feature_keys`, the largest first;
+    `difficulty_based`: rows whose expected reward is nearest to a target, learnt from the finalized steps."""
     seed: int = Field(default=42, ge=0)
-    """Seed of what is drawn."""
+    """Seed of random choices."""
     feature_keys: list[str] = Field(default_factory=list)
     """Keys of numbers in each row: for `offline_easy2hard` one or more, for `difficulty_based` two, the pass rates of a
     weak and of a strong model."""
     kwargs: Args = Field(default_factory=dict)
-    """Of `difficulty_based`: `m` (16), `lamb` (0.2), `rho` (0.2), `target_reward` (1), `tau` (1; 0: the best are
-    taken), `do_sample` (false), `adaptive_rho` (false)."""
+    """Arguments of `difficulty_based`: `m` (16), `lamb` (0.2), `rho` (0.2), `target_reward` (1), `tau` (1; 0: the best
+    rows), `do_sample` (false), `adaptive_rho` (false)."""
 
     @model_validator(mode="after")
     def _features_fit(self) -> Self:
-        wanted = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
+        needed = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
         count = len(self.feature_keys)
-        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[wanted]:
-            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {wanted}")
+        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[needed]:
+            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {needed}")
         return self
 
 
 class TasksetConfig(Section):
-    """A file of tasks, a dataset of the Hugging Face hub, or a family of reasoning-gym."""
+    """A file of tasks, a dataset of the Hugging Face hub, or an environment such as a family of reasoning-gym."""
 
     name: FileName
-    """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
+    """Unique name of the taskset, in metrics and in the log."""
     path: Annotated[str, Field(min_length=1)]
-    """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
-    dataset directory (`save_to_disk`). `hub:owner/name`: a dataset of the Hugging Face hub.
-    `reasoning_gym:leg_counting`: the tasks of a family of reasoning-gym, scored by its own scorer. `verifiers:NAME`:
-    the tasks of an installed environment, which it plays."""
+    """JSONL file (a JSON object a line), parquet file, folder of such files, or Hugging Face dataset directory
+    (`save_to_disk`). `hub:owner/name`: a dataset of the Hugging Face hub. `reasoning_gym:leg_counting`: the tasks of a
+    family of reasoning-gym, scored by its own scorer. `verifiers:NAME`: the tasks of an installed environment, which
+    also plays them. `NAME:REST`: the tasks of an environment that an installed package registers as NAME; if the
+    package registers a workflow of this name too, it plays them."""
     split: str | None = None
-    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read. Of a dataset of the
-    hub: its split, which is required."""
+    """Folder: read `<split>.jsonl`, `<split>.parquet`, or this split of the dataset. Dataset of the hub: its split,
+    which is required."""
     subset: str | None = None
-    """Of a dataset of the hub: its subset (the `name` of `datasets.load_dataset`); null: its default one."""
+    """Subset of a dataset of the hub (the `name` of `datasets.load_dataset`); null: its default one."""
     revision: str | None = None
-    """Of a dataset of the hub: branch, tag or commit; null: its main branch. What it names when a run begins is in the
-    log as a commit, and what the run reads from then on."""
+    """Branch, tag or commit of a dataset of the hub; null: its main branch. It is resolved when a run begins: the log
+    holds the commit, which the run reads from then on."""
     args: Args = Field(default_factory=dict)
-    """Of a family of reasoning-gym: its config, such as `size` (500), `seed` (0) and what else the family takes; of
-    `reasoning_gym:composite` also `datasets`, a list of `{name, weight, config}`."""
+    """Arguments of an environment. A family of reasoning-gym takes its config, such as `size` (500) and `seed` (0);
+    `reasoning_gym:composite` also takes `datasets`, a list of `{name, weight, config}`."""
     ratio: float = Field(default=1.0, gt=0.0)
-    """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
-    others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
+    """Share of every step's tasks, relative to the ratios of the other tasksets. After `epochs` passes a taskset is
+    over, and the others share the rest; the run ends when all are over."""
     repeat_times: Positive = 1
     """Runs of every task (the group of GRPO; the n of mean@n)."""
     workflow: ImportName = "single_turn"
@@ -105,31 +106,31 @@ class TasksetConfig(Section):
     workflow_args: Args = Field(default_factory=dict)
     """Arguments for the workflow."""
     reward_fn: ImportName | None = None
-    """The reward function or class: a registered name, or `module:name`; null: the workflow's own."""
+    """The reward function or class: a registered name, or `module:name`; null: the default of the workflow."""
     reward_fn_args: Args = Field(default_factory=dict)
     """Arguments for the reward function."""
     format: FormatConfig = Field(default_factory=FormatConfig)
     rollout_args: Args = Field(default_factory=dict)
-    """Sampling of this taskset, over that of `explorer.rollout_model`: temperature, top_p, top_k, max_tokens, ..."""
+    """Sampling of this taskset, which overrides `explorer.rollout_model`: temperature, top_p, top_k, max_tokens, ..."""
     shuffle: bool = False
     """Another order in every epoch, made from `seed`; false: the order of the file."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order."""
     data_selector: DataSelectorConfig | None = None
-    """Instead of `shuffle`; null: as `shuffle` says."""
+    """Choice of rows in place of `shuffle`; null: `shuffle` holds."""
     epochs: Positive | None = 1
-    """Times that the whole file is read; null: without end."""
+    """Number of passes over the whole taskset; null: without end."""
 
     @model_validator(mode="before")
     @classmethod
     def _environments_own(cls, data: Any) -> Any:
-        """Have the tasks of an environment played by it."""
+        """Make the workflow of an environment's name the default for its tasks."""
         path = data.get("path") if isinstance(data, dict) else None
-        if not isinstance(path, str) or not path.startswith("verifiers:"):
+        kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
+        if kind not in registered("workflow"):
             return data
         args = data.get("workflow_args") or {}
-        own = {"env": path.removeprefix("verifiers:")}
-        return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
+        return {"workflow": kind, **data, "workflow_args": {"env": rest, **args} if isinstance(args, dict) else args}
 
     @field_validator("rollout_args")
     @classmethod
@@ -139,7 +140,7 @@ class TasksetConfig(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Self:
-        kind, rest = self.kind, self.path.partition(":")[2]
+        kind, rest = _kind_and_rest(self.path)
         if self.shuffle and self.data_selector is not None:
             raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
@@ -149,57 +150,66 @@ class TasksetConfig(Section):
         if kind == "reasoning_gym" and not re.fullmatch(r"\w+", rest):
             raise ValueError(f"has the path {self.path!r}: write a family as reasoning_gym:leg_counting")
         if kind == "reasoning_gym" and self.split is not None:
-            raise ValueError(f"has the path {self.path} and a split, which it has not: give another args.seed")
+            raise ValueError(f"has the path {self.path} and a split: remove it, and choose other tasks by args.seed")
         for key in ("subset", "revision"):
             if kind != "hub" and getattr(self, key) is not None:
                 raise ValueError(f"has {key}, which only a dataset of the hub has (path: hub:owner/name)")
-        if kind != "reasoning_gym" and self.args:
+        if kind in ("file", "hub", "verifiers") and self.args:
             raise ValueError("has args, which only a family of reasoning-gym has (path: reasoning_gym:leg_counting)")
         return self
 
     @property
-    def kind(self) -> Literal["file", "hub", "reasoning_gym", "verifiers"]:
-        """Kind of source that `path` names."""
-        match self.path.partition(":"):
-            case [("hub" | "reasoning_gym" | "verifiers") as kind, ":", _]:
-                return kind
-        return "file"
+    def kind(self) -> str:
+        """Kind of source that `path` names: `file`, or a registered environment."""
+        return _kind_and_rest(self.path)[0]
 
     @property
     def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
+        """The file to read: `path`, or the file in it that `split` names. A folder if `path` is a dataset directory."""
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path
         names = (f"{self.split}.jsonl", f"{self.split}.parquet", self.split)
         return next((path / name for name in names if (path / name).exists()), path / names[0])
 
+    @property
+    def other_meaning(self) -> str:
+        """Hint at the likely intention behind a path that names no file, as the end of an error."""
+        if ":" in self.file.name:
+            return f"; no installed package registers the environment {self.file.name.partition(':')[0]}"
+        return "" if self.file.suffix else "; a dataset of the Hugging Face hub is written hub:owner/name"
+
+
+def _kind_and_rest(path: str) -> tuple[str, str]:
+    kind, colon, rest = path.partition(":")
+    return (kind, rest) if colon and kind in registered("environment") else ("file", path)
+
 
 class ExplorerInputConfig(Section):
-    """What is read."""
+    """Tasksets of the run."""
 
     tasksets: list[TasksetConfig] = Field(default_factory=list)
     """Tasksets to train on; a trainer that submits its own tasks needs none."""
     eval_tasksets: list[TasksetConfig] = Field(default_factory=list)
-    """Tasksets to evaluate on: entries like those of `tasksets`."""
+    """Tasksets to evaluate on, with entries like those of `tasksets`."""
     interleave: Literal["ratio", "shuffled"] = "ratio"
-    """Which taskset gives the next task, of several: `ratio`: by their ratios, as evenly as can be; `shuffled`: as in
-    Trinity-RFT, each as often in an epoch as it has rows, in an order that is drawn anew for each; all have the same
-    `epochs` then."""
+    """Choice of the taskset for the next task. `ratio`: by their ratios, as evenly as possible; `shuffled`: as in
+    Trinity-RFT, each as often in an epoch as it has rows, in another random order every epoch, and all with the same
+    `epochs`."""
     drop_last: bool = False
-    """The last tasks of a run, where they are fewer than `buffer.batch_size`, are left out, as in Trinity-RFT; false:
-    they are a step."""
+    """Leave out the last tasks of a run if they are fewer than `buffer.batch_size`, as in Trinity-RFT; false: they are
+    a step."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         for group in (self.tasksets, self.eval_tasksets):
             names = [t.name for t in group]
-            twice = next((n for n in names if names.count(n) > 1), None)
-            if twice is not None:
-                raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
-        others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
-        if (chosen := next(others, None)) is not None:
-            raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")
+            duplicate = next((n for n in names if names.count(n) > 1), None)
+            if duplicate is not None:
+                raise ValueError(f"has two tasksets with the name {duplicate!r}: rename one")
+        selective = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
+        if (name := next(selective, None)) is not None:
+            raise ValueError(f"has an eval taskset {name!r} with a data_selector: an eval plays every row once")
         if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
             raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
         if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):
@@ -217,45 +227,45 @@ class OperatorConfig(Section):
 
 
 class OutputConfig(Section):
-    """One place where delivered experiences are also written."""
+    """Additional destination of delivered experiences."""
 
     name: ImportName
     """The output: `jsonl`, `parquet`, or `module:Class`."""
     args: Args = Field(default_factory=dict)
-    """Its arguments; `path`, of `jsonl` and `parquet`: the folder (default: `outputs/<name>` in `run_dir`)."""
+    """Its arguments. `jsonl` and `parquet` take a folder as `path` (default: `outputs/<name>` in `run_dir`)."""
 
 
 class QueueConfig(Section):
-    """How `RolloutClient.take_experiences` chooses: a view of the log, not a second store."""
+    """Rules by which `RolloutClient.take_experiences` chooses. The queue is a view of the log, not a second store."""
 
     priority_fn: ImportName = "linear_decay"
-    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, `decay_limit_randomization`, or
-    `module:Class`."""
+    """Priority of experiences: `linear_decay` (newest weights first, lower after each use), `fifo`,
+    `decay_limit_randomization`, or `module:Class`."""
     priority_fn_args: Args = Field(default_factory=dict)
     """Its arguments."""
     max_use_count: Positive = 1
     """Times that an experience may be taken."""
     reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
-    """Seconds after it was taken before it may be taken again."""
+    """Seconds before an experience may be taken again."""
     capacity: Positive = 100_000
-    """Experiences of the newest batches that the queue holds (16 bytes each); older ones leave it, taken or not. They
-    stay in the log and in the payload store."""
+    """Number of experiences in the queue, those of the newest batches (16 bytes each). Older ones leave it, taken or
+    not, and stay in the log and in the payload store."""
 
 
 class PipelineConfig(Section):
-    """What is done to the experiences of a finished train batch before the trainer gets them."""
+    """Processing of the experiences of a finished train batch before the trainer gets them."""
 
     operators: list[OperatorConfig] = Field(default_factory=lambda: [OperatorConfig(name="grpo")])
     """Operators, applied in this order; an empty list: none."""
     outputs: list[OutputConfig] = Field(default_factory=list)
-    """Where delivered experiences are written besides the payload store."""
+    """Destinations of delivered experiences besides the payload store."""
 
 
 class BufferConfig(Section):
-    """What goes in and what comes out."""
+    """Tasks and experiences of the run."""
 
     batch_size: Positive = 32
-    """Tasks a step."""
+    """Number of tasks in a step."""
     explorer_input: ExplorerInputConfig = Field(default_factory=ExplorerInputConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)

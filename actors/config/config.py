@@ -1,7 +1,6 @@
-"""The sections of the config together, and the config as a running system has it.
+"""The whole config, and its form inside a running system.
 
-What keys mean is said once, under each; docs/CONFIG.md is printed from it. `trinity_es.config` reads a file, resolves
-its variables and makes its paths absolute.
+`trinity_es.config` reads a file, resolves its variables and makes its paths absolute.
 """
 
 from __future__ import annotations
@@ -33,23 +32,24 @@ __all__ = ["HostIdentity", "LaunchedConfig", "RunConfig"]
 
 
 class RunConfig(Section):
-    """Every key of the config."""
+    """All keys of the config."""
 
     project: FileName = "trinity"
-    """Name of the project; with `name` it makes the run's folders."""
+    """Name of the project, which is part of the run's folders, as is `name`."""
     name: FileName = "run"
     """Name of the run."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `train`: the other half of that;
-    `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
+    """`both`: explorer and trainer; `explore`: only the explorer, for a trainer in another process; `train`: only the
+    trainer, for an explorer in another process; `bench`: evals of checkpoints, no experience pipeline; `serve`: an
+    OpenAI-compatible proxy, no scheduler."""
     checkpoint_root_dir: str = "checkpoints"
-    """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
+    """Folder of all checkpoints. Those of a run are in `<checkpoint_root_dir>/<project>/<name>`."""
     run_dir: str = Field(default="", json_schema_extra={"shown": "the store's folder, or runs/<project>/<name>"})
     """Folder of the run's files: `metrics.jsonl`, `outputs/`, `tensorboard/`."""
     total_steps: Positive | None = None
     """Steps to run; null: until the tasksets end."""
     code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
-    """Folder in which modules of yours are looked for (`module:Class`), besides the working directory."""
+    """Folder from which your own modules are imported (`module:Class`), besides the working directory."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
     buffer: BufferConfig = Field(default_factory=BufferConfig)
@@ -70,16 +70,16 @@ class RunConfig(Section):
 
     @property
     def models(self) -> dict[str, RolloutModelConfig]:
-        """All models by their names; `rollout` is the one that is trained."""
+        """All models by name, with the trained one as `rollout`."""
         return {"rollout": self.rollout, **self.auxiliary}
 
     def plain(self) -> dict[str, Any]:
-        """Return plain JSON in which secrets are marked as such."""
+        """Return the config as plain JSON with marked secrets."""
         data: dict[str, Any] = marked(self.model_dump(by_alias=True))
         return data
 
     def masked(self) -> dict[str, Any]:
-        """Return plain JSON with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
+        """Return the config as plain JSON with `***` for every secret, so that it may be shown and recorded."""
         plain = self.plain()
         data: dict[str, Any] = mask({key: plain[key] for key in RunConfig.model_fields})
         data["store"]["url"] = masked(self.store.url)
@@ -87,35 +87,35 @@ class RunConfig(Section):
 
 
 class HostIdentity(Section):
-    """What a host that joined calls itself."""
+    """Identity of a host that joined."""
 
     name: str
     life: str
-    """Of this start of its system."""
+    """Id of this start of its system."""
 
 
 class LaunchedConfig(RunConfig):
-    """The config of a system that runs, with what its processes would have to look up in a higher room."""
+    """Config of a running system, with values that only the launching process can determine."""
 
     memory: str = ""
-    """Folder in which this host remembers the ends of logs; empty: it does not."""
+    """Folder in which this host remembers the ends of logs; empty: it does not remember them."""
     started_in: str = ""
-    """The working directory of the process that started the system."""
+    """Working directory of the process that started the system."""
     host: HostIdentity | None = None
-    """None: this is the head."""
+    """None on the head."""
     owner: dict[str, Any] | None = None
-    """The process with which the system ends: `pid`, `started`."""
+    """`pid` and `started` of the process whose end also ends the system; None: no such process."""
     umask: int = 0o077
-    """That of the user who started the system."""
+    """Umask of the user who started the system."""
 
     def engine_config(self, model: str) -> EngineConfig:
-        """Return what a runner of this model builds its engine with."""
+        """Return the config of this model's engines."""
         in_group = model == "rollout" and self.synchronizer.sync_method == "nccl"
         return replace(self.models[model].engine_config(), weight_transfer=in_group)
 
     @property
     def workflows(self) -> list[str]:
-        """The user's own workflows, which runners import before they are asked for."""
+        """The user's own workflows, which runners import ahead of their first use."""
         inputs = self.buffer.explorer_input
-        named = {taskset.workflow for taskset in (*inputs.tasksets, *inputs.eval_tasksets)}
-        return sorted(name for name in named if ":" in name and not name.startswith("trinity_es."))
+        names = {taskset.workflow for taskset in (*inputs.tasksets, *inputs.eval_tasksets)}
+        return sorted(name for name in names if ":" in name and not name.startswith("trinity_es."))

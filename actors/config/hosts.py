@@ -1,4 +1,4 @@
-"""The section `hosts` of the config: other hosts that take part in the run; and the one that names a certificate."""
+"""Sections of the config about other hosts that take part in the run, and about TLS certificates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["HostsConfig", "TlsConfig"]
 
 
 class TlsConfig(Section):
-    """A certificate by which clients know who answers."""
+    """Certificate of a server, with its private key."""
 
     cert: str = ""
-    """File with the certificate, PEM, and those between it and its CA's; empty: no TLS."""
+    """PEM file with the certificate and the intermediate ones; empty: no TLS."""
     key: str = ""
-    """File with its private key, PEM, without a password."""
+    """PEM file with its private key, without a password."""
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
@@ -31,27 +31,29 @@ class HostsConfig(Section):
     """Other hosts that take part in the run (`trinity-es join`, docs/DEPLOY.md)."""
 
     address: str = ""
-    """Where this host takes others in while its coordinator leads, as ADDRESS:PORT of a network of your own; empty: it
-    takes none. Needs a store in PostgreSQL. It speaks TLS there, and hears nobody without the key."""
+    """ADDRESS:PORT in your own network at which other hosts join while this host's coordinator leads; empty: no other
+    hosts. Needs a store in PostgreSQL. Connections use TLS, and are refused without the key."""
     listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
-    """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
+    """ADDRESS:PORT to listen at, if others reach it by another one: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
-    """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
+    """Seconds of silence after which a host counts as lost, and the units of its runners are attempted again elsewhere.
+    """
     key_file: str = Field(default="", json_schema_extra={"shown": "the system's key"})
-    """File with the key that head and hosts share, read whenever a host connects: so it can be replaced in a run
-    (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
+    """File with the key that head and hosts share. It is read whenever a host connects, so it can be replaced during a
+    run (docs/DEPLOY.md). It takes precedence over TRINITY_ES_KEY."""
     weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
-    """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
-    were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
+    """Folder in which a host keeps weights and adapters that it pulls from the head, if it can't read the folder in
+    which they were published. It needs room for two versions. Each host may have its own: `join --set
+    hosts.weights_dir=...`."""
     engines_on_head: bool = True
-    """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
+    """Run engines on the head too; false: it only leads, and all engines are on hosts that join."""
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
         if not self.engines_on_head and not self.address:
-            raise ValueError("has engines_on_head: false without hosts.address: no host could join, none has engines")
-        for key, given in (("address", self.address), ("listen", self.listen)):
-            host, _, port = given.rpartition(":")
-            if given and not (host and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"has {key} {given!r}: give an address of this host and a port, as in 10.0.0.1:7700")
+            raise ValueError("has engines_on_head: false without hosts.address, so no host with engines could join")
+        for key, place in (("address", self.address), ("listen", self.listen)):
+            host, _, port = place.rpartition(":")
+            if place and not (host and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(f"has {key} {place!r}: give an address of this host and a port, as in 10.0.0.1:7700")
         return self

@@ -1,4 +1,4 @@
-"""What the sections of the config are made of: their base, and the types of fields with their checks."""
+"""Base class of the config's sections, and the types of their fields with the checks."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _text(value: Any, checked: Callable[[Any], str]) -> str:
+def _text(value: Any, check: Callable[[Any], str]) -> str:
     value = unmarked(value)
-    return Secret(checked(value)) if isinstance(value, Secret) else checked(value)
+    return Secret(check(value)) if isinstance(value, Secret) else check(value)
 
 
-def matching(pattern: str, what: str) -> AfterValidator:
-    """Return what refuses a text that is not all of this form; `what` says what it must be."""
+def matching(pattern: str, form: str) -> AfterValidator:
+    """Return a validator of texts that must match `pattern` as a whole; its error describes them by `form`."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
-            raise ValueError(f"must be {what}, not {value!r}")
+            raise ValueError(f"must be {form}, not {value!r}")
         return value
 
     return AfterValidator(check)
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""Arguments that are handed on as they are: plain JSON values."""
+"""Arguments of another class, as plain JSON values."""
 Text = Annotated[str, WrapValidator(_text)]
-"""A text that stays a secret where a secret was put into it."""
+"""A text that may be a secret, and then stays one."""
 FileName = Annotated[str, matching(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
 ImportName = Annotated[str, matching(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
 ClassPath = Annotated[str, matching(r"[\w.]+:[\w.]+", '"module:name"')]
@@ -54,7 +54,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys and wrong types refused, never changed."""
+    """Base of all sections: frozen, and strict about unknown keys and wrong types."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True,

@@ -2,16 +2,16 @@
 
 It loads what is open from the log, answers clients (`handlers/`), gives units to runners and takes their outcomes
 (`fleet/`). One message is one turn: decide (pure, `decisions/`), fold at once (`live_state.py`), hand the events to the
-log's writer, and act only when they are durable. It never blocks: the log is written by a thread and read by
-others (`log_reader.py`), the pipeline runs in another.
+log's writer, and act only when they are durable. The coordinator never blocks: threads write and read the log
+(`log_reader.py`), and another one runs the pipeline.
 
-While the database is away, or does not answer, those threads wait and this one goes on: it beats, and tells `status`
-what is waited for. Where the log can't be written (a full disk, a file that lost its name) who asks is told so at once
-(`requests_while_unwritable.py`), and it is tried again after pauses that grow: the first write that goes through says
-in the log what it was. A log that lost what was acknowledged ends the work: everybody who asks is told.
+While the database is away or hangs, only those threads wait: the coordinator still sends heartbeats and shows the
+trouble in `status`. While the log can't be written (a full disk, a file that lost its name), requests fail at once
+(`requests_while_unwritable.py`) and writing is retried after pauses that grow. The first write that succeeds records
+the trouble. If the log lost what was acknowledged, the work ends and every caller gets an error.
 
-It may die at any moment. What was acknowledged is in the log; runners keep their outcomes until it acknowledges them;
-clients send a request again under the same id. The next coordinator fences this one by taking the lease.
+The coordinator may die at any moment. What was acknowledged is in the log, runners keep outcomes until it acknowledges
+them, and clients send a request again under the same id. The next coordinator takes the lease, which fences this one.
 """
 
 from __future__ import annotations
@@ -82,26 +82,25 @@ from trinity_es.projections.tables.read_models import projectors
 __all__ = ["Coordinator"]
 
 EXIT_FENCED, EXIT_CRASHED = 3, 4
-"""Exit statuses, for the guardian's log."""
+"""Exit statuses, which the guardian logs."""
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
 STALL_CHECK_SECONDS = 5.0
-"""Interval between two looks for stalls."""
+"""Interval between two checks for stalls."""
 LAST_WORDS_SECONDS = 0.5
 """Grace period for a fenced coordinator's last message."""
 READ_SECONDS = 2.0
-"""Seconds that one try at reading waits out trouble that passes; the reader tries again."""
+"""Time for which one try to read waits out transient trouble; the reader tries again."""
 CLOSE_SECONDS = 8.0
-"""Maximum of the time that the log may take to be closed at the end: its database may not answer."""
+"""Maximum time to close the log at the end, since its database may not answer."""
 OUTPUT_SECONDS = 3.0
-"""How long the pipeline's outputs and the closing of its operators may take at the system's end; what outputs have left
-is written next time."""
+"""Maximum time at the system's end for the outputs and for closing the operators; outputs write the rest next time."""
 HEAR_SECONDS = 1.0
-"""How long clients wait for runners that a predecessor told of the log, and that have not said what they know."""
+"""How long clients wait for runners that may know more of the log than this coordinator and have not reported yet."""
 
 
 class Coordinator(BaseActor):
-    """See the module. Started by the guardian with StartCoordinator."""
+    """Actor that the guardian starts with StartCoordinator."""
 
     session: LogSession | None = None
     hosts: HostFleet | None = None
@@ -127,13 +126,13 @@ class Coordinator(BaseActor):
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
-            known=message.known, told=message.told,
+            claims=message.known, unheard=message.told,
         )
         self.unwritten = Unwritten(self, self.session)
         self.session.open()
 
     def open_store(self) -> tuple[EventLog, PayloadStore]:
-        """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
+        """Open the existing log and the payload store. Raises what EventLog.open does."""
         url, durability = self.config.store.url, self.config.store.durability
         log = EventLog.open(url, durability=durability, projectors=projectors(), patience=READ_SECONDS)
         try:
@@ -143,7 +142,7 @@ class Coordinator(BaseActor):
             raise
 
     def begin(self) -> None:
-        """Take over a log that is this coordinator's: build what works on it, and go on with what is open."""
+        """Build everything that works on the live state, and take over what is open."""
         config, session = self.config, self.opened()
         self.live, self.witnesses = session.live, session.witnesses
         pipeline = config.buffer.pipeline
@@ -176,7 +175,7 @@ class Coordinator(BaseActor):
         self.recover()
 
     def take_hosts(self) -> None:
-        """Begin to listen for other hosts, where the config says so."""
+        """Listen for other hosts if the config says so."""
         settings = self.config.hosts
         if self.certificate is None:
             return
@@ -192,12 +191,12 @@ class Coordinator(BaseActor):
         self.every(HOSTS_SECONDS, "hosts", self.hosts.look)
 
     def folders(self) -> list[str]:
-        """Return the folders of the models and of the current weights, which hosts have to have too; in a thread."""
+        """Return the folders of models and current weights, which other hosts need too; called in a thread."""
         weights = "" if self.live.weights.in_memory_only else self.live.weights.path
         return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
 
     def send(self, to: Any, message: Any) -> None:
-        """Send to an actor here, or to a process of another host."""
+        """Send to an actor on this host, or to a process on another host."""
         if isinstance(to, FarProcess):
             if self.hosts is not None:
                 self.hosts.send(to, message)
@@ -205,7 +204,7 @@ class Coordinator(BaseActor):
             super().send(to, message)
 
     def recover(self) -> None:
-        """Say in the log whose it is and what becomes of every open batch; then tell the guardian."""
+        """Record the new coordinator and its decision for each open batch, then notify the guardian."""
         session = self.opened()
         started = ev.CoordinatorStarted(
             epoch=session.lease.epoch, pid=os.getpid(), host=self.host, version=VERSION,
@@ -213,14 +212,14 @@ class Coordinator(BaseActor):
         )
         self.live.record(ev.SystemConfigured(config=self.config.masked()), started)
         if session.lease.copied_from:
-            self.log.warning("the log is a copy of %s: its open leases are left to that", session.lease.copied_from)
+            self.log.warning("the log is a copy of %s, which keeps its open leases", session.lease.copied_from)
             self.handlers.leases.leave()
         self.handlers.batches.recover({**self.alive, **far_lives(self.live.hosts, self.live.lives)})
         session.go_on()
         self.live.then(self.recovered)
 
     def recovered(self) -> None:
-        """Go on when what `recover` decided is in the log."""
+        """Begin the work once what `recover` recorded is durable."""
         self.opened().begun = True
         self.retention.wake()
         self.outputs.wake()
@@ -232,29 +231,29 @@ class Coordinator(BaseActor):
             self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
     def opened(self) -> LogSession:
-        """Return the session, which there is from the first message on."""
+        """Return the session, which exists from the first message on."""
         assert self.session is not None
         return self.session
 
     @property
     def running(self) -> bool:
-        """Messages are taken now."""
+        """True while messages are handled."""
         return self.session is not None and self.session.running
 
     def tell_guardian(self) -> None:
-        """Say who coordinates. Runners then say again who they are, and send what was not acknowledged; the guardian
-        knows them all, also those that came or died meanwhile."""
+        """Announce this coordinator; the guardian passes it on to all runners, which then report themselves and send
+        what was not acknowledged."""
         session = self.opened()
         if session.opened:
             self.handlers.leases.begin()
         self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.opened else 0))
 
-    # --- what the session of the log tells --------------------------------------------------------------------------
+    # --- calls of the session ---------------------------------------------------------------------------------------
     def serve(self, again: bool) -> None:
-        """Take messages from now on; `again`: as this coordinator did before the log could not be written."""
+        """Handle messages from now on; `again` means that this coordinator did so before a write failed."""
         self.after(0.0, "waiting", self.go_on_with_requests)
         for batch in self.live.batches.values():
-            if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
+            if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline ended with the previous coordinator
                 self.handlers.batches.start_pipeline(batch)
         if again:
             self.tell_guardian()
@@ -263,25 +262,25 @@ class Coordinator(BaseActor):
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
-        """Take the requests that came while the live state was closed, and those that were undone."""
+        """Handle the requests whose reads ended while the live state was closed, and those that were undone."""
         self.opened().hand_over()
         self.handlers.router.do_again()
 
     def forget(self) -> None:
-        """Forget what was known of the runners beyond the log."""
+        """Forget all about the runners that is not in the log."""
         self.fleet.forget()
         self.handlers.leases.forget()
 
     def waits(self, error: Exception) -> None:
-        """Let clients find this coordinator, which tells them what it waits for."""
+        """Let clients reach this coordinator, whose `status` shows the trouble."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
-        """Tell who was held that the try failed."""
+        """Answer the held requests with the error of a failed try."""
         self.unwritten.refuse(error)
 
     def stopped(self, error: LogRewound) -> None:
-        """Tell everybody who waits, and be found by who asks later."""
+        """Answer every waiting client, and be reachable for later ones."""
         session = self.opened()
         if session.opened:
             self.handlers.router.give_up(error)
@@ -289,15 +288,15 @@ class Coordinator(BaseActor):
             self.tell_guardian()
 
     def fenced(self, lease: Lease | None) -> None:
-        """End. Where the other writer is of another system, this whole system has to."""
+        """End this coordinator; if the other writer belongs to another system, end this whole system."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
             self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
-        self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
+        self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # after the message is out
 
     # --- turns ------------------------------------------------------------------------------------------------------
     def after_message(self) -> None:
-        """End a turn: give out what can run, hand everything to the writer."""
+        """End a turn: dispatch what can run, and hand everything to the writer."""
         if self.session is None:
             return
         if self.running:
@@ -313,11 +312,11 @@ class Coordinator(BaseActor):
         self.session.end_turn()
 
     def crashed(self, error: BaseException) -> None:
-        """End after a handler broke: memory may be ahead of the log; the next coordinator reads the log."""
+        """Exit after a handler crashed, since memory may be ahead of the log."""
         os._exit(EXIT_CRASHED)
 
     def beat(self) -> None:
-        """Tell the guardian that this process lives."""
+        """Send the guardian a heartbeat."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
         epoch, end, heard = 0, None, dict[str, float]()
@@ -329,18 +328,18 @@ class Coordinator(BaseActor):
             session.calm_down()
 
     def every(self, seconds: float, name: str, look: Callable[[], None]) -> None:
-        """Call `look` now and then, while messages are taken."""
+        """Call `look` at this interval while messages are handled."""
         self.after(seconds, name, lambda: self.every(seconds, name, look))
         if self.running:
             look()
 
     def report_states(self, table: str) -> None:
-        """Into the text log: what the runners do."""
+        """Log what the runners do."""
         self.log.info("runners:\n%s", table)
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_Retire(self, message: Retire, sender: Any) -> None:
-        """Write what is queued and give the lease back; batches that are open stay open."""
+        """Write the queue and give the lease back; open batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
         busy = self.running and (
             self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.closed(self.close_problem)
@@ -358,7 +357,7 @@ class Coordinator(BaseActor):
         self.session.close(self.closed)
 
     def closed(self) -> None:
-        """Say that the log is closed, or given up where its database does not answer."""
+        """Tell the guardian that the log is closed, or that its database does not answer."""
         self.cancel("closed")
         if self.hosts is not None:
             self.hosts.stop()
@@ -367,25 +366,25 @@ class Coordinator(BaseActor):
         self.send(self.guardian, Retired())
 
     def close_problem(self, problem: str) -> None:
-        """Into the text log: an operator could not be closed."""
+        """Log an operator that could not be closed."""
         self.log.warning("%s", problem)
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
-        """Take the start, the end and what clients ask at any time, all else while the live state is open."""
+        """Accept the start, the end and requests at any time, and everything else while the live state is open."""
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
     def admit(self, message: Any, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
-        """Call `act` when whoever sent this is known to know nothing that the log has not, while messages are taken."""
+        """Call `act` while messages are handled, once the log is known to hold what the sender knows."""
         self.witnesses.admit(message.known, by, lambda: act() if self.running else None, anyway=anyway)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
         self.models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
-        """Take it, refuse it, or leave it unanswered: then the client asks again."""
+        """Handle or refuse a request, or leave it unanswered so that the client sends it again."""
         if not is_request_id(getattr(message, "id", None)):
-            return  # there is nobody to answer
+            return  # without an id there is no reply
         try:
             request = CommandRequest(message.id, decode(message.command, message.args))
         except TrinityError as e:
@@ -403,8 +402,7 @@ class Coordinator(BaseActor):
             self.witnesses.after_runners(lambda: self.witnesses.admit(message.known, message.by, take))
 
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Take a request of a client that knows nothing which the log has not; while nothing is taken, tell it why, and
-        where that passes leave it to ask again."""
+        """Handle a request, or answer why it can't be handled; if the trouble is transient, the client asks again."""
         failure = self.opened().failure
         if self.running:
             self.handlers.router.take(request, sender)

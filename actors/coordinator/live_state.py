@@ -1,7 +1,7 @@
-"""The coordinator's live state: what the log says is open, and the turn that is being decided.
+"""The coordinator's live state: everything that is open in the log, and the turn being decided.
 
-Events are folded into memory at once and gathered in the turn; what is to happen because of them waits in the turn too
-(`then`), until the log's writer has made them durable. When a write fails the live state is read anew.
+A handler's events are folded into memory at once and collected in the turn. Actions that follow from them (`then`) wait
+in the turn until the log's writer has made the events durable. When a write fails, the state is read again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ E = TypeVar("E", bound=ev.Event)
 Ask = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 REMEMBERED_BATCHES = 64
-"""Maximum number of ended batches kept in memory, for a client that asks again; older ones are read from the log."""
+"""Maximum number of ended batches kept in memory for clients that ask again; older ones are read from the log."""
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What the log says is open, when it was read."""
+    """Everything that was open in the log when it was read."""
 
     batches: dict[BatchId, BatchState]
     greatest_id: int
@@ -71,9 +71,9 @@ class Loaded:
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
-    """Fold everything that is open from the log. It takes as long as the database does: not for a handler."""
+    """Fold everything that is open from the log; too slow for a handler."""
     with log.engine.connect() as connection:
-        found = open_batches(connection)
+        open_streams = open_batches(connection)
         states = runner_states(connection)
         delivered = delivered_batches(connection, queue_capacity)
         leases = read_open(connection)
@@ -81,52 +81,52 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     versions = other_streams(log)
     batches: dict[BatchId, BatchState] = {}
     tasks: dict[BatchId, list[Parcel]] = {}
-    for stream, batch_id in found:
-        given: list[ev.BatchSubmitted | ev.TasksAdded] = []
-        state = _folded(log, batch_id, given)
+    for stream, batch_id in open_streams:
+        submissions: list[ev.BatchSubmitted | ev.TasksAdded] = []
+        state = _batch_state(log, batch_id, submissions)
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
-            tasks[batch_id] = _tasks_of(given, payloads)
+            tasks[batch_id] = _parcels(submissions, payloads)
     times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
-    served = _served(log, states)
+    served = _serving_runners(log, states)
     lives: Lives = {}
-    for name, (incarnation, how) in states.items():
+    for name, (incarnation, state_name) in states.items():
         lives[name, incarnation] = RunnerLife(
-            name=name, incarnation=incarnation, state=RunnerState(how), served=name in served
+            name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in served
         )
     adapters = _adapters(log, versions)
     return Loaded(
         batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
         attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log), hosts=_hosts(log),
+        adapters=adapters, loaded_adapters=_loaded_adapters(log, adapters), servers=_servers(log), hosts=_hosts(log),
         leases=leases,
     )
 
 
 def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
-    """Return the newest event of each adapter that has a stream: as many reads as there ever were adapters."""
-    found: Adapters = {}
+    """Return the newest event of each adapter, with two reads per adapter that ever had a stream."""
+    adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
         events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
         for recorded in sorted(events, key=lambda e: e.position):
-            evolve_adapters(found, cast(ev.AdapterPublished, recorded.event))
-    return found
+            evolve_adapters(adapters, cast(ev.AdapterPublished, recorded.event))
+    return adapters
 
 
-def _loaded(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that some engine has had, as `evolve_loaded` tells: mostly soon after they came."""
-    found = set[str]()
+def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
+    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`."""
+    names = set[str]()
     for name, event in current_adapters(adapters).items():
         removed = log.last(event.own_stream(), "AdapterRemoved")
         [first] = log.read(stream=event.own_stream(), after=0 if removed is None else removed.position, limit=1)
         for recorded in log.rare(["AdapterLoaded", "RunnerReady"], after=first.position):
-            told = set[str]()
-            evolve_loaded(told, recorded.event, adapters)
-            if name in told:
-                found.add(name)
+            loaded = set[str]()
+            evolve_loaded(loaded, recorded.event, adapters)
+            if name in loaded:
+                names.add(name)
                 break
-    return found
+    return names
 
 
 def _servers(log: EventLog) -> Servers:
@@ -148,51 +148,51 @@ def _newest(log: EventLog, kind: type[E]) -> E | None:
     return None if last is None else cast(E, last.event)
 
 
-def _folded(
-    log: EventLog, batch_id: BatchId, given: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
+def _batch_state(
+    log: EventLog, batch_id: BatchId, submissions: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
-    """Return a batch's state; `given` gets the events that hold its tasks."""
+    """Return a batch's state, and put the events that hold its tasks into `submissions`."""
 
     def events() -> Iterator[ev.Event]:
         for recorded in log.read(stream=batch_stream(batch_id)):
-            if given is not None and isinstance(recorded.event, ev.BatchSubmitted | ev.TasksAdded):
+            if submissions is not None and isinstance(recorded.event, ev.BatchSubmitted | ev.TasksAdded):
                 if isinstance(recorded.event, ev.BatchSubmitted):
-                    given.clear()
-                given.append(recorded.event)
+                    submissions.clear()
+                submissions.append(recorded.event)
             yield recorded.event
 
     return fold(events())
 
 
-def _tasks_of(given: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
-    lists = [e.tasks if e.tasks is not None else orjson.loads(payloads.get(e.tasks_digest or "")) for e in given]
+def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
+    lists = [e.tasks if e.tasks is not None else orjson.loads(payloads.get(e.tasks_digest or "")) for e in submissions]
     return [pack(task, payloads) for tasks in lists for task in tasks]
 
 
-def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest life has served: see `RunnerLife.served`.
+def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
+    """Return the runners whose newest life has served (`RunnerLife.served`).
 
-    It finds what `evolve_lives` would, without reading streams that grow with every version.
+    The result is that of `evolve_lives`, without reading streams that grow with every version.
     """
-    found, sought = set[str](), dict[str, int]()
+    names, unknown = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
         loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")
         if loaded is not None and cast(ev.WeightsLoaded, loaded.event).incarnation == incarnation:
-            found.add(name)
+            names.add(name)
         else:
-            sought[name] = incarnation
-    for recorded in log.rare(["RunnerReady"], descending=True):  # several of one life: each takeover records one
+            unknown[name] = incarnation
+    for recorded in log.rare(["RunnerReady"], descending=True):  # a life may have several: each takeover records one
         ready = cast(ev.RunnerReady, recorded.event)
-        if not sought:
+        if not unknown:
             break
-        if sought.get(ready.runner) != ready.incarnation:
-            sought.pop(ready.runner, None)  # those of its newest life have all been seen
+        if unknown.get(ready.runner) != ready.incarnation:
+            unknown.pop(ready.runner, None)  # all events of its newest life have been seen
             continue
         published = next(log.rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1), None)
         if published is None or cast(ev.WeightsPublished, published.event).version == ready.model_version:
-            found.add(ready.runner)
-            del sought[ready.runner]
-    return found
+            names.add(ready.runner)
+            del unknown[ready.runner]
+    return names
 
 
 class LiveState:
@@ -201,26 +201,26 @@ class LiveState:
     def __init__(
         self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000, ask: Ask | None = None
     ) -> None:
-        """Read the log here and now: the coordinator does so in a thread. `ask`: see the attribute."""
+        """Read the log here and now, in the calling thread."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
-        """What a read gives, under a key that names it; while a request is handled it may have to be read first."""
+        """Return the result of a read under a key. While a request is handled it may raise NotRead."""
         self.ask: Ask = ask or _ask_now
-        """Have something read (or a payload written) by a thread, and be told what came of it."""
+        """Have a thread read, or write a payload, and pass the result to a callback."""
         self.load()
 
     def load(self) -> None:
-        """Read everything that is open from the log; what was in memory, the turn too, is forgotten."""
+        """Read everything that is open from the log, and drop the state and the turn in memory."""
         self.adopt(self.read_log())
 
     def read_log(self) -> Loaded:
-        """Return what `adopt` takes. For any thread; may take as long as the database does."""
+        """Return what `adopt` takes; for any thread, and as slow as the database."""
         return load_state(self.log, self.payloads, self._queue_capacity)
 
     def adopt(self, loaded: Loaded) -> None:
-        """Go on with what was read; what was in memory, the turn too, is forgotten."""
+        """Replace the state in memory by what was read, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self._greatest_id = loaded.greatest_id
@@ -228,29 +228,29 @@ class LiveState:
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
-        """Those that some engine had: one that never had any is not waited for."""
+        """Adapters that some engine loaded; the coordinator waits for no engine to load the others."""
         self.hosts = loaded.hosts
         self.lives, self.servers, self.leases = loaded.lives, loaded.servers, loaded.leases
-        """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
+        """`lives` has each runner's newest life as of the reading, and all lives recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
-        """Return a batch, open or ended; None when the log has none of this id."""
+        """Return a batch, open or ended; None if the log has no batch of this id."""
         state = self.batches.get(batch_id) or self.ended.get(batch_id)
         if state is None:
             if type(batch_id) is int and batch_id > self._greatest_id:
-                return None  # a trainer's steps count up: there is nothing to be read, as nobody else writes batches
+                return None  # steps count up, and this coordinator is the only writer of batches
             stream = batch_stream(batch_id)
-            read = lambda: _folded(self.log, batch_id)  # noqa: E731
+            read = lambda: _batch_state(self.log, batch_id)  # noqa: E731
             state = self.fetch(stream, read)
             version = 0 if state is None else state.version
-            if self.versions.setdefault(stream, version) != version:  # it went on while it was read
+            if self.versions.setdefault(stream, version) != version:  # it changed during the read
                 raise NotRead(stream, read)
         return state
 
     # --- the turn ---------------------------------------------------------------------------------------------------
     def then(self, call: Callable[[], None]) -> None:
-        """Have this done when everything that was recorded so far is durable."""
+        """Call this once everything recorded so far is durable."""
         self.turn.then.append(call)
 
     def close_turn(self) -> UnitOfWork:
@@ -258,10 +258,10 @@ class LiveState:
         return turn
 
     def record(self, *events: ev.Event) -> None:
-        """Record events of this turn, each in its own stream, and fold them. For those of a batch: `record_batch`.
+        """Record events of this turn, each in its own stream, and fold them; batches have `record_batch`.
 
-        Raises InvalidEvent for what the log can't hold, before anything is folded: in the writer it would fail the
-        turns of others too.
+        Raises InvalidEvent for what the log can't hold, before anything is folded: the writer would fail other turns
+        with it.
         """
         by_stream: dict[str, list[ev.Event]] = {}
         for event in events:
@@ -286,11 +286,11 @@ class LiveState:
                     self.in_flight.changed[cast(RunnerEvent, event).runner] = None
 
     def _checked(self, stream: str, events: Sequence[ev.Event]) -> Write:
-        known = self.versions.get(stream, 0)  # of all but ended batches' it is known, and those were found first
-        return checked_write(stream, known, events)
+        expected = self.versions.get(stream, 0)  # only ended batches lack a version, and `find` sets theirs
+        return checked_write(stream, expected, events)
 
     def _take(self, write: Write) -> list[ev.Event]:
-        """Put it into the turn; returns the events as every reader of the log will get them."""
+        """Put a write into the turn; return its events as every reader of the log will get them."""
         self.turn.writes.append(write)
         events = [read_back for _, read_back in write.checked or ()]
         for version, event in enumerate(events, write.expected_version + 1):
@@ -299,13 +299,13 @@ class LiveState:
         return events
 
     def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
-        """Record and fold events of one batch. Raises InvalidEvent as `record` does."""
+        """Record and fold events of one batch. Raises InvalidEvent for what the log can't hold."""
         if not events:
             return
         stream = batch_stream(batch_id)
         state = self.batches.get(batch_id)
         if state is None and isinstance(events[0], ev.BatchTrained):
-            state = self.find(batch_id)  # first: it may have to be read, and nothing may be changed before that
+            state = self.find(batch_id)  # before any change, since it may raise NotRead
         for event in self._take(self._checked(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)
@@ -326,9 +326,9 @@ class LiveState:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def keep_tasks(self, batch_id: BatchId, tasks: Sequence[Parcel], *, more: bool = False) -> None:
-        """Keep a new batch's tasks at hand, as they will be sent; with `more`, those that join it."""
-        known = self._tasks[batch_id] if more else []
-        self._tasks[batch_id] = [*known, *tasks]
+        """Keep the tasks of a new batch, or with `more` those added to it, in the form in which they are sent."""
+        earlier = self._tasks[batch_id] if more else []
+        self._tasks[batch_id] = [*earlier, *tasks]
 
     def task(self, batch: BatchState, number: int) -> Parcel:
         """Return a task of an open batch: its JSON, or the payload that holds it."""
@@ -336,9 +336,9 @@ class LiveState:
 
 
 def _ask_now(read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-    found: Any
+    result: Any
     try:
-        found = read()
+        result = read()
     except Exception as e:
-        found = e
-    done(found)
+        result = e
+    done(result)

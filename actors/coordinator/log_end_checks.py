@@ -1,9 +1,9 @@
-"""What others know of the log, looked up before anything is done for them.
+"""Checks of what clients and runners know of the log, before the coordinator acts on their messages.
 
-Clients and runners say with what they send how far they have seen the log (a `Mark`). One that this coordinator told
-them itself is right. Any other, from before it started, is looked up, in a thread, while the message waits: where the
-log has not what a mark says, it lost what was acknowledged; where the mark lies behind all that this coordinator wrote,
-another has taken over. That is one look a client in the life of a coordinator.
+Each message carries a `Mark`: how far its sender has seen the log. A mark from this coordinator itself is right. Any
+other mark is older than this coordinator, so a thread checks it while the message waits. If the log does not have what
+the mark says, the log lost what was acknowledged. If the mark lies behind all that this coordinator wrote, another
+coordinator has taken over. Each client costs one check in the life of a coordinator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trinity_es.events.store.log import EventLog
 __all__ = ["Witnesses"]
 
 REMEMBERED_MARKS = 1000
-"""Maximum of marks that were looked up and found."""
+"""Maximum number of verified marks kept."""
 
 
 class _Look(NamedTuple):
@@ -32,33 +32,34 @@ class _Look(NamedTuple):
 
 
 class Witnesses:
-    """Who acts on a message is called at once, or when what its sender knows was found in the log."""
+    """Marks of senders, and the messages that wait for their check."""
 
     def __init__(
-        self, log: EventLog, told: Iterable[str], post: Callable[[Callable[[], None]], None],
+        self, log: EventLog, unheard: Iterable[str], post: Callable[[Callable[[], None]], None],
         rewound: Callable[[LogRewound], None], replaced: Callable[[], None],
     ) -> None:
-        """`told`: runners that must have spoken first; `post` runs a callable in the actor's loop. `replaced` is called
-        where a mark is of a later coordinator.
+        """Hold client requests until the `unheard` runners have reported.
+
+        `post` runs a callable in the actor's loop. `replaced` is called for a mark of a later coordinator.
         """
         self._log, self._post, self._rewound, self._replaced = log, post, rewound, replaced
         self._teller = uuid.uuid4().hex
-        self._found: OrderedDict[Mark, None] = OrderedDict()
+        self._verified: OrderedDict[Mark, None] = OrderedDict()
         self._waiting: list[_Look] = []
         self._looking = False
-        self.unheard = set(told)
-        """Runners that have not said yet what they know."""
+        self.unheard = set(unheard)
+        """Runners that have not yet reported what they know of the log."""
         self._held: list[Callable[[], None]] = []
 
     def end(self) -> Mark | None:
-        """Return the end of the log, as it may be told; None before anything was written."""
+        """Return the end of the log as others may hear it; None before anything was written."""
         mark = self._log.acknowledged
         return None if mark is None else mark._replace(teller=self._teller)
 
     # --- marks ------------------------------------------------------------------------------------------------------
     def admit(self, known: Mark | None, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
-        """Call `act` when the log is known to hold what `by` knows. Where it can't be read now: never, or `anyway`."""
-        if known is None or known.teller == self._teller or known._replace(teller="") in self._found:
+        """Call `act` once the log is known to hold what `by` knows; if it can't be read, only with `anyway`."""
+        if known is None or known.teller == self._teller or known._replace(teller="") in self._verified:
             act()
             return
         self._waiting.append(_Look(Claim(known._replace(teller=""), by), act, anyway))
@@ -71,7 +72,7 @@ class Witnesses:
 
         def look() -> None:
             error: Exception | None = None
-            end = self._log.acknowledged  # before the look, which goes on from what it finds
+            end = self._log.acknowledged  # before the check, which may move it
             later = end is not None and any(look.claim.mark.position > end.position for look in waiting)
             try:
                 self._log.require([look.claim for look in waiting])
@@ -85,16 +86,16 @@ class Witnesses:
         self._looking = False
         if isinstance(error, LogRewound):
             self._rewound(error)
-        elif error is not None:  # they ask again
-            logging.getLogger("trinity_es.witnesses").warning("what others know can't be looked up: %s", error)
+        elif error is not None:  # the clients ask again
+            logging.getLogger("trinity_es.witnesses").warning("what others know of the log can't be checked: %s", error)
             waiting = [look for look in waiting if look.anyway]
-        elif later:  # nobody else writes what is told: who asks finds the other
+        elif later:  # the mark is of the next coordinator, which clients will find
             self._replaced()
             return
         else:
-            self._found.update((look.claim.mark, None) for look in waiting)
-            while len(self._found) > REMEMBERED_MARKS:
-                self._found.popitem(last=False)
+            self._verified.update((look.claim.mark, None) for look in waiting)
+            while len(self._verified) > REMEMBERED_MARKS:
+                self._verified.popitem(last=False)
         for look in waiting:
             look.act()
         if self._waiting and not self._looking:
@@ -102,20 +103,20 @@ class Witnesses:
 
     # --- runners first ----------------------------------------------------------------------------------------------
     def after_runners(self, act: Callable[[], None]) -> None:
-        """Call `act` when every runner has spoken that may know more than this coordinator found."""
+        """Call `act` once every runner that may know more of the log has reported."""
         if self.unheard:
             self._held.append(act)
         else:
             act()
 
     def heard(self, name: str) -> None:
-        """Take note that this runner has said what it knows, or can't any more."""
+        """Note that a runner has reported what it knows, or never will."""
         self.unheard.discard(name)
         if not self.unheard:
             self.hear_no_more()
 
     def hear_no_more(self) -> None:
-        """Go on without those that have not spoken: a runner may be stopped."""
+        """Go on without the runners that have not reported, since one may be suspended."""
         self.unheard = set()
         held, self._held = self._held, []
         for act in held:

@@ -1,8 +1,8 @@
-"""How the coordinator reads the log and the payload store: by threads, so that no handler waits for a database.
+"""Reads of the log and the payload store in threads, so that no handler waits for a database.
 
-A request that needs what is not in memory is set aside while a thread reads it, and is then handled from its start
-(`Fetch`). That is sound because a handler reads before it changes anything. A database that stands still stops these
-threads and nothing else; `Watch` asks it now and then, so that everybody can be told since when it does not answer.
+If a request needs data that is not in memory, the router sets it aside, a thread reads, and the request is handled from
+its start (`Fetch`). That is sound because a handler reads before it changes anything. A database that hangs blocks only
+these threads; `Watch` probes it, so that `status` can show since when it has not answered.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from trinity_es.events.store.database.retry import patiently
 __all__ = ["Fetch", "NotRead", "Reader", "Watch", "read_now"]
 
 THREADS = 4
-"""Reads that go on at the same time."""
+"""Number of concurrent reads."""
 WATCH_SECONDS = 1.0
-"""Interval between two questions to the database whether it is there."""
+"""Interval between two probes of the database."""
 SILENT_SECONDS = 2.0
-"""Seconds after which a database that has not answered is told of."""
+"""Time without an answer after which the database counts as silent."""
 
 
 class NotRead(Exception):
-    """What a handler needs has to be read first."""
+    """Signal that a handler needs data that must be read first."""
 
     def __init__(self, key: Hashable, read: Callable[[], Any]) -> None:
         super().__init__(key)
@@ -37,66 +37,68 @@ class NotRead(Exception):
 
 
 class Fetch:
-    """What was read for the request that is being handled."""
+    """Results of reads for the request being handled."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return what `read` gave. Raises what it raised; NotRead where it was not done yet."""
-        if key not in self._known:
+        """Return the result of `read`. Raises its exception, or NotRead if it has not run yet."""
+        if key not in self._results:
             raise NotRead(key, read)
-        found = self._known[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = self._results[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    def put(self, key: Hashable, found: Any) -> None:
-        self._known[key] = found
+    def put(self, key: Hashable, result: Any) -> None:
+        self._results[key] = result
 
     def forget(self, key: Hashable) -> None:
-        """Drop what was read: it is older than what is known by now."""
-        self._known.pop(key, None)
+        """Drop a result that is out of date."""
+        self._results.pop(key, None)
 
 
 def read_now(_: Hashable, read: Callable[[], Any]) -> Any:
-    """Read here and now: where nobody waits, at a start and in tests."""
+    """Read in the calling thread, for starts and tests."""
     return read()
 
 
 class Reader:
-    """Reads in threads; what came of it, a value or an exception, is told in the actor's loop, through `post`."""
+    """Pool of reading threads; `post` delivers each result, a value or an exception, in the actor's loop."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
-        """`retry_for`: seconds that trouble of the database is waited out."""
+        """Retry a read for `retry_for` seconds while the database is in trouble."""
         self._post, self._retry_for = post, retry_for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
 
     def ask(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
-        """Have it read; `done` gets the value, or the exception: LogUnavailable for all that is the database's.
+        """Have a thread read, and call `done` with the value or the exception; database errors become LogUnavailable.
 
-        `once`: who asks tries again himself.
+        With `once` nothing is retried, since the caller retries.
         """
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:
-        found: Any
+        result: Any
         try:
-            found = patiently(read, seconds=seconds)
+            result = patiently(read, seconds=seconds)
         except DBAPIError as e:
-            found = LogUnavailable(f"the log can't be read ({type(e.orig).__name__}): nothing was done, ask again")
+            result = LogUnavailable(
+                f"the log can't be read ({type(e.orig).__name__}): nothing was done; send the request again"
+            )
         except Exception as e:
-            found = e
-        self._post(lambda: done(found))
+            result = e
+        self._post(lambda: done(result))
 
 
 class Watch:
-    """Asks the database, now and then, whether it is there. For any thread."""
+    """Thread that probes the database now and then; the watch is safe for any thread."""
 
     def __init__(
         self, is_reachable: Callable[[], bool], now: Callable[[], float], rewound: Callable[[LogRewound], None]
     ) -> None:
-        """`is_reachable` may block for as long as it likes; `rewound` is told once where it raises that."""
+        """Probe with `is_reachable`, which may block; pass its LogRewound to `rewound` and stop then."""
         self._is_reachable, self._now, self._rewound = is_reachable, now, rewound
         self._answered = now()
         self._stopped = threading.Event()
@@ -104,12 +106,12 @@ class Watch:
 
     @property
     def trouble(self) -> str | None:
-        """Since when the database has not answered; None while it does."""
+        """Message with the time since when the database has not answered; None while it answers."""
         silent = self._now() - self._answered
         if silent < WATCH_SECONDS + SILENT_SECONDS:
             return None
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - silent))
-        return f"the database does not answer, for {silent:.0f} s now (since {since}); everything waits for it"
+        return f"the database has not answered for {silent:.0f} s (since {since}); everything waits for it"
 
     def stop(self) -> None:
         self._stopped.set()
@@ -117,11 +119,11 @@ class Watch:
     def _run(self) -> None:
         while not self._stopped.wait(WATCH_SECONDS):
             try:
-                there = self._is_reachable()
+                answered = self._is_reachable()
             except LogRewound as e:
                 self._rewound(e)
                 return
-            except Exception:  # whatever it says, it answered
-                there = True
-            if there:
+            except Exception:  # an error is an answer too
+                answered = True
+            if answered:
                 self._answered = self._now()

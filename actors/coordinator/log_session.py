@@ -1,15 +1,16 @@
-"""A coordinator's hold on the log: the lease, the live state read from it, the writer, and what happens when one fails.
+"""The coordinator's session with the log: lease, live state, writer, and recovery when one of them fails.
 
-It is in one phase at a time:
+The session is in one phase at a time:
 
     OPENING -> OPEN -> CLOSED -> OPEN ...          and from each of them: ENDED
                           \\-> RESUMING -> OPEN
 
-OPENING: the lease is taken and what is open is read. OPEN: messages are decided on. CLOSED: something could not be
-written, so memory is ahead of the log; it is read anew, after pauses that grow. RESUMING: it was read, and the write
-that says in the log what was wrong is on its way. ENDED: given back, fenced, or a log that lost what was acknowledged.
+OPENING: threads take the lease and read what is open. OPEN: the coordinator decides on messages. CLOSED: a write
+failed, so memory is ahead of the log; the session reads the log again, after pauses that grow. RESUMING: the log was
+read, and the event that records the trouble is being written. ENDED: the lease was given back, another coordinator
+fenced this one, or the log lost what was acknowledged.
 
-Reading and writing are done by threads; what came of it is told in the actor's loop. Nothing here blocks.
+Threads read and write; their results come back in the actor's loop. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["LogSession", "Phase", "SessionHost"]
 
 RELOAD_SECONDS = 0.2, 10.0
-"""Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
+"""First and longest pause before the log is opened or read again after a failure."""
 CALM_SECONDS = 10.0
-"""How long without trouble until the pause is the first again."""
+"""Time without trouble after which the next pause is the first one again."""
 FENCED_SECONDS = 5.0
-"""Maximum of the time that a coordinator that was fenced waits to hear by whom."""
+"""Maximum time that a fenced coordinator waits to read who fenced it."""
 LEASE = "coordinator"
-"""The name under which the only writer of batch events holds the log."""
+"""Name of the lease of the only writer of batch events."""
 
 
 class Phase(enum.Enum):
-    """See the module."""
+    """Phase of a session; the module describes each."""
 
     OPENING = enum.auto()
     OPEN = enum.auto()
@@ -58,7 +59,7 @@ class Phase(enum.Enum):
 
 
 class SessionHost(TimerHost, Protocol):
-    """The coordinator, as its session needs it."""
+    """Coordinator's side of its session."""
 
     log: logging.Logger
 
@@ -66,32 +67,32 @@ class SessionHost(TimerHost, Protocol):
     def chance(self) -> float: ...
     def open_store(self) -> tuple[EventLog, PayloadStore]: ...
     def begin(self) -> None:
-        """Build all that works on the live state, and record that another coordinator has taken over."""
+        """Build all that works on the live state, and record this coordinator's start."""
 
     def recover(self) -> None:
-        """Record so again: the first time nothing of it was written."""
+        """Record this coordinator's start again, since the first try was not written."""
 
     def forget(self) -> None:
-        """Forget what was known beyond the log: the live state was read anew."""
+        """Forget all that is not in the log: the live state was read again."""
 
     def serve(self, again: bool) -> None:
-        """Go on: the live state is open. `again`: it was before."""
+        """Handle messages from now on; `again` means that the live state was open before."""
 
     def waits(self, error: Exception) -> None:
-        """Let clients know: the log can't be opened, and that may last."""
+        """Let clients reach this coordinator, since the log can't be opened and that may last."""
 
     def refuse(self, error: Exception) -> None:
-        """Tell those who asked that a try has failed."""
+        """Answer the held requests with the error of a failed try."""
 
     def stopped(self, error: LogRewound) -> None:
-        """Tell everybody that the log lost what was acknowledged: nothing more is done."""
+        """Answer every waiting client: the log lost what was acknowledged, so the work stops."""
 
     def fenced(self, lease: Lease | None) -> None:
-        """Another writer has the lease; None where it can't be read who."""
+        """End this coordinator, whose lease another writer took; None means that the lease can't be read."""
 
 
 class LogSession:
-    """See the module. `live`, `lease` and `witnesses` are there once it was opened."""
+    """Session with one log; `live`, `lease` and `witnesses` exist once it has opened."""
 
     live: LiveState
     lease: Lease
@@ -102,50 +103,50 @@ class LogSession:
 
     def __init__(
         self, host: SessionHost, store: StoreConfig, owner: dict[str, Any], *, queue_capacity: int,
-        memory: Memory | None, known: Sequence[Claim], told: Iterable[str],
+        memory: Memory | None, claims: Sequence[Claim], unheard: Iterable[str],
     ) -> None:
-        """`owner`: who takes the lease (pid, host, admin). `memory`: what this host knows of the log. `known`: what the
-        guardian does. `told`: runners that a predecessor told of it, and that have to say what they know first.
+        """`owner` takes the lease (pid, host, admin). `memory` and `claims` are what this host and the guardian know of
+        the log. The `unheard` runners know it from a predecessor, and must report first.
         """
         self._host, self._store, self._owner, self._capacity = host, store, owner, queue_capacity
-        self._memory, self._known, self._told = memory, known, told
+        self._memory, self._claims, self._unheard = memory, claims, unheard
         self.phase = Phase.OPENING
         self.opened = self.begun = False
-        """It has the lease and the live state; what this coordinator recorded first is in the log."""
+        """Whether the lease and the live state are here; whether this coordinator's first events are durable."""
         self.failure: Exception | None = None
-        """Why the log can't be written now."""
+        """Reason why the log can't be written now."""
         self.failed_at = self._failing_since = self._open_since = 0.0
-        self._pauses, self._said = Backoff(*RELOAD_SECONDS), ""
+        self._pauses, self._logged_error = Backoff(*RELOAD_SECONDS), ""
         self._waiting: list[Callable[[], None]] = []
         self.reader = Reader(host.post, retry_for=store.retry_for)
         self.try_again: Callable[[], None] = self.open
 
     @property
     def running(self) -> bool:
-        """Messages are taken now."""
+        """True while messages are handled."""
         return self.phase is Phase.OPEN
 
     @property
     def trouble(self) -> str | None:
-        """The trouble that keeps the log from being written now; None while there is none."""
+        """Reason why the log can't be written now; None while it can."""
         if self.failure is not None:
             return f"the log can't be written: {self.failure}"
         return self.watch.trouble or self.writer.trouble
 
     def end(self) -> Mark | None:
-        """Return the end of the log, as it may be told; None before there is one."""
+        """Return the end of the log as others may hear it; None before the log is open."""
         return self.witnesses.end() if self.opened else None
 
     # --- opening ----------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Take the lease and read the live state. While the database is away: wait, and try again."""
+        """Take the lease and read the live state; retry while the database is away."""
         self.reader.ask(self._open, self._opened, once=True)
 
     def _open(self) -> tuple[Lease, LiveState]:
-        """Open the store and read what is open: in a thread, since it takes as long as the database does."""
+        """Open the store and read what is open; for a thread, since the database may be slow."""
         store = self._host.open_store()
         try:
-            self._look_back(store[0])
+            self._require_claims(store[0])
             lease = store[0].acquire_lease(LEASE, self._owner)
             return lease, LiveState(*store, queue_capacity=self._capacity, ask=self._ask)
         except BaseException:
@@ -153,56 +154,56 @@ class LogSession:
                 part.close()
             raise
 
-    def _look_back(self, log: EventLog) -> None:
-        """See that the log holds what guardian and host know of it. Raises LogRewound."""
-        claims = list(self._known)
+    def _require_claims(self, log: EventLog) -> None:
+        """Check that the log holds what the guardian and this host remember of it. Raises LogRewound."""
+        claims = list(self._claims)
         if self._memory is not None:
             claims += log.remembered(self._memory)
         log.require(claims)
         log.memory = self._memory
 
-    def _opened(self, found: tuple[Lease, LiveState] | Exception) -> None:
+    def _opened(self, result: tuple[Lease, LiveState] | Exception) -> None:
         if self.phase is Phase.ENDED:
             return
-        if isinstance(found, LogNotFound | NotALog) and self._known:
-            found = rewound(masked(self._store.url), None, self._known)
-        if isinstance(found, LogRewound):
-            self.stop(found)
+        if isinstance(result, LogNotFound | NotALog) and self._claims:
+            result = rewound(masked(self._store.url), None, self._claims)
+        if isinstance(result, LogRewound):
+            self.stop(result)
             return
-        if isinstance(found, Exception):
-            if not is_transient(found) and not isinstance(found, LogError):
-                raise found
-            self._say("waiting for the database", found)
-            if not is_transient(found):  # that may last: clients are told meanwhile
-                self._failing(found)
-                self._host.waits(found)
+        if isinstance(result, Exception):
+            if not is_transient(result) and not isinstance(result, LogError):
+                raise result
+            self._log_error("waiting for the database", result)
+            if not is_transient(result):  # this may last, so clients get an answer meanwhile
+                self._failing(result)
+                self._host.waits(result)
             self._later(self.open)
-            self._host.refuse(found)
+            self._host.refuse(result)
             return
-        self.lease, self.live = found
-        self._commits = itertools.count(1)  # of this lease: a commit id is never used again
+        self.lease, self.live = result
+        self._commits = itertools.count(1)  # under this lease a commit id is never used twice
         self.events, self.opened = self.live.log, True
         self.watch = Watch(self.events.is_reachable, self._host.now, lambda e: self._host.post(lambda: self.stop(e)))
         self.witnesses = Witnesses(
-            self.events, self._told, self._host.post, self.stop,
-            lambda: self._failed(Fenced("the log has what a later coordinator told"), []),
+            self.events, self._unheard, self._host.post, self.stop,
+            lambda: self._failed(Fenced("the log has events of a later coordinator"), []),
         )
         self._host.begin()
 
     def _ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have something read by a thread; `done` comes when the live state is open."""
+        """Have a thread read; call `done` with the result while the live state is open."""
 
-        def told(found: Any) -> None:
+        def arrived(result: Any) -> None:
             if self.running:
-                done(found)
+                done(result)
             else:
-                self._waiting.append(lambda: done(found))
+                self._waiting.append(lambda: done(result))
 
-        self.reader.ask(read, told)
+        self.reader.ask(read, arrived)
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def go_on(self) -> None:
-        """Write into the live state's log, from what was recorded in this turn on."""
+        """Start a writer, which begins with what this turn recorded."""
         self.writer = LogWriter(
             self.events, self.lease, self._host.post, self.write_failed,
             {"epoch": self.lease.epoch, "host": self._owner["host"]}, self._commits,
@@ -211,8 +212,8 @@ class LogSession:
         if self.failure is None or isinstance(self.failure, Undone):
             self._run(again=self.failure is not None and self.begun)
             return
-        told = str(self.failure)[:2000].encode(errors="replace").decode()
-        self.live.record(ev.WritingResumed(error=told, seconds=round(self._host.now() - self._failing_since, 3)))
+        trouble = str(self.failure)[:2000].encode(errors="replace").decode()
+        self.live.record(ev.WritingResumed(error=trouble, seconds=round(self._host.now() - self._failing_since, 3)))
         again = self.begun
         self.live.then(lambda: self._run(again))
         self.phase = Phase.RESUMING
@@ -220,18 +221,18 @@ class LogSession:
 
     def _run(self, again: bool) -> None:
         if self.phase is Phase.ENDED:
-            return  # meanwhile: what was on its way to the log is there, and nothing comes after it
+            return  # it ended meanwhile: what was being written is in the log, and nothing follows
         self.failure, self.phase, self._open_since = None, Phase.OPEN, self._host.now()
         self._host.serve(again)
 
     def hand_over(self) -> None:
-        """Hand over what was read while the live state was closed."""
+        """Deliver the results of reads that ended while the live state was closed."""
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
 
     def end_turn(self) -> None:
-        """Hand what was decided to the writer; call at once what waits for nothing."""
+        """Hand the turn to the writer, or call its actions now if they wait for nothing."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.opened and self.phase is not Phase.RESUMING:
                 for tell in self.live.close_turn().failed:  # nothing is written
@@ -245,41 +246,41 @@ class LogSession:
                 call()
 
     def calm_down(self) -> None:
-        """Say that the trouble is over, once nothing failed for a while."""
+        """Log that the trouble is over and reset the pauses, once nothing failed for a while."""
         calm = self._host.now() - self._open_since > CALM_SECONDS
-        if self.running and self._said and self.writer.written and calm:
+        if self.running and self._logged_error and self.writer.written and calm:
             self._host.log.info("the log is written again")
             self._pauses.reset()
-            self._said = ""
+            self._logged_error = ""
 
     # --- when it can't be written -------------------------------------------------------------------------------------
     def _failing(self, error: Exception) -> None:
         if self.phase is Phase.ENDED:
-            return  # for a reason that stays
+            return  # the reason for the end stays
         if self.failure is None:
             self._failing_since = self._host.now()
         self.phase, self.failure, self.failed_at = Phase.CLOSED, error, self._host.now()
 
     def write_failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
-        """Tell who asked that the log could not be written; then read the state anew, without what was not written."""
+        """Give the error to the callers of the lost turns; then read the live state again."""
         self._failed(error, lost)
-        if self.phase is Phase.CLOSED and not self.writer.in_flight:  # the rest of the queue has its own call
+        if self.phase is Phase.CLOSED and not self.writer.in_flight:  # the rest of the queue fails in another call
             self._later(lambda: self._reload(error))
 
     def abandon_turn(self, error: LogUnavailable) -> None:
-        """Undo this turn, which never came to the writer: that goes on with what it has."""
+        """Undo this turn, which never came to the writer; the writer finishes what it has."""
         self._failed(error, [self.live.close_turn()])
         if self.phase is Phase.CLOSED:
             self._later(lambda: self._reload(error))
 
     def _failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
-        self._say("log not written", error)
+        self._log_error("log not written", error)
         if isinstance(error, Fenced):
             self.phase = Phase.ENDED
-            self._host.after(FENCED_SECONDS, "fenced", lambda: self._host.fenced(None))  # whatever the database does
+            self._host.after(FENCED_SECONDS, "fenced", lambda: self._host.fenced(None))  # if the database is silent
             self.reader.ask(lambda: self.events.read_lease(LEASE), self._end_fenced, once=True)
             return
-        # The log is well where only what a request wanted written could not be: nobody else hears of that.
+        # If only one request's content was refused, the log is well, and no other client needs to hear of it.
         well = isinstance(error, Undone) or is_of_content(error)
         self._failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
@@ -288,55 +289,55 @@ class LogSession:
         if not well:
             self._host.refuse(error)
         if isinstance(error, LogRewound):
-            self.stop(error)  # to go on would be to work on what others were told is different
+            self.stop(error)  # others were told of a log that this one no longer is
 
     def _later(self, again: Callable[[], None]) -> None:
         self.try_again = again
         self._host.after(self._pauses.next(self._host.chance()), "reload", again)
 
     def _reload(self, error: Exception) -> None:
-        """Read the live state anew. It stays closed while a thread does so."""
-        self.reader.ask(self._read_again, lambda found: self._reloaded(error, found), once=True)
+        """Read the live state again in a thread; it stays closed meanwhile."""
+        self.reader.ask(self._read_again, lambda result: self._reloaded(error, result), once=True)
 
     def _read_again(self) -> Loaded:
-        """Read what is open, in a thread, when the writer has ended."""
+        """Read what is open, once the writer has ended; for a thread."""
         self.writer.stop()
         return self.live.read_log()
 
-    def _reloaded(self, error: Exception, found: Loaded | Exception) -> None:
+    def _reloaded(self, error: Exception, loaded: Loaded | Exception) -> None:
         if self.phase is Phase.ENDED:
             return
-        if isinstance(found, LogRewound):
-            self.stop(found)
+        if isinstance(loaded, LogRewound):
+            self.stop(loaded)
             return
-        if isinstance(found, Exception):
-            self._say("log not readable", found)
-            self._failing(found)
+        if isinstance(loaded, Exception):
+            self._log_error("log not readable", loaded)
+            self._failing(loaded)
             self._later(self.try_again)
-            self._host.refuse(found)
+            self._host.refuse(loaded)
             return
-        for tell in self.live.turn.failed:  # what was decided meanwhile is not written either
+        for tell in self.live.turn.failed:  # decided meanwhile, and not written either
             tell(error)
-        self.live.adopt(found)
+        self.live.adopt(loaded)
         self._host.forget()
         if self.begun:
             self.go_on()
         else:
             self._host.recover()
 
-    def _say(self, what: str, error: Exception) -> None:
-        """Into the text log: what is wrong, once and not at every try, though how much room is left may change."""
-        alike = re.sub(r"\d+", "", str(error))
-        if alike != self._said:
+    def _log_error(self, what: str, error: Exception) -> None:
+        """Log an error once, not at every try; other digits, say of the free space, make no new error."""
+        message = re.sub(r"\d+", "", str(error))
+        if message != self._logged_error:
             self._host.log.error("%s: %s", what, error)
-            self._said = alike
+            self._logged_error = message
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def stop(self, error: LogRewound) -> None:
-        """Do nothing more: the log lacks what was acknowledged."""
+        """End the work: the log lacks what was acknowledged."""
         if self.phase is Phase.ENDED:
             return
-        self._say("the work is stopped", error)
+        self._log_error("the work is stopped", error)
         self._failing(error)
         self.phase = Phase.ENDED
         self._host.refuse(error)
@@ -366,6 +367,6 @@ class LogSession:
         self.writer.stop()
         try:
             self.events.release_lease(self.lease)
-        except LogError as e:  # it will be taken all the same
+        except LogError as e:  # the next coordinator takes it anyway
             self._host.log.warning("the lease was not given back: %s", e)
         self.events.close()

@@ -1,15 +1,15 @@
-"""Group commit: one thread that appends to the log, so that no handler waits for a disk.
+"""Group commit: one thread appends to the log, so that no handler waits for a disk.
 
-The coordinator decides and folds at once and hands the events over together with what is to happen when they are
-durable (`then`). The thread puts all that is waiting into one transaction; afterwards the actor's own loop runs each
-`then`, in order.
+The coordinator decides and folds at once. It hands over the events together with the actions to take when they are
+durable (`then`). The thread puts all waiting turns into one transaction; then the actor's loop calls their actions in
+order.
 
-An append that meets trouble that passes (a database that restarts, a lock) is tried again under the same commit id: if
-the first try was written after all, the log knows it and nothing is written twice. What comes in meanwhile queues up.
-If the append fails for good, nothing of the group and of what came behind it was acknowledged: `failed(error)` is
-called instead, once, and the state in memory must be read anew from the log. Where the log is well and it is what is to
-be written that the database can't hold, the turns of the group are written one by one: only the one that holds it gets
-its error, and what came behind is Undone, to be done again.
+After transient trouble (a database restart, a lock) the append is retried under the same commit id: if the first try
+was written after all, the log knows the id and writes nothing twice. Meanwhile new turns queue up.
+If an append fails for good, neither its group nor the queue behind it was acknowledged: `on_failure` is called for
+them, and the state in memory must be read again. If the log is well and the database can't hold the content of one
+turn, the turns of the group are written one by one. That turn gets its error; the turns behind it get Undone, to be
+done again.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from trinity_es.events.values import BatchId
 __all__ = ["LogWriter", "Undone", "UnitOfWork"]
 
 STOP_SECONDS = 10.0
-"""How long the last append may take when the writer is stopped."""
+"""Maximum duration of the last append once the writer is stopped."""
 LOOK_SECONDS = 1.0
-"""Interval between two looks at the log's file while there is nothing to write."""
+"""Interval between two checks of the log's file while there is nothing to write."""
 
 
 class Undone(LogError):
-    """Nothing was wrong with this turn: it was decided on what another did that could not be written."""
+    """A sound turn was undone, since it was decided on an earlier turn that could not be written."""
 
 
 @dataclass(slots=True)
 class UnitOfWork:
-    """What one turn of the coordinator decided."""
+    """Result of one turn of the coordinator."""
 
     writes: list[Write] = field(default_factory=list)
     batches: dict[BatchId, None] = field(default_factory=dict)
-    """Those that it changed."""
+    """Batches that the turn changed."""
     then: list[Callable[[], None]] = field(default_factory=list)
     failed: list[Callable[[Exception], None]] = field(default_factory=list)
-    """Who asked for this, and has to be told if it can't be written."""
+    """Callbacks of the turn's callers, for when it can't be written."""
 
 
 class LogWriter:
-    """Appends in the order of `submit`. `post` runs a callable in the actor's loop."""
+    """Writer thread, which appends turns in the order of `submit`; `post` runs a callable in the actor's loop."""
 
     def __init__(
         self,
@@ -67,13 +67,14 @@ class LogWriter:
         now: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`numbers` makes commit ids: it goes on where the writer before this one, under the same lease, stopped.
+        """Start the thread.
 
-        `retry_for`: seconds that trouble is waited out before the append fails.
+        `numbers` makes commit ids, and goes on from the previous writer under the same lease. `retry_for` is how many
+        seconds an append is retried before it fails.
         """
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
         self._metadata, self._numbers = metadata, numbers
-        self._text_log = logging.getLogger("trinity_es.writer")  # not at import: Thespian silences what it finds
+        self._text_log = logging.getLogger("trinity_es.writer")  # Thespian silences loggers made at import
         self._retry_for, self._now, self._chance = retry_for, now, chance
         self._queue: list[UnitOfWork] = []
         self._wake = threading.Condition()
@@ -81,15 +82,15 @@ class LogWriter:
         self._broken: Exception | None = None
         self._trouble: tuple[float, str] | None = None
         self.in_flight = 0
-        """Turns handed over and not yet acted on; read and written by the actor's loop only."""
+        """Turns handed over and not yet acted on; for the actor's loop only."""
         self.written = 0
-        """Appends that went through."""
+        """Number of successful appends."""
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
     @property
     def trouble(self) -> str | None:
-        """The trouble that is being waited out, and since when; None while all is well. For any thread."""
+        """Message about the trouble being retried and its duration; None while all is well. For any thread."""
         trouble = self._trouble
         if trouble is None:
             return None
@@ -102,11 +103,11 @@ class LogWriter:
             self._wake.notify()
 
     def abandon(self, error: Exception) -> None:
-        """Write nothing more: what is queued fails with this error."""
+        """Write nothing more, and fail the queue with this error."""
         self._broken = self._broken or error
 
     def stop(self) -> None:
-        """Write what is queued, then end. What can't be written at the first try fails."""
+        """Write the queue, then end; a write that fails at the first try is not retried."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
@@ -122,7 +123,7 @@ class LogWriter:
                 continue
             if not group:
                 return
-            if self._broken is not None:  # decided on a state that was never written
+            if self._broken is not None:  # the group was decided on a state that was never written
                 self._tell_lost(group, self._broken)
                 continue
             try:
@@ -137,7 +138,7 @@ class LogWriter:
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
 
     def _look(self) -> None:
-        """Tell of a file that lost its name before somebody's event is refused for it."""
+        """Report a log file that lost its name before a request has to fail because of it."""
         if self._broken is None:
             try:
                 self._log.require_place()
@@ -146,12 +147,12 @@ class LogWriter:
                 self._post(lambda error=e: self._fail(error, []))  # type: ignore[misc]  # binds the error
 
     def _append_all(self, group: Sequence[UnitOfWork]) -> None:
-        writes = [w for turn in group for w in turn.writes]  # in the order of the decisions
+        writes = [w for turn in group for w in turn.writes]
         if writes:
             self._append(writes)
 
     def _one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
-        """Write the turns up to the one that can't be written: that one has the error, what came behind is undone."""
+        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone."""
         for number, turn in enumerate(group):
             try:
                 if len(group) > 1:
@@ -162,8 +163,8 @@ class LogWriter:
                 own: Exception = e
                 self._broken = e
                 if is_of_content(e):
-                    what = f"this can't be recorded: {type(e).__name__}: {e}"
-                    own = e if isinstance(e, LogError) else DataError(what)
+                    message = f"this can't be recorded: {type(e).__name__}: {e}"
+                    own = e if isinstance(e, LogError) else DataError(message)
                     self._broken = Undone(f"undone, since another request could not be recorded: {e}")
                 self._tell_lost([turn], own)
                 self._tell_lost(group[number + 1 :], self._broken)
@@ -175,7 +176,7 @@ class LogWriter:
             self._post(lambda: self._fail(error, lost))
 
     def _append(self, writes: list[Write]) -> None:
-        commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # of every try
+        commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # the same for every try
         try:
             patiently(
                 lambda: self._log.append(
@@ -194,7 +195,7 @@ class LogWriter:
             self._trouble = None
 
     def _tell(self, error: Exception) -> None:
-        if self._trouble is None or self._trouble[1] != str(error):  # once, not at every try
+        if self._trouble is None or self._trouble[1] != str(error):  # log it once, not at every try
             self._text_log.warning("the log can't be written, trying again: %s", error)
         since = self._now() if self._trouble is None else self._trouble[0]
         self._trouble = (since, str(error))
@@ -215,5 +216,5 @@ class LogWriter:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Return True if it is what was to be written that the log refused, while the log itself is well."""
+    """Return True if the log refused the content of a write and is itself well."""
     return isinstance(error, InvalidEvent) or not isinstance(error, LogError)

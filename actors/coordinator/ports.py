@@ -1,4 +1,4 @@
-"""What the parts of a coordinator need of what is around them: of the actor, and of the router of commands."""
+"""Protocols for what surrounds the parts of a coordinator: the actor and the router of commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ A = TypeVar("A")
 
 
 class MessageSender(Protocol):
-    """The side of an actor that sends."""
+    """Actor that sends."""
 
     def send(self, to: Any, message: Any) -> None: ...
     def now(self) -> float: ...
 
 
 class TimerHost(MessageSender, Protocol):
-    """The side of an actor that sends and has timers."""
+    """Actor that sends and has timers."""
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
     def cancel(self, name: str) -> None: ...
@@ -28,7 +28,7 @@ class TimerHost(MessageSender, Protocol):
 
 
 class Responder(Protocol):
-    """The side of the router that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
+    """Router's side that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
 
     def reply(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None

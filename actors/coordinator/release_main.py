@@ -1,8 +1,8 @@
-"""A process that releases leases for runs that can't, with the providers that the log names.
+"""A process that releases leases whose runs can't do so, with the providers that the log names.
 
-It reads one JSON document from stdin (`seconds`, and `leases`: `lease`, `provider`, `args`, `handle` of each), and
-writes a line of JSON for each lease that it tried (`lease`, `error`). It is a process of its own since a provider is a
-user's code: what hangs, or ends its process, ends no coordinator.
+It reads one JSON document from stdin (`seconds`, and `leases`: `lease`, `provider`, `args`, `handle` of each). It
+writes a line of JSON per lease to stdout (`lease`, `error`). Providers are users' code, so they run in this process:
+if one hangs or crashes, the coordinator goes on.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trinity_es.events.processes import end_with_parent
 __all__ = ["main"]
 
 AT_ONCE = 32
-"""Maximum of releases that go on at the same time."""
+"""Maximum number of concurrent releases."""
 
 
 def main() -> None:
-    """Release what stdin names."""
+    """Release the leases named on stdin."""
     end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a provider prints is no answer
-    given = orjson.loads(sys.stdin.buffer.read())
-    asyncio.run(_release_all(given["leases"], given["seconds"], answers))
+    os.dup2(2, 1)  # a provider's prints must not mix with the answers
+    job = orjson.loads(sys.stdin.buffer.read())
+    asyncio.run(_release_all(job["leases"], job["seconds"], answers))
 
 
 async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: BinaryIO) -> None:
@@ -50,14 +50,14 @@ async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: Bi
         answers.write(orjson.dumps({"lease": lease["lease"], "error": error.encode(errors="replace").decode()}) + b"\n")
 
     await asyncio.gather(*(one(lease) for lease in leases))
-    os._exit(0)  # whatever a provider left running, which the end of the loop would wait for
+    os._exit(0)  # the end of the loop would wait for whatever a provider left running
 
 
 async def _release(provider: Any, lease: dict[str, Any]) -> None:
     if inspect.iscoroutinefunction(provider.release):
         await provider.release(lease["lease"], lease["handle"])
         return
-    thread = ThreadPoolExecutor(1)  # of its own: those that hang keep theirs, and no other release waits for one
+    thread = ThreadPoolExecutor(1)  # one per release, so that a release that hangs delays no other
     done = await asyncio.get_running_loop().run_in_executor(thread, provider.release, lease["lease"], lease["handle"])
     if inspect.isawaitable(done):
         await done

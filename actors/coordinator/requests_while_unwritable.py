@@ -1,8 +1,8 @@
-"""Requests that come while the log can't be written: each is answered at once, and says why.
+"""Answers to requests that come while the log can't be written, for a time that nobody can predict.
 
-A disk is full, a file lost its name, the database refuses: nobody knows for how long. So nobody is left waiting for it.
-`status` is answered from memory, with the trouble in it. Who waited for a batch before goes on waiting. Everybody else
-gets the error of one more try, made after they asked: so the first request after the trouble is over goes through.
+The disk may be full, or the log's file may have lost its name. `status` is answered from memory and shows the trouble.
+A client that already waits for a batch goes on waiting. Any other request triggers one more try to write and gets its
+error, so the first request after the trouble is over succeeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["Unwritten"]
 
 TRY_SECONDS = 0.5
-"""Interval between two tries that requests cause."""
+"""Minimum interval between two tries that requests trigger."""
 
 
 class _Router(Protocol):
@@ -36,17 +36,17 @@ class Failing(Protocol):
 
 
 class Unwritten:
-    """See the module."""
+    """Requests that the coordinator holds or refuses while the log can't be written."""
 
     def __init__(self, actor: TimerHost, session: Failing) -> None:
         self._actor, self._session = actor, session
         self.router: _Router | None = None
-        """None until the log was opened."""
+        """None until the log has opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
-        """Requests that wait for the try that is being made, by their ids."""
+        """Requests held until the current try ends, by id."""
 
     def take(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
-        """Answer it, or hold it until the try that it causes is over."""
+        """Answer the request, or hold it until the try that it triggers has ended."""
         actor, session, command = self._actor, self._session, request.command
         if isinstance(error, LogRewound):
             self._answer(request, sender, error)
@@ -57,18 +57,18 @@ class Unwritten:
         elif is_transient(error) and (command.waits or not command.writes):
             pass  # the client asks again
         else:
-            if not self._held and actor.has_timer("reload"):  # else a try is being made, or the last one is ending
+            if not self._held and actor.has_timer("reload"):  # without the timer a try is already running
                 actor.after(max(0.0, session.failed_at + TRY_SECONDS - actor.now()), "reload", session.try_again)
             self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
-        """Tell who was held that the try failed."""
+        """Answer the held requests with the error of the failed try."""
         held, self._held = self._held, {}
         for request, sender in held.values():
             self._answer(request, sender, error)
 
     def go_on(self) -> None:
-        """Take what was held, as the log is written again."""
+        """Handle the held requests, as the log can be written again."""
         held, self._held = self._held, {}
         assert self.router is not None
         for request, sender in held.values():
@@ -85,4 +85,4 @@ class Unwritten:
         self._actor.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
 
 
-_NOWHERE: PayloadStore = None  # type: ignore[assignment]  # what is so short is not stored
+_NOWHERE: PayloadStore = None  # type: ignore[assignment]  # a value this short is not stored

@@ -1,6 +1,6 @@
-"""Which units each life of a runner has, over all open batches.
+"""The units that each life of a runner has, over all open batches.
 
-Kept as events are folded, so that no message about one runner costs a walk over what all of them have.
+They are updated as events are folded, so that a message about one runner costs no walk over all units.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Life = tuple[str, int]
 
 
 class UnitsInFlight:
-    """See the module. It says the same as `flights` of the batches."""
+    """Units in flight by batch and life; they equal the `flights` of the batches."""
 
     def __init__(self, batches: Iterable[BatchState] = ()) -> None:
         self.loads: dict[Life, int] = {}
-        """Units of each life that has any."""
+        """Number of units of each life that has any."""
         self.changed: dict[str, None] = {}
-        """Runners that may have room now and did not when units were last given out, or the other way round."""
+        """Runners whose room may have changed since units were last given out."""
         self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}
         self._lives: dict[str, dict[int, None]] = {}
         """Incarnations of each runner that have units."""
@@ -35,7 +35,7 @@ class UnitsInFlight:
                 self._add(batch.batch_id, (flight.runner, flight.incarnation), key)
 
     def of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
-        """Return what a life has of a batch, in the order in which it got them."""
+        """Return a life's units of a batch, in the order of dispatch."""
         return list(self._units.get(batch_id, {}).get((runner, incarnation), ()))
 
     def lives(self, runner: str) -> list[int]:
@@ -43,14 +43,14 @@ class UnitsInFlight:
         return sorted(self._lives.get(runner, ()))
 
     def evolve(self, batch: BatchState, event: ev.Event) -> None:
-        """Take one more event of a batch, which is folded into `batch` already."""
+        """Apply one more event of a batch, which is already folded into `batch`."""
         match event:
             case ev.TasksDispatched():
                 for unit in event.units:
                     self._add(batch.batch_id, (event.runner, event.incarnation), (unit.task, unit.run_id_base))
             case ev.RunsFinished() | ev.AttemptFailed():
                 key = event.task, event.run_id_base
-                if key not in batch.flights:  # else runs of it are still open
+                if key not in batch.flights:  # else some of its runs are still open
                     self._drop(batch.batch_id, (event.runner, event.incarnation), [key])
             case ev.TaskDropped() | ev.BatchFinalized() | ev.BatchAborted():
                 for life, units in list(self._units.get(batch.batch_id, {}).items()):

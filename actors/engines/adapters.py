@@ -1,7 +1,4 @@
-"""LoRA adapters as folders in PEFT's format: what is in one, and whether engines can serve it over their model.
-
-Reads JSON, headers and bytes of safetensors files only; imports neither torch nor vllm nor peft.
-"""
+"""Checks of LoRA adapter folders in PEFT's format: can engines serve them? Imports neither torch nor vllm nor peft."""
 
 from __future__ import annotations
 
@@ -25,96 +22,88 @@ _NOT_SERVED = (
     "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
     "modules_to_save",
 )
-"""What adapter_config.json may ask for beyond plain LoRA; vLLM refuses all of it."""
+"""Settings of adapter_config.json beyond plain LoRA; vLLM refuses all of them."""
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Texts of `init_lora_weights` that leave the base model's weights as they are; others change them."""
+"""Values of `init_lora_weights` that leave the base model's weights unchanged; the others change them."""
 _FINITE: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0000000000000), "F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Types that an adapter may have: an unsigned integer as wide, and the exponent that NaN and infinities have."""
+"""Dtypes that an adapter may have: an unsigned integer of that width, and the exponent bits of NaN and infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
+    """Facts of an adapter folder: highest rank of its modules, size in bytes and SHA-256 of its two files."""
+
     rank: int
-    """The highest rank of its modules."""
     size: int
-    """Bytes of its two files."""
     digest: str
-    """SHA-256 of its two files."""
 
 
 def checked_adapter(
     path: str | Path, *, max_rank: int | None = None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> AdapterFiles:
-    """Return what the folder holds. `shapes`: tensors of the base model; None: unknown.
-
-    Raises SyncError, naming what is wrong, for what engines can't serve over that model.
-    """
+    """Return the facts of an adapter folder. Raises SyncError if it can't be served over a model of these `shapes`."""
     folder = Path(path)
     try:
         settings = (folder / CONFIG).read_bytes()
         data = (folder / TENSORS).read_bytes()
     except OSError as e:
         missing = Path(e.filename or folder).name if folder.is_dir() else ""
-        told = f"{missing} can't be read ({e.strerror})" if missing else "it is no folder"
+        problem = f"{missing} can't be read ({e.strerror})" if missing else "it is no folder"
         raise SyncError(
-            f"{folder} is no adapter in PEFT's format: {told}; save one with model.save_pretrained(folder)"
+            f"{folder} is no adapter in PEFT's format: {problem}; save one with model.save_pretrained(folder)"
         ) from e
     try:
-        rank = _rank(settings)
-        found = _rank_of_tensors(data, shapes)
+        rank = max(_rank(settings), _rank_of_tensors(data, shapes))
     except ValueError as e:
         raise SyncError(f"the adapter at {folder} can't be served: {e}") from e
-    rank = max(rank, found)
     if max_rank is not None and rank > max_rank:
         raise SyncError(
             f"the adapter at {folder} can't be served: its rank is {rank}, engines are ready for {max_rank}: raise "
-            "explorer.rollout_model.lora.max_rank, which takes a restart"
+            "explorer.rollout_model.lora.max_rank and restart"
         )
     digest = hashlib.sha256(hashlib.sha256(settings).digest() + hashlib.sha256(data).digest()).hexdigest()
     return AdapterFiles(rank, len(settings) + len(data), digest)
 
 
-def require_same(path: str | Path, digest: str, found: AdapterFiles) -> None:
-    """Raise SyncError where the files that were found in a folder are not those that were published."""
-    if found.digest != digest:
+def require_same(path: str | Path, digest: str, files: AdapterFiles) -> None:
+    if files.digest != digest:
         raise SyncError(f"the files at {path} changed since they were published: give them a new version")
 
 
 def _rank(settings: bytes) -> int:
-    """Return the highest rank that adapter_config.json names. Raises ValueError for what is no plain LoRA."""
+    """Return the highest rank in adapter_config.json. Raises ValueError if it describes anything but plain LoRA."""
     try:
-        given = json.loads(settings)
+        config = json.loads(settings)
     except ValueError as e:
         raise ValueError(f"{CONFIG} is no JSON ({e})") from e
-    if not isinstance(given, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} holds no mapping")
-    if given.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type in {CONFIG} is {given.get('peft_type')!r}, not 'LORA'")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}, not 'LORA'")
     for key in _NOT_SERVED:
-        if given.get(key):
+        if config.get(key):
             raise ValueError(f"{key} is set in {CONFIG}: engines serve plain LoRA only")
-    if given.get("bias", "none") != "none":
-        raise ValueError(f"bias in {CONFIG} is {given['bias']!r}: engines serve adapters without biases only")
-    start = given.get("init_lora_weights", True)
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"bias in {CONFIG} is {config['bias']!r}: engines serve adapters without biases only")
+    start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
         raise ValueError(
             f"init_lora_weights in {CONFIG} is {start!r}, which changes the base model's weights: save it as a plain "
             "adapter (PEFT's path_initial_model_for_weight_conversion)"
         )
-    pattern = given.get("rank_pattern") or {}
+    pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"rank_pattern in {CONFIG} is no mapping")
-    ranks = [given.get("r"), *pattern.values()]
+    ranks = [config.get("r"), *pattern.values()]
     if not all(isinstance(r, int) and not isinstance(r, bool) and r > 0 for r in ranks):
-        raise ValueError(f"r in {CONFIG} is {given.get('r')!r}: a whole number above 0 is expected")
+        raise ValueError(f"r in {CONFIG} is {config.get('r')!r}: a whole number above 0 is expected")
     return int(max(ranks))
 
 
 def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the highest rank of the tensors. Raises ValueError for those that don't fit together or the model."""
     halves: dict[str, dict[str, list[int]]] = {}
     for name, kind, shape, raw in _tensors(data):
         match = _TENSOR.fullmatch(name)
@@ -128,21 +117,20 @@ def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) ->
         halves.setdefault(match["module"], {})[match["half"]] = shape
     if not halves:
         raise ValueError(f"{TENSORS} holds no tensors")
-    return max(_fits(module, pair, shapes) for module, pair in halves.items())
+    return max(_module_rank(module, pair, shapes) for module, pair in halves.items())
 
 
-def _fits(module: str, pair: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the rank of one module's pair of matrices. Raises ValueError."""
+def _module_rank(module: str, pair: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
     for half, other in ("A", "B"), ("B", "A"):
         if half not in pair:
             raise ValueError(f"{TENSORS}: {module} has lora_{other} and no lora_{half}")
     a, b = pair["A"], pair["B"]
-    if ".experts" in module:  # matrices of many experts, each its own way: the engine looks at those
+    if ".experts" in module:  # the layout of experts' matrices depends on the model: the engine checks it
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}: [rank, in] and [out, rank] are expected")
     if shapes is not None:
-        base = _base(module, shapes)
+        base = _base_shape(module, shapes)
         if base is None:
             raise ValueError(f"{module} is not in the model that is served")
         if [b[0], a[1]] != list(base):
@@ -150,21 +138,20 @@ def _fits(module: str, pair: Mapping[str, list[int]], shapes: Mapping[str, Seque
     return a[0]
 
 
-def _base(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
+def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
     """Return the shape of a module's weight. Checkpoints of some models have another prefix before `layers.`."""
-    found = shapes.get(f"{module}.weight")
-    if found is None and "layers." in module:
+    shape = shapes.get(f"{module}.weight")
+    if shape is None and "layers." in module:
         tail = f".{module[module.index('layers.'):]}.weight"
-        found = next((shape for name, shape in shapes.items() if name.endswith(tail)), None)
-    return found
+        shape = next((shape for name, shape in shapes.items() if name.endswith(tail)), None)
+    return shape
 
 
 def _tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
-    """Return (name, type, shape, bytes) of each tensor of a safetensors file. Raises ValueError."""
     from safetensors import SafetensorError, deserialize
 
     try:
-        found: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
-        return [(name, str(t["dtype"]), list(t["shape"]), memoryview(t["data"])) for name, t in found]
+        tensors: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
+        return [(name, str(t["dtype"]), list(t["shape"]), memoryview(t["data"])) for name, t in tensors]
     except SafetensorError as e:
         raise ValueError(f"{TENSORS} can't be read: {e}") from e

@@ -1,7 +1,4 @@
-"""Folders in Hugging Face format: where a model lies, which tensors it has, whether it can replace another.
-
-Reads headers of safetensors files only; imports neither torch nor vllm.
-"""
+"""Model folders in Hugging Face format: place, tensors, whether one can replace another. Imports no torch, no vllm."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ __all__ = [
 ]
 
 _NUMPY = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
-"""Types of safetensors that numpy has too."""
+"""Dtypes of safetensors that numpy also has."""
 _TORCH = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -33,7 +30,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_model(path: str) -> str:
-    """Return the folder, or the hub id where it is none. Raises ConfigError for what is not there."""
+    """Return the absolute folder, or the hub id unchanged. Raises ConfigError if there is no such model."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -47,32 +44,31 @@ def resolve_model(path: str) -> str:
         )
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0") and cached_model(path) is None:
         raise ConfigError(
-            f"model_path {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to "
-            "fetch it", path=path,
+            f"model_path {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE forbids "
+            "fetching it", path=path,
         )
     return path
 
 
 def cached_model(model: str) -> str | None:
-    """Return the local folder of a hub model, None where it was never fetched."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json")
-    return str(Path(found).parent) if isinstance(found, str) else None
+    config = try_to_load_from_cache(model, "config.json")
+    return str(Path(config).parent) if isinstance(config, str) else None
 
 
 def model_folder(model: str) -> Path | None:
-    """Return where a model lies: its folder, or that of a hub model in the local cache; None: nowhere here."""
+    """Return a model's local folder, also for a hub id that is cached; None if it is not on this machine."""
     if not model or Path(model).is_dir():
         return Path(model) if model else None
-    found = cached_model(model) if _HUB_ID.fullmatch(model) else None
-    return Path(found) if found else None
+    cached = cached_model(model) if _HUB_ID.fullmatch(model) else None
+    return Path(cached) if cached else None
 
 
 def model_dtype(model: str) -> str | None:
     config = _read_config(model)
-    found = config.get("dtype") or config.get("torch_dtype")
-    return str(found) if found else None
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return str(dtype) if dtype else None
 
 
 def _read_config(model: str) -> dict[str, Any]:
@@ -84,7 +80,7 @@ def _read_config(model: str) -> dict[str, Any]:
 
 
 def auto_tokenizer(model: str, **more: Any) -> Tokenizer:
-    """Return a model's tokenizer as transformers chooses it. Imports torch."""
+    """Return the tokenizer that transformers chooses for a model. Imports torch."""
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, **more)
@@ -92,7 +88,7 @@ def auto_tokenizer(model: str, **more: Any) -> Tokenizer:
 
 
 def vocabulary(model: str, tokenizer: Any) -> int:
-    """Return how many token ids a model has: those of its config, or of its tokenizer where that has more."""
+    """Return the number of a model's token ids: the larger of its config's and its tokenizer's."""
     config = _read_config(str(model_folder(model) or ""))
     text = config.get("text_config")
     sizes = [c.get("vocab_size") for c in (config, text) if isinstance(c, dict)]
@@ -100,7 +96,7 @@ def vocabulary(model: str, tokenizer: Any) -> int:
 
 
 def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:
-    """Return the shapes that the engine started with (None: unknown), and whether lm_head is the embedding."""
+    """Return the shapes of a model's tensors (None: unknown), and whether lm_head is tied to the embedding."""
     folder = model_folder(model)
     if folder is None:
         return None, False
@@ -112,37 +108,34 @@ def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor in a folder's safetensors files, from their headers. {} where there are none.
-
-    Raises ValueError for a file that is cut off or no safetensors, or that the index names and is not there.
-    """
+    """Return name -> shape of a folder's tensors, from headers. Raises ValueError for a truncated or missing file."""
     return {name: shape for name, (_, shape) in tensor_headers(folder).items()}
 
 
 def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Name -> (type as safetensors writes it, such as BF16, and shape) of every tensor. Raises as `tensor_shapes`."""
+    """Return name -> (dtype in safetensors' notation, such as BF16, and shape). Raises like `tensor_shapes`."""
     headers: dict[str, tuple[str, list[int]]] = {}
     for _, tensors in _open_files(folder):
         for name in tensors.keys():  # noqa: SIM118  # not a dict: it can't be iterated
-            found = tensors.get_slice(name)
-            headers[name] = (str(found.get_dtype()), list(found.get_shape()))
+            view = tensors.get_slice(name)
+            headers[name] = (str(view.get_dtype()), list(view.get_shape()))
     return headers
 
 
 def torch_type(kind: str) -> str:
-    """Return torch's name of a type of safetensors: BF16 -> bfloat16. Raises ValueError for no type of weights."""
+    """Return torch's name of a safetensors dtype: BF16 -> bfloat16. Raises ValueError for any other dtype."""
     if kind not in _TORCH:
         raise ValueError(f"tensors of type {kind} can't be sent")
     return _TORCH[kind]
 
 
 def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """Return one tensor; types that numpy has not (bfloat16, float8) as float32. Raises WeightNotFound, ValueError."""
-    known: list[str] = []
+    """Return one tensor; dtypes that numpy lacks (bfloat16, float8) as float32. Raises WeightNotFound, ValueError."""
+    others: list[str] = []
     for file, tensors in _open_files(folder):
         names = list(tensors.keys())
         if name not in names:
-            known += names
+            others += names
             continue
         if str(tensors.get_slice(name).get_dtype()) in _NUMPY:
             return np.asarray(tensors.get_tensor(name))
@@ -150,13 +143,12 @@ def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
 
         with safe_open(str(file), framework="pt") as exact:
             return np.asarray(exact.get_tensor(name).float().numpy())
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    told = f": did you mean {' or '.join(near)}?" if near else f" ({len(known)} others are)"
-    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{told}", name=name, near=near)
+    near = difflib.get_close_matches(name, others, n=3, cutoff=0.4)
+    hint = f": did you mean {' or '.join(near)}?" if near else f" ({len(others)} others are)"
+    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{hint}", name=name, near=near)
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each safetensors file of a folder, open. Raises as `tensor_shapes`."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -177,7 +169,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Return why the checkpoint at `path` can't replace the weights served, as seen without loading it."""
+    """Return why the checkpoint at `path` can't replace the served weights, judged without loading it; None: it can."""
     folder = Path(path)
     if not folder.is_dir():
         return f"{path} is no folder"
@@ -187,15 +179,12 @@ def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) ->
         return f"{path}: {e}"
     if not shapes:
         return None if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) else f"{path} holds no weights"
-    told = difference(shapes, reference, tied) if reference is not None else None
-    return None if told is None else f"{path}: {told}"
+    problem = difference(shapes, reference, tied) if reference is not None else None
+    return None if problem is None else f"{path}: {problem}"
 
 
 def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
-    """Return why tensors of these shapes can't replace those of the model that is served; None: they can.
-
-    `tied`: lm_head is the embedding, so it may be there or not.
-    """
+    """Return why tensors of these shapes can't replace the served ones; None: they can. `tied`: lm_head is optional."""
     either = {"lm_head.weight"} if tied else set()
     missing = sorted(reference.keys() - shapes.keys() - either)
     unknown = sorted(shapes.keys() - reference.keys() - either)

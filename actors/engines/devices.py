@@ -1,8 +1,7 @@
-"""Which GPUs or cores an engine gets: the next ones in line, so that no two engines meet while there are enough.
+"""Assignment of GPUs or cores to engines: each gets the next free ones, and they share only if there are too few.
 
-A runner sets `CUDA_VISIBLE_DEVICES` for itself and what it starts, before anything of CUDA is imported. Where the
-machine has no GPU it sets `VLLM_CPU_OMP_THREADS_BIND`, since vLLM by itself binds the threads of each engine to the
-same cores. What the environment says already stays.
+A runner sets `CUDA_VISIBLE_DEVICES` before anything of CUDA is imported. Without a GPU it sets
+`VLLM_CPU_OMP_THREADS_BIND`, since vLLM by itself binds the threads of all engines to the same cores.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ __all__ = ["chosen", "cores", "counted", "lacking", "place", "placed", "share", 
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the place in line of each engine's first GPU.
-
-    `engines`: (runner's name, GPUs that it takes), in their order.
-    """
+    """Return the index of each engine's first GPU by runner. `engines`: (runner's name, number of GPUs), in order."""
     first, places = 0, {}
     for name, count in engines:
         places[name] = first
@@ -27,20 +23,19 @@ def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def visible() -> list[str]:
-    """Return the GPUs that this process may use, by the names that CUDA takes."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
-    # CUDA counts what a container was given from 0, whatever the devices are called.
+    """Return the GPUs that this process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        return [name.strip() for name in devices.split(",") if name.strip()]
+    # CUDA numbers the GPUs of a container from 0, whatever their device files are called.
     count = sum(p.name.removeprefix("nvidia").isdigit() for p in Path("/dev").glob("nvidia*"))
     return [str(n) for n in range(count)]
 
 
 def chosen(names: Sequence[str], first: int, count: int) -> str | None:
-    """`CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs; None: as it is.
+    """Return `CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs; None: leave it unset, also if there are too few.
 
-    With fewer GPUs than engines ask for they share, from the first one on again (`gpu_memory_utilization` says how much
-    each takes); an engine that asks for more than there are is left to say so itself.
+    If all engines together need more GPUs than there are, they share them (`gpu_memory_utilization` limits each).
     """
     if not names or count > len(names):
         return None
@@ -48,15 +43,12 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
 
 
 def lacking(engines: Iterable[tuple[str, int]], gpus: int) -> str:
-    """Return which of these engines, each with the GPUs that it takes, can't be on a machine with so many; "" if none.
-
-    Nor without any GPU: there an engine is one of cores, or says itself what it lacks.
-    """
+    """Return the first engine that needs more GPUs than there are; "" if none does, or this machine has no GPU."""
     return next((name for name, count in engines if 0 < gpus < count), "")
 
 
 def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Return the CPUs that this process may use, one a physical core; [] where the system does not tell."""
+    """Return the CPUs that this process may use, one per physical core; [] if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     first: dict[str, int] = {}
@@ -70,10 +62,10 @@ def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
 
 
 def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
-    """Return the cores for the threads of engine `number` of so many; [] where it is to choose itself.
+    """Return the cores for the threads of engine `number` of `of` engines; [] if vLLM is to choose.
 
-    One of its cores is left to the process that schedules, as vLLM does where it chooses. So with fewer than two cores
-    an engine nothing is shared out: with both cores of a machine bound, two engines served a third as fast as on one.
+    One core of each engine's share is left to its scheduler process, as vLLM itself does. So nothing is bound with
+    fewer than two cores per engine: with both cores of a machine bound, two engines served a third as fast as on one.
     """
     if of < 2 or len(cpus) < 2 * of:
         return []
@@ -90,7 +82,7 @@ def place(first: int, count: int, of: int) -> dict[str, str]:
     if names:
         gpus = chosen(names, first, count)
         return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    mine = share(cores(), first, of) if count == 1 else []
-    if not mine or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    bound = share(cores(), first, of) if count == 1 else []
+    if not bound or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, bound))}

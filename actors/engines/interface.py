@@ -1,8 +1,7 @@
-"""What an inference engine is to a runner: a small async interface, and nothing about vLLM.
+"""The small async interface between a runner and its inference engine. Nothing here knows vLLM.
 
 A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
-`start()` once, then `generate` from many coroutines at a time, all on one event loop. Everything that knows vLLM is in
-`actors/engines/vllm/engine.py`; `trinity_es.testing.ScriptedEngine` plays a script instead.
+`start()` once, then calls `generate` from many coroutines at a time, all on one event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRASettings:
-    """How many LoRA adapters engines serve at once, and of which rank at most."""
+    """Limits of the LoRA adapters that an engine serves at once."""
 
     max_adapters: int
     max_rank: int
@@ -29,7 +28,7 @@ class LoRASettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to build an engine. `options` go to the engine class as they are (AsyncEngineArgs for vLLM)."""
+    """Settings that an engine is built with. `options` go to its class unchanged (AsyncEngineArgs for vLLM)."""
 
     model_path: str
     seed: int = 0
@@ -40,49 +39,46 @@ class EngineConfig:
     enforce_eager: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     server_args: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine's own HTTP server (those of `vllm serve`)."""
+    """Options of the engine's own HTTP server, as for `vllm serve`."""
     initial_version: int = 0
-    """The model version that `model_path` is."""
+    """The model version of the weights at `model_path`."""
     weight_transfer: bool = False
-    """Be ready to join a group with the trainer (`sync_method: nccl`)."""
+    """True if the engine may join a weight-transfer group with the trainer (`sync_method: nccl`)."""
     lora: LoRASettings | None = None
-    """None: it serves no adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample. Names as in `Task.rollout_args`."""
+    """Sampling settings of one request, under the names of `Task.rollout_args`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 16
     logprobs: bool = True
-    """Return the logprob of every sampled token."""
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """No end of the answer before so many tokens."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     json_schema: str = ""
-    """The answer is JSON of this schema (JSON text; `{}`: any object); empty: any text."""
+    """Schema of the JSON that the answer must be, as JSON text (`{}`: any object); empty: any text."""
     top_logprobs: int = 0
-    """Return the logprobs of so many likeliest tokens beside each sampled one."""
+    """Number of likeliest tokens whose logprobs come with each sampled token."""
     adapter: str = ""
-    """The LoRA adapter that answers, in its version when the request comes; empty: the model itself."""
+    """The LoRA adapter that answers, in the version served when the request arrives; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return what is recorded to ask the same again: the first fields, and others that differ from the default."""
-        asked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
-        later = list(asked)[list(asked).index("ignore_eos") + 1 :]
+        """Return the fields to record for a repeat: those up to `ignore_eos`, and any other that is not the default."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
+        later = list(values)[list(values).index("ignore_eos") + 1 :]
         default = Sampling()
         return {
-            name: list(value) if name == "stop" else value for name, value in asked.items()
+            name: list(value) if name == "stop" else value for name, value in values.items()
             if name not in later or value != getattr(default, name)
         }
 
@@ -94,21 +90,20 @@ class Completion:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float] | None
-    """Logprob of each token of `token_ids` under the distribution that it was sampled from (after temperature)."""
+    """Logprob of each of `token_ids` under the distribution that it was sampled from (after temperature)."""
     text: str
     finish_reason: str
-    """`stop`, `length` or `abort`; empty in all items of a stream but the last."""
+    """`stop`, `length` or `abort`; empty in every item of a stream except the last."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """With `Sampling.top_logprobs`: of each token of `token_ids` the likeliest tokens there and their logprobs, the
-    likeliest first."""
+    """The `Sampling.top_logprobs` likeliest tokens at each place with their logprobs, likeliest first."""
     adapter: tuple[str, int] | None = None
-    """The LoRA adapter that made every token of it, and its version; None: the model itself did."""
+    """Name and version of the LoRA adapter that made it; None: the model itself did."""
     version_spans: tuple[tuple[int, int, int], ...] = ()
-    """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty where nobody knows."""
+    """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty if unknown."""
 
     @staticmethod
     def joined(parts: Sequence[Completion]) -> Completion:
-        """Return the whole answer that these parts of a stream are."""
+        """Join the parts of a stream into the whole answer."""
         return replace(
             parts[-1], token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
             logprobs=None if parts[-1].logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
@@ -117,7 +112,7 @@ class Completion:
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods that trinity_es calls on a Hugging Face tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -126,96 +121,92 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One question to the engine for a request of a client, and its answers once they are all there."""
+    """One call of the engine for a client's request, with its completions once all of them are done."""
 
     text: str | None
-    """The prompt, where the client gave a text."""
     sampling: Sampling
     further: dict[str, Any]
-    """What was asked for beyond the fields of `Sampling`."""
+    """Options of the request beyond the fields of `Sampling`."""
     before: int
-    """The version that was served when it was asked."""
+    """The model version that was served when the call began."""
     completions: list[Completion] | None = None
 
 
 class Recording(Protocol):
-    """The request of a client that the engine is asked for, as an engine's own HTTP server sees it."""
+    """A client's request as the engine's own HTTP server sees it, and the record of what is generated for it."""
 
     @property
     def text(self) -> str | None:
-        """The prompt, where the client gave a text."""
+        """The prompt, if the client sent it as text."""
 
     @property
     def longest(self) -> int | None:
-        """The longest answer, in tokens, where the client did not say: less where less room is left."""
+        """Maximum tokens of an answer if the client set none; the engine lowers it to the room left."""
 
     @property
     def unsaid(self) -> Mapping[str, Any]:
-        """The run's sampling that the client's API has no field for, by the names of `Sampling`."""
+        """The part of the run's sampling that the client's API can't express, by the names of `Sampling`."""
 
     @property
     def adapter(self) -> str:
-        """The LoRA adapter that is to answer; empty: the model itself."""
+        """The LoRA adapter that answers; empty: the model itself."""
 
     @property
     def wanted(self) -> bool:
-        """Somebody keeps what is generated. Else only failures are told, and the engine has nothing to do for it."""
+        """True if the generated tokens are kept. Otherwise the engine reports only failures."""
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that.
+        """Return the token ids to send. If the chat continues an earlier answer, they begin with the sampled ids.
 
-        `rendered` gives the chat's text as its template rendered it, `ids` are those of this text.
+        `rendered` returns the chat's text as its template rendered it; `ids` are the ids of this text.
         """
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Take note that the engine is asked; `further`: what was asked for beyond the fields of `Sampling`."""
+        """Record that a call of the engine begins; `further`: options beyond the fields of `Sampling`."""
 
     def fail(self, error: EngineError) -> None:
-        """Take note that the engine failed."""
+        """Record that the engine failed."""
 
 
 class Engine(Protocol):
-    """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call.
+    """An inference engine. It raises EngineError for requests it refuses, and once dead from every call.
 
-    It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
-    will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
-    conversations are cut to it. A `waits_for` says for what it waits that somebody else has to do before it can start,
-    where it is not late then, or can answer; a `runs_wait`, in words, what a person has to see to before it answers
-    again. One with an HTTP server of its own gives that by `async application(name, recording)`: an ASGI
-    application of vLLM's API in which the model is called `name`, and which tells what it generates for a request to
-    `recording()`, a `Recording`, or None where nobody asks.
-
-    A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
-    Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.
+    Optional attributes of a started engine are `version`, one line about what computes (`vllm 0.32.0 on cpu`); `dead`,
+    why it will never answer again (None while it does; read every few seconds); `max_model_len` in tokens, to which
+    longer conversations are cut; `waits_for`, an external action that it waits for (a start that waits is not late);
+    and `runs_wait`, an action by a person that its requests wait for.
+    An engine with its own HTTP server has `async application(name, recording)`, which returns an ASGI application of
+    vLLM's API with the model called `name`; `recording()` returns the `Recording` of the current request, if any.
+    The class of an auxiliary model's engine has a static method `load_tokenizer(config: EngineConfig) -> Tokenizer`,
+    which may block: processes that call the engine over HTTP render and decode themselves.
     """
 
     model_version: int
-    """The version whose weights it serves now."""
     tokenizer: Tokenizer
 
     def __init__(self, config: EngineConfig) -> None: ...
 
     async def start(self) -> None:
-        """Load the model and warm up; returns when the first real request would be fast. May take minutes."""
+        """Load the model and warm up, so that the first real request is fast. May take minutes."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
+        """Return `sampling.n` completions of one prompt (text or token ids). Cancelling the call aborts the request."""
 
     def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield one completion (`sampling.n` is taken as 1) as it is made: at least one item.
+        """Yield one completion (`sampling.n` is taken as 1) in parts: at least one item.
 
-        Each item has the prompt's ids, and only what is new of `token_ids`, `logprobs` and `text`: put together they
-        are what `generate` would have given. The last item alone has a finish_reason, and, where the engine knows them,
-        the `version_spans` of the whole answer. Closing it, and cancelling who waits for it, aborts the request.
+        Each item has the prompt's ids and only the new `token_ids`, `logprobs` and `text`; joined they are what
+        `generate` returns. Only the last item has a finish_reason and, if the engine knows them, the `version_spans` of
+        the whole answer. Closing the generator, or cancelling its caller, aborts the request.
         """
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each of `token_ids[1:]` given what stands before it; length `len(token_ids) - 1`."""
+        """Return the logprob of each of `token_ids[1:]` given the tokens before it; length `len(token_ids) - 1`."""
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the HF checkpoint at `path` as `version`. Requests in flight go on (paused, kept, resumed).
+        """Serve the HF checkpoint at `path` as `version`. Requests in flight are paused, kept and resumed.
 
-        Raises SyncError when it can't be loaded; the engine then serves what it served before, and is not paused.
+        Raises SyncError if it can't be loaded; the engine then serves the previous weights and is not paused.
         """
 
     async def stop(self) -> None:
@@ -227,13 +218,10 @@ class EngineLoad:
     """How full an engine was in one of its steps."""
 
     running: int
-    """Requests that it worked on."""
     waiting: int
-    """Requests that it had no room for yet."""
     again: int
-    """Tokens that it computes again: of requests that it put back for want of room and goes on with from here."""
+    """Tokens recomputed for requests that were preempted for lack of room and resumed in this step."""
     kv_share: float
-    """Share of its KV cache that was taken."""
     most_running: int
     """Maximum of `running`."""
 
@@ -243,54 +231,47 @@ class EngineLoad:
 
 
 class TellsLoad(Engine, Protocol):
-    """An engine that tells how full it is, after each of its steps, on the event loop that it was started on.
-
-    It need tell nothing where nobody was there to be told when it was started.
-    """
+    """An engine that reports its load after each step, on its event loop, if `on_load` was set before `start`."""
 
     on_load: Callable[[EngineLoad], None] | None
 
 
 class ServesAdapters(Engine, Protocol):
-    """An engine that serves LoRA adapters over its model, several at once; `Sampling.adapter` says which answers.
+    """An engine that serves several LoRA adapters over its model; `Sampling.adapter` selects one.
 
     A request keeps the version that it began with. An unknown name is an EngineError (`refused=True`) that lists the
-    known ones. Adapters stay over a change of the model's weights. `logprobs` takes `adapter` too.
+    known ones. Adapters survive a change of the model's weights. `logprobs` takes `adapter` too.
     """
 
     adapters: Mapping[str, int]
-    """The adapters that new requests may name, and the version that they get."""
+    """Adapter name -> the version that new requests get."""
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
         """Serve the folder `path`, in PEFT's format, as this version of an adapter. Requests in flight go on.
 
-        `digest`: of its files as they were published (`checked_adapter`); it is for an engine that may read them long
-        after it was told to. Raises SyncError where it can't be served, or the files are others; the version before is
-        then served on.
+        `digest`: of the published files (`checked_adapter`). Raises SyncError if they can't be served or have changed;
+        the previous version is then still served.
         """
 
     async def remove_adapter(self, name: str) -> None:
-        """Refuse requests that name it from now on; those in flight go on."""
+        """Refuse new requests that name the adapter; those in flight go on."""
 
 
 class ReceivesWeights(Engine, Protocol):
-    """An engine that takes weights from the trainer's memory into its own, over a group of processes (nccl, gloo).
-
-    Rank 0 is the trainer; it sends each tensor to all, in the order of their names.
-    """
+    """An engine that receives the weights that the trainer, rank 0 of a process group, broadcasts (nccl, gloo)."""
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        """Join the group that rank 0 opens at `address:port`, with ranks from `rank_offset` on, one a worker.
+        """Join the group that rank 0 opens at `address:port`, with one rank per worker from `rank_offset` on.
 
-        Raises SyncError when it did not come together. An engine whose worker hangs in it for `timeout` seconds is
-        ended, and raises EngineError (`dead=True`).
+        Raises SyncError if the group does not form. If a worker hangs in it for `timeout` seconds, the engine ends and
+        raises EngineError (`dead=True`).
         """
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """Load weights as `load_weights`, with the group's tensors; `path` holds the same ones, and tells their names.
+        """Load weights like `load_weights`, but from the group, in the order of the tensors' names.
 
-        It must stay there, as a checkpoint must: after a later change that failed it is loaded. Raises SyncError, and
-        EngineError (`dead=True`) when they did not come within `timeout` seconds.
+        The folder `path` holds the same tensors, and must stay: if a later change fails, it is loaded again. Raises
+        SyncError, and EngineError (`dead=True`) if the tensors do not arrive within `timeout` seconds.
         """

@@ -1,7 +1,6 @@
-"""Long texts on their way to token ids: tokenized off the event loop, refused unread where they can't fit.
+"""Tokenization of long texts: off the event loop, or refused without it if the text can't fit.
 
-Some megabytes take a tokenizer a minute: on an engine's loop no other request is answered so long, and its runner is
-taken for hung.
+Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ __all__ = ["LARGE", "encode", "is_large", "off_the_loop", "prompt_ids", "refuse_
 T = TypeVar("T")
 
 LARGE = 65_536
-"""Maximum of characters, or token ids, that are worked on where they are: some hundredths of a second."""
+"""Maximum number of characters, or token ids, that the event loop works on itself: some hundredths of a second."""
 _WHITE = " \n\t\r"
 _COMPOSED = 4
-"""Maximum of characters that a tokenizer's normal form (NFC) makes one."""
+"""Maximum number of characters that a tokenizer's normalization (NFC) composes into one."""
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text that has its special tokens written out."""
-    if hasattr(tokenizer, "all_special_ids"):  # one of Hugging Face's, which would add some
+    """Return the ids of a text that contains its special tokens."""
+    if hasattr(tokenizer, "all_special_ids"):  # one of Hugging Face's, which would add more
         return [int(t) for t in tokenizer.encode(text, add_special_tokens=False)]  # type: ignore[call-arg]
     return list(tokenizer.encode(text))
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
-    """Return the ids of a prompt. Raises EngineError for one that is empty, or leaves no room for an answer."""
+    """Return the ids of a prompt. Raises EngineError if it is empty or leaves no room for an answer."""
     if isinstance(prompt, str):
         text = prompt
 
@@ -55,29 +54,28 @@ async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_le
 
 
 def is_large(value: Any) -> bool:
-    """Return True if the texts in a value, a text or messages, have more than `LARGE` characters together."""
-    found, rest = 0, [value]
-    while rest and found <= LARGE:
+    """Return True if all texts in a value, such as chat messages, have more than `LARGE` characters together."""
+    size, rest = 0, [value]
+    while rest and size <= LARGE:
         value = rest.pop()
         if isinstance(value, str):
-            found += len(value)
+            size += len(value)
         elif isinstance(value, Mapping):
             rest += value.values()
         elif isinstance(value, list | tuple):
             rest += value
-    return found > LARGE
+    return size > LARGE
 
 
 async def off_the_loop(large: bool, call: Callable[[], T]) -> T:
-    """Return what `call` gives; in a thread where it works on something large."""
     return await asyncio.to_thread(call) if large else call()
 
 
 def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> None:
-    """Raise EngineError, details `refused=True`, for a text that has more tokens than the context, however it is cut.
+    """Raise EngineError (`refused=True`) if any tokenization of the text is longer than the model's context.
 
-    White space does not count, since one token may be any run of it. Nothing is refused where a tokenizer does not
-    tell its vocabulary, or leaves out what it does not know.
+    White space does not count, since one token may stand for any run of it. Nothing is refused if the tokenizer has no
+    vocabulary to read, or drops unknown characters.
     """
     if not max_model_len or len(text) <= LARGE:
         return
@@ -96,8 +94,8 @@ def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) 
 
 @lru_cache(maxsize=16)
 def _longest_token(tokenizer: Any) -> int:
-    """Return the maximum of characters that one token stands for; 0 where nobody knows."""
+    """Return the maximum number of characters that one token stands for; 0 if unknown."""
     vocabulary = getattr(tokenizer, "get_vocab", None)
     longest = max(map(len, vocabulary()), default=0) if vocabulary is not None else 0
-    unknown = "\U000f0000" * (longest + 1)  # of private use: in no vocabulary
+    unknown = "\U000f0000" * (longest + 1)  # private use area: in no vocabulary
     return longest if len(encode(tokenizer, unknown)) > 1 else 0

@@ -1,4 +1,4 @@
-"""Sampling as users give it: names and values checked, laid over a default."""
+"""Checks of the sampling settings and prompts that users send."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ __all__ = [
 
 SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
           "frequency_penalty", "repetition_penalty")
-"""Fields that mean the same in vLLM's sampling, and in its API."""
+"""Fields with the same name and meaning in `Sampling`, vLLM's SamplingParams and its API."""
 
 MOST_TOKENS = 10_000_000
-"""Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
+"""Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and an engine survives it."""
 MOST_ANSWERS = 4096
-"""Maximum of `n`, answers to one prompt."""
+"""Maximum of `n`, the answers to one prompt."""
 MOST_PROMPTS = 65_536
-"""Maximum of prompts in one call of `generate`."""
 MOST_CHARACTERS = 8 * MOST_TOKENS
-"""Maximum length of a prompt's text."""
 MOST_TOP_LOGPROBS = 20
-"""Maximum of `top_logprobs`: vLLM's own, and OpenAI's."""
+"""Maximum of `top_logprobs`, as in vLLM and OpenAI's API."""
 _KNOWN = tuple(f.name for f in fields(Sampling))
 
 
@@ -77,10 +75,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
-    """Return `base` with what is given. Raises `error` for an unknown name or a value that can't be."""
+    """Return `base` with the fields of `given` replaced. Raises `error` for an unknown name or an invalid value."""
     unknown = sorted(set(given) - set(_KNOWN))
     if unknown:
-        raise error(f"{where}: no sampling is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
+        raise error(f"{where}: no sampling option is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
     values: dict[str, Any] = {name: getattr(base, name) for name in _KNOWN}
     for name, value in given.items():
         if name == "stop":
@@ -89,20 +87,20 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
         if name == "json_schema" and isinstance(value, dict):
             value = orjson.dumps(value).decode()
         if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
-            value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
-        fits, what = _RULES[name]
+            value = value is not None  # as in vLLM: 0 is the sampled token's alone, null none
+        fits, allowed = _RULES[name]
         if value is None and not fits(None):
-            continue  # nothing was said
+            continue
         if not fits(value):
-            raise error(f"{where}: {name} is {brief(value)}: give {what}")
-        if name == "json_schema" and value and (wrong := oversized(orjson.loads(value))):
-            raise error(f"{where}: {name}: {wrong}")
+            raise error(f"{where}: {name} is {brief(value)}: give {allowed}")
+        if name == "json_schema" and value and (excess := oversized(orjson.loads(value))):
+            raise error(f"{where}: {name}: {excess}")
         values[name] = value
     return Sampling(**values)
 
 
 def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
-    """Return the prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
+    """Return the prompt (text or token ids). Raises `error` if it is too long for any engine."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
             raise error(f"the prompt has {len(prompt):,} characters: {MOST_CHARACTERS:,} are the most")
@@ -112,13 +110,13 @@ def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
 
 
 def brief(value: Any) -> str:
-    """Return a value as an error names it: not too long."""
+    """Return a value's repr for an error message, at most 80 characters long."""
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
 
 
 def whole_distribution(tokens: int, vocabulary: int, temperature: float, most: int) -> bool:
-    """Return True if logprobs at this temperature take those of all tokens. Raises EngineError above `most` values."""
+    """Return True if logprobs at `temperature` need those of all tokens. Raises EngineError above `most` values."""
     if not temperature > 0.0:
         raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
     if temperature != 1.0 and vocabulary * tokens > most:
@@ -130,8 +128,7 @@ def whole_distribution(tokens: int, vocabulary: int, temperature: float, most: i
 
 
 def at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
-    """Return a token's log softmax(z / T) = l / T - logsumexp(l / T); `own` is its l = log softmax(z), `row` are all.
-    """
+    """Return log softmax(z / T) = l / T - logsumexp(l / T) of a token; `own` is its l = log softmax(z), `row` all l."""
     import numpy as np
 
     scaled = np.array(list(row), dtype=np.float64) / temperature

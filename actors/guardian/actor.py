@@ -1,13 +1,12 @@
-"""The guardian: one well-known name. It starts, watches and restarts the others, and does no work, so it does not die.
+"""The guardian, which starts, watches and restarts all other processes, and does no work that could make it fail.
 
-Runners are its children, not the coordinator's: a dead coordinator takes no runner along. It tells runners where the
-coordinator is and where auxiliary models are asked, the coordinator which runners died, and clients where to send
-their requests.
+Runners are its children, not the coordinator's, so they outlive a coordinator. The guardian tells runners where the
+coordinator and the auxiliary models are, the coordinator which runners died, and clients where to send requests.
 
-A child can end in four ways, and each is noticed: its process is gone (Thespian says so), it never said hello, its
-heartbeat stopped (it hangs, or was stopped), or its engine's loop answers no more while the process beats. The last
-three are ended with SIGKILL, a runner with its whole process group, and then treated like the first. When it is started
-again, if ever, is decided in `supervision.py`, as is who is silent for too long.
+A child fails in four ways: its process is gone (Thespian reports it), it never said hello, its heartbeat stopped (it
+hangs, or was stopped), or its engine's loop does not answer although the heartbeat goes on. In the last three the
+guardian kills it with SIGKILL, a runner with its whole process group. `supervision.py` decides which child is overdue
+and when it is started again.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ from trinity_es.events.store.checks.log_end import Claim
 __all__ = ["NAME", "Guardian", "host_agent", "import_ahead"]
 
 NAME = "trinity-es-guardian"
-"""Its global name in the actor system."""
+"""Global name of the guardian in the actor system."""
 
 END_SECONDS = 20.0
-"""How long a system that ends by itself may take for it in order."""
+"""How long an orderly end may take before the processes are killed, if the system ends by itself."""
 RETIRE_SECONDS = 10.0
 """How long runners may take to stop their engines before the coordinator closes the log without them."""
 LEFT_SECONDS = 1.0
-"""How long a runner that retired is left alone, so that its last words get out."""
+"""Delay before a retired runner is ended, so that its last messages arrive."""
 CENSUS_CHECKS = 10
-"""Interval between two EndedRunners messages, in looks."""
+"""Number of checks between two EndedRunners messages."""
 
 
 def host_agent() -> type[BaseActor]:
-    """Import what speaks between hosts, with aiohttp, which a run of one host does not need."""
+    """Import the host agent only where it is needed: it imports aiohttp, which a run on one host does without."""
     from trinity_es.actors.hosts.host_agent import HostAgent
 
     return HostAgent
 
 
 class Guardian(BaseActor):
-    """See the module. Started by the launcher with Configure, found by clients under NAME."""
+    """Guardian of one system. The launcher starts it with Configure, and clients find it under NAME."""
 
     def on_Configure(self, message: messages.Configure, sender: Any) -> None:
         if hasattr(self, "config"):
-            return  # asked twice
+            return  # the launcher sent it twice
         self.config = message.config
         system = self.config.system
         parent = os.getppid()  # top-level actors are children of the admin
@@ -79,27 +78,27 @@ class Guardian(BaseActor):
         self.children, self.runners = self.supervision.children, self.supervision.runners
         self.coordinator_address: Any = None
         self.waiting_coordinator: Any = None
-        """One that can't take over yet, and says why to who asks."""
+        """A coordinator that can't take over yet; it tells clients why."""
         self.epoch = 0
-        self.known = message.known
+        self.log_end = message.known
         self.hosts_heard: dict[str, float] = {}
         self.incarnation = message.first_incarnation - 1
         self.stopping = self.ending = False
         self.fenced = ""
         rollout = self.config.rollout
-        own = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator says which servers there are
+        count = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator sends the list of servers
         host = self.config.host
-        at = "" if host is None else f"@{host.name}"
+        suffix = "" if host is None else f"@{host.name}"
         serves = host is not None or self.config.hosts.engines_on_head
-        slots = [(f"runner-{number}{at}", "rollout", rollout) for number in range(own if serves else 0)]
+        slots = [(f"runner-{number}{suffix}", "rollout", rollout) for number in range(count if serves else 0)]
         self.urls: dict[str, str] = {}
-        """Runner -> the server of others that it supervises."""
+        """Runner -> URL of the external server that it supervises."""
         self.weights = 0, ""
-        """The current ones, of the rollout model: version, and where they lie."""
-        for model, how in self.config.auxiliary.items() if serves else ():
-            slots += [(f"{model}-{number}{at}", model, how) for number in range(how.engine_num)]
-            self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls)}
-        sizes = [(name, how.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
+        """Version and folder of the rollout model's current weights."""
+        for model, engines in self.config.auxiliary.items() if serves else ():
+            slots += [(f"{model}-{number}{suffix}", model, engines) for number in range(engines.engine_num)]
+            self.urls |= {f"{model}-{n}{suffix}": url for n, url in enumerate(engines.servers.urls)}
+        sizes = [(name, engines.tensor_parallel_size) for name, _, engines in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         folder, printed, leader = system.log_dir, printed_to(), "coordinator" if host is None else "host"
         self.logs = [f"{folder}/{name}.log" for name in ("guardian", leader, *(name for name, *_ in slots))]
@@ -119,8 +118,8 @@ class Guardian(BaseActor):
         url = self.urls.get(name, "")
         place = self.first_place.get(name, 0), self.places
         weights = self.weights if model == "rollout" else (0, "")
-        started = messages.StartRunner(name, self.incarnation, self.config, model, *place, url, weights)
-        self.send(child.address, started)
+        start = messages.StartRunner(name, self.incarnation, self.config, model, *place, url, weights)
+        self.send(child.address, start)
         if self.coordinator_address is not None:
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
@@ -128,13 +127,13 @@ class Guardian(BaseActor):
     def start_coordinator(self) -> None:
         child = self.supervision.begin("coordinator", 0, self.createActor(self.leader), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
-        told = frozenset(alive) if self.epoch else frozenset()
-        start = messages.StartCoordinator(self.config, self.admin, alive, self.known, told, self.hosts_heard)
+        informed = frozenset(alive) if self.epoch else frozenset()
+        start = messages.StartCoordinator(self.config, self.admin, alive, self.log_end, informed, self.hosts_heard)
         self.send(child.address, start)
         self.tell_endpoints([child])
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
-        """Tell these of the coordinator and the rollout model's runners, or all, where auxiliary models are asked."""
+        """Send the auxiliary models' endpoints to those in `to`, or else to coordinator and rollout runners."""
         if not self.config.auxiliary:
             return
         models: dict[str, dict[str, str]] = {model: {} for model in self.config.auxiliary}
@@ -148,7 +147,7 @@ class Guardian(BaseActor):
     def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
-            with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
+            with contextlib.suppress(ProcessLookupError):  # a process that was given up before its first heartbeat
                 os.kill(message.pid, signal.SIGKILL)
             return
         if child.pid != message.pid:
@@ -156,11 +155,11 @@ class Guardian(BaseActor):
             child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
         if message.waits_for:
-            child.born = self.now()  # its time to start begins when it can
+            child.born = self.now()  # it can't start yet, so its time to start has not begun
         if message.end is not None:
-            self.known, self.hosts_heard = (Claim(message.end, "the guardian"),), message.hosts_heard
+            self.log_end, self.hosts_heard = (Claim(message.end, "the guardian"),), message.hosts_heard
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
-            self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
+            self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own message was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
             # the first one was lost
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
@@ -168,15 +167,15 @@ class Guardian(BaseActor):
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         child = self.children["coordinator"]
         if child.address != sender or child.is_gone():
-            return  # one that was given up
+            return  # from a coordinator that was given up
         self.coordinator_address, self.epoch = message.coordinator, message.epoch
         self.waiting_coordinator = None
         child.state = "up"
         if child.up_at is None:
             child.up_at = self.now()
         for other in self.runners():
-            if other.is_gone():  # perhaps while nobody listened
-                self.send(message.coordinator, self.died(other))
+            if other.is_gone():  # perhaps while there was no coordinator to tell
+                self.send(message.coordinator, self.death_report(other))
             else:
                 self.send(other.address, message)
 
@@ -202,13 +201,13 @@ class Guardian(BaseActor):
         elif message.state == "failed":
             child.reason = message.reason
             if (not child.first or child.pid == 0) and not self.stopping:
-                # The engine came up once in this slot, so what is wrong may pass: another process in its memory, say.
-                # Or this life could not even begin, and the coordinator will not hear of it from itself.
+                # An engine of this slot came up before, so the cause may pass: another process in its memory, say. Or
+                # this life never began, and then it can't report to the coordinator itself.
                 self.end_child(child, child.failure(message.reason))
         self.check_retired()
 
     def on_Servers(self, message: messages.Servers, sender: Any) -> None:
-        """Have a runner for each of these servers of others, and no other of the rollout model."""
+        """Start a runner for each of these external servers, and retire the rollout model's other runners."""
         if sender != self.coordinator_address or self.stopping:
             return
         self.weights = message.weights
@@ -220,14 +219,13 @@ class Guardian(BaseActor):
                 self.logs += [log] if log not in self.logs else []
                 self.start_runner(name)
         for child in [c for c in self.runners() if c.model == "rollout" and c.name not in message.servers]:
-            self.let_go(child)
+            self.retire_runner(child)
         for name, incarnation in message.retire.items():
             if name not in self.children:
                 reason = "its server was taken away"
                 self.send(sender, messages.RunnerDied(name, incarnation, reason, asked=True))
 
-    def let_go(self, child: Child) -> None:
-        """End a runner in order whose server was taken away, for good."""
+    def retire_runner(self, child: Child) -> None:
         if child.is_gone():
             self.forget_child(child)
         elif not child.leaving:
@@ -236,7 +234,7 @@ class Guardian(BaseActor):
             self.after(RETIRE_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
 
     def forget_child(self, child: Child) -> None:
-        """End what is left of a runner that has left, and its slot."""
+        """Remove the slot of a runner that retired, and kill its process if it still runs."""
         if self.children.get(child.name) is not child or self.stopping:
             return
         del self.children[child.name]
@@ -252,11 +250,11 @@ class Guardian(BaseActor):
             if child.address != address or child.is_gone():
                 continue
             if child.pid and process_start_time(child.pid) == child.started:
-                continue  # told late of an earlier actor whose address was given again
+                continue  # a late report about an earlier actor that had the same address
             self.child_died(child, f"process {child.pid} ended")
 
     def check(self) -> None:
-        """End children that have not been heard of for too long."""
+        """End overdue children, and cut log files that grew too long."""
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
@@ -264,7 +262,7 @@ class Guardian(BaseActor):
         for path in cut(self.logs):
             if path not in self.cut:  # once: it may go on for days
                 self.cut.add(path)
-                self.log.warning("%s grew too long and was cut; it will be again, and nobody told", path)
+                self.log.warning("%s grew too long and was cut; further cuts of it are not logged", path)
         for child, reason in [] if self.stopping else overdue:
             self.end_child(child, reason)
         self.checks += 1
@@ -274,20 +272,19 @@ class Guardian(BaseActor):
             self.tell_endpoints()
 
     def on_ReplaceRunner(self, message: messages.ReplaceRunner, sender: Any) -> None:
-        """Begin another life in this slot: also where it waits for one, failed, or is quarantined."""
+        """Start another life in this slot, even if it failed, is quarantined, or waits for its next start."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
-            return  # it has been done
+            return  # done already
         child.deaths = []
         if child.is_gone():
             child.reason, child.state = message.reason, "waiting"
-            self.tell_died(child, asked=True)
+            self.report_death(child, asked=True)
             self.start_again(child)
         else:
             self.end_child(child, message.reason, asked=True)
 
     def end_child(self, child: Child, reason: str, *, asked: bool = False) -> None:
-        """End the process of a child that can't be waited for, or that somebody wants to be another."""
         if child.pid == 0:
             self.send(child.address, ActorExitRequest())
         elif child.is_coordinator():
@@ -295,11 +292,11 @@ class Guardian(BaseActor):
                 os.kill(child.pid, signal.SIGKILL)
         self.child_died(child, reason, asked=asked)
 
-    def tell_died(self, child: Child, asked: bool = False) -> None:
+    def report_death(self, child: Child, asked: bool = False) -> None:
         if self.coordinator_address is not None:
-            self.send(self.coordinator_address, self.died(child, asked))
+            self.send(self.coordinator_address, self.death_report(child, asked))
 
-    def died(self, child: Child, asked: bool = False) -> messages.RunnerDied:
+    def death_report(self, child: Child, asked: bool = False) -> messages.RunnerDied:
         return messages.RunnerDied(
             child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
             quarantined=child.state == "quarantined", model=child.model, asked=asked,
@@ -313,14 +310,14 @@ class Guardian(BaseActor):
             kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
         pause = self.supervision.ended(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
         if child.leaving:
-            self.tell_died(child, asked)
+            self.report_death(child, asked)
             self.forget_child(child)
             return
         if child.state == "quarantined":
             self.log.error(
                 "%s ended %d times in %.0f s: quarantined", child.name, len(child.deaths), self.policy.period)
         if not child.is_coordinator():
-            self.tell_died(child, asked)
+            self.report_death(child, asked)
         if child.model != "rollout":
             self.tell_endpoints()
         if pause is None:
@@ -339,9 +336,9 @@ class Guardian(BaseActor):
             self.start_runner(child.name, child.model)
 
     def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
-        """Another system took the store: end everything, or both would take it from each other for ever."""
+        """End everything: another system took the store, and both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
-            return  # one that was given up: its successor knows better
+            return  # from a coordinator that was given up: its successor decides
         self.log.error("fenced off: %s", message.owner)
         self.fenced, self.stopping = message.owner, True
         for child in list(self.children.values()):
@@ -371,7 +368,7 @@ class Guardian(BaseActor):
         self.send(sender, requests.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
-        """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
+        """End all children in order: runners, then the coordinator, which records their end."""
         self.stopping = True
         for child in self.runners():
             if child.state == "waiting":
@@ -382,9 +379,9 @@ class Guardian(BaseActor):
         self.check_retired()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Have the head give this host nothing new; end it at once where no head ever took it in.
+        """Ask the head to give this host no new units; end the host at once if no head has ever taken it in.
 
-        `join` says it again and again: it is lost where the agent, its connection or the head's log is away.
+        `join` repeats the message, which is lost while the agent, its connection or the head's log is away.
         """
         if self.config.host is None or self.stopping:
             return
@@ -394,7 +391,6 @@ class Guardian(BaseActor):
             self.send(self.coordinator_address, message)
 
     def on_HostDrained(self, message: messages.HostDrained, sender: Any) -> None:
-        """End the system of a host that has nothing any more and is to leave."""
         if self.config.host is not None:
             self.end("this host was drained")
 
@@ -421,7 +417,7 @@ class Guardian(BaseActor):
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
-        """End the whole system in order, for nobody can use it any more."""
+        """End the whole system in order, because it is of no use any more."""
         if not self.ending:
             self.log.warning("the system ends: %s", reason)
             self.ending = True

@@ -1,13 +1,13 @@
-"""Who is there, who is to be ended, when an ended process is started again: pure, with time and chance as arguments.
+"""Decisions of the guardian: which child is overdue, and when it is started again. Pure; time and chance are arguments.
 
-A process says that it has begun, and then that it lives, now and then. One that does not, or whose engine's loop
-answers no more, or whose engine is not ready in time, is overdue. When the guardian itself stood still, nobody is
-blamed for what it did not hear meanwhile.
+A child is overdue if it does not say hello after its start, its heartbeat stops, its engine's loop does not answer, or
+its engine is not ready in time. If the guardian itself was suspended, it extends all these deadlines.
 
 A runner that ends is started again after a pause that doubles with every end, with some jitter so that many do not
-start at once; a life that was healthy for long wipes the slate. One that ends too often is quarantined: its slot stays
-empty, an event says so, and the others go on. The coordinator is never quarantined, since nothing goes on without it:
-it comes back at once after a life that served, and with the same growing pauses after short lives in a row.
+start at once; one long healthy life resets the count. A runner that ends too often is quarantined: its slot stays
+empty, an event records it, and the others go on. The coordinator is never quarantined, since nothing goes on without
+it. It is started again at once after a life that served, and after the same growing pauses if short lives follow each
+other.
 """
 
 from __future__ import annotations
@@ -24,41 +24,39 @@ __all__ = [
 GONE = frozenset({"waiting", "quarantined", "down"})
 """States of a child that has no process."""
 ENDED = GONE | {"retired", "failed"}
-"""States of a child from which nothing more is to be waited for."""
+"""States of a child that sends nothing more."""
 CHECK_SECONDS = 1.0
-"""Interval between two looks at the children's heartbeats."""
+"""Interval between two checks of the children's heartbeats."""
 HELLO_SECONDS = 60.0
-"""How long a new process may take to say that it has begun, on a busy machine."""
+"""How long a new process may take until its first heartbeat, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How patient the guardian is. All in seconds but `restarts` and `jitter`."""
+    """Limits and pauses of the guardian, all in seconds except `restarts` and `jitter`."""
 
     restarts: int = 3
-    """Maximum number of ends within `period` that are followed by a start."""
+    """Maximum number of ends within `period` after which a runner is started again."""
     period: float = 600.0
     pause: float = 1.0
-    """Before the first start; doubles with each."""
+    """Pause before the first new start; doubles with each."""
     longest: float = 60.0
     jitter: float = 0.2
     """The pause varies by this share in both directions."""
     healthy: float = 300.0
-    """A life that served so long is no sign of trouble: what ended before it is forgotten."""
+    """After a life that served this long, earlier ends no longer count."""
     short: float = 5.0
-    """A coordinator that served less than this pauses before it comes back."""
+    """A coordinator that served less than this had a short life."""
     heartbeat_timeout: float = 20.0
-    """How long a process that has begun may say nothing."""
+    """Longest silence of a process after its first heartbeat."""
     hang_timeout: float = 60.0
-    """How long an engine's loop may answer nothing."""
+    """How long an engine's loop may not answer."""
     startup_timeout: float = 600.0
     """How long an engine may take until it is ready."""
 
 
 def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
-    """Return the ends that count, this one included.
-
-    `deaths` and `now` are monotonic seconds, `served` is the last life's.
+    """Return the ends that count, this one included. `deaths` and `now` are monotonic; the last life served `served` s.
     """
     if served >= policy.healthy:
         return [now]
@@ -71,7 +69,7 @@ def _backoff(policy: Policy, ends: int, chance: float) -> float:
 
 
 def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
-    """Return seconds until the runner is started again after `ends` remembered ends; None: it is quarantined.
+    """Return seconds until the runner is started again after `ends` remembered ends; None if it is quarantined.
 
     `chance` is uniform in [0, 1).
     """
@@ -79,54 +77,50 @@ def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
 
 
 def short_lives(policy: Policy, before: int, served: float) -> int:
-    """Count the coordinators in a row whose lives were short, this one included: 0 after one that served.
+    """Return the number of short lives of coordinators in a row, this one included; `before` is without this one.
 
-    `before`: without this one. Other ends are no sign of trouble with starting: were they counted, a coordinator that
-    is killed young after many that were killed in their prime would be waited for the longest.
+    Longer lives do not count, because their ends are no sign of trouble at the start. If they did, a coordinator killed
+    early after several long lives would have the longest pause.
     """
     return 0 if served >= policy.short else before + 1
 
 
 def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
-    """Return seconds until the next coordinator is started after so many short lives in a row.
-
-    It is 0 after a life that served.
-    """
+    """Return seconds until the next coordinator is started after this many short lives in a row."""
     return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)
 
 
 @dataclass(slots=True)
 class Child:
-    """A slot and the life that is in it now, or was last."""
+    """A slot, and the current or last life in it."""
 
     name: str
     incarnation: int
     address: Any
     born: float
-    """Monotonic, as all times here."""
+    """Time of the start, in monotonic seconds like all times here."""
     pid: int = 0
     started: str = ""
-    """Start of the process (see `events.processes`): with the pid it names one process."""
+    """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
     short_lives: int = 0
-    """Of a coordinator: lives in a row that hardly served."""
+    """Short lives of a coordinator in a row."""
     state: str = "starting"
     seen: float = 0.0
     silent: float = 0.0
-    """Seconds that its engine's loop has not answered."""
+    """Seconds since its engine's loop last answered."""
     up_at: float | None = None
-    """When it began to serve."""
+    """Time at which it began to serve."""
     restart_at: float = 0.0
     first: bool = True
-    """No life was in this slot before."""
+    """False if this slot had a life before."""
     reason: str = ""
-    """Why the last life ended."""
+    """Reason for the end of the last life."""
     model: str = "rollout"
-    """Which model a runner serves."""
     endpoint: str = ""
-    """Where its engine is asked by HTTP, while it serves."""
+    """URL of its engine while it serves."""
     leaving: bool = False
-    """It was told to retire, for its server was taken away."""
+    """It has orders to retire, because its server was removed."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"
@@ -135,7 +129,7 @@ class Child:
         return self.state in GONE
 
     def failure(self, reason: str) -> str:
-        """Return why this life, which said that it failed, is ended: one that had served tells itself what ended."""
+        """Return the reason why this life ended, from the reason that it reported with its state `failed`."""
         return reason if self.up_at is not None else f"its engine did not start: {reason}"
 
 
@@ -143,7 +137,7 @@ class Supervision:
     """The slots of a system, by name, and the lives in them."""
 
     def __init__(self, policy: Policy, now: float) -> None:
-        self.policy, self.children, self._looked = policy, dict[str, Child](), now
+        self.policy, self.children, self._checked_at = policy, dict[str, Child](), now
 
     def runners(self) -> list[Child]:
         return [c for c in self.children.values() if not c.is_coordinator()]
@@ -157,13 +151,13 @@ class Supervision:
         return child
 
     def overdue(self, now: float) -> list[tuple[Child, str]]:
-        """Return the children that are not to be waited for any longer, and why. Call it every `CHECK_SECONDS`."""
-        gap, self._looked = now - self._looked, now
-        if gap > 3 * CHECK_SECONDS:  # this process itself stood still, or all did: nobody's beats were read
+        """Return each overdue child and the reason. Call it every `CHECK_SECONDS`."""
+        gap, self._checked_at = now - self._checked_at, now
+        if gap > 3 * CHECK_SECONDS:  # this process was suspended, perhaps with all others, and read no heartbeats
             for child in self.children.values():
                 child.seen, child.born = now, min(now, child.born + gap)
-        told = [(c, self._trouble(c, now)) for c in self.children.values() if c.state not in ENDED]
-        return [(child, reason) for child, reason in told if reason]
+        checks = [(c, self._trouble(c, now)) for c in self.children.values() if c.state not in ENDED]
+        return [(child, reason) for child, reason in checks if reason]
 
     def _trouble(self, child: Child, now: float) -> str:
         policy, age, unheard = self.policy, now - child.born, now - child.seen
@@ -181,9 +175,10 @@ class Supervision:
     def ended(
         self, child: Child, reason: str, now: float, chance: float, *, asked: bool = False, for_good: bool = False
     ) -> float | None:
-        """Take note that a life ended; return seconds until the next one begins, None where none does.
+        """Record the end of a life; return seconds until the next one begins, None if there is none.
 
-        `asked`: somebody wanted it, so it comes back at once and nothing is counted. `for_good`: the system ends.
+        `asked`: the end was requested, so it does not count, and a runner starts again at once. `for_good`: the system
+        ends.
         """
         served = 0.0 if child.up_at is None else now - child.up_at
         child.reason = reason

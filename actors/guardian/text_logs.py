@@ -1,8 +1,8 @@
-"""Log files that stay small, whoever writes to them.
+"""Limit on the size of log files, whichever process writes to them.
 
-A system's processes, their workflows and what these start all print to files that they have open: by loggers, by
-`print`, and straight to descriptor 1. No handler sees all of that, so a file that grew too long is copied and cut to
-nothing in place: everybody has it open for appending, and goes on at its new end. Nobody waits for anything.
+A system's processes, their workflows and the programs that these start write to open files: by loggers, by `print`, and
+directly to descriptor 1. No logging handler sees all of it, so a file that grew too long is copied and truncated in
+place. All writers have it open for appending and go on at its new end without waiting.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable
 __all__ = ["MOST_BYTES", "cut", "printed_to"]
 
 MOST_BYTES = 10 * 1024 * 1024
-"""Maximum size of a log file in bytes, give or take what is written between two looks; the one before it is as big."""
+"""Maximum size in bytes of a log file, and of the copy beside it. Until the next check the file may grow beyond it."""
 
 _log = logging.getLogger("trinity_es.log_files")
 
 
 def printed_to() -> str | None:
-    """Return the file that this process, and whoever it started, prints to; None where that is no file."""
+    """Return the file that is this process's standard output; None if that is no file."""
     with contextlib.suppress(OSError):
         path = os.readlink("/proc/self/fd/1")
         if os.path.isfile(path):
@@ -30,34 +30,35 @@ def printed_to() -> str | None:
 
 
 def cut(paths: Iterable[str], most: int = MOST_BYTES) -> list[str]:
-    """Cut those of these files that grew beyond `most` bytes, and return them; the end of each is kept beside it.
+    """Truncate each file that grew beyond `most` bytes, and return these files.
 
-    `FILE.1` has the last `most` bytes, in place of those of the time before. Never raises: where a disk is full there
-    is no copy.
+    `FILE.1` gets the last `most` bytes, and replaces the copy of the time before. Never raises: if the disk is full,
+    there is no copy.
     """
-    found = []
+    cut_files = []
     for path in paths:
         try:
             if os.stat(path).st_size > most:
                 _cut(path, most)
-                found.append(path)
+                cut_files.append(path)
         except OSError as e:
             _log.debug("%s can't be cut: %s", path, e)
-    return found
+    return cut_files
 
 
 def _cut(path: str, most: int) -> None:
     with open(path, "r+b", opener=_appending) as file:
         size = file.seek(0, os.SEEK_END)
-        kept = f"the last {most >> 20} MiB of that are in {path}.1"
+        copy_note = f"the last {most >> 20} MiB of that are in {path}.1"
         try:
             file.seek(size - most)
             with open(f"{path}.1", "wb") as copy:
                 copy.write(file.read(most))
         except OSError as e:
-            kept = f"it is gone ({e.strerror})"
+            copy_note = f"it is gone ({e.strerror})"
         file.truncate(0)
-        file.write(f"(this file was cut: more than {most >> 20} MiB had been written, {size} bytes; {kept})\n".encode())
+        file.write(
+            f"(this file was cut: more than {most >> 20} MiB had been written, {size} bytes; {copy_note})\n".encode())
 
 
 def _appending(path: str, flags: int) -> int:

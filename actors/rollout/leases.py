@@ -1,12 +1,9 @@
-"""What a run holds open outside of the system, a sandbox or a session, as a lease in the log.
+"""Leases: sandboxes and sessions that a run holds open outside of the system, recorded in the log.
 
-A `Lease` is a context manager of a workflow's. Entering it, the run tells that it takes a lease under a key that it
-chose, waits until that is in the log, and only then has the provider (`actors/lease_providers.py`) make the thing, in
-the workflow's own process. Leaving it, the run has the provider release it. Whatever keeps it from that, the run's end
-tells (`RunLeases.close`), or the runner's: the coordinator then has it released
-(`actors/coordinator/fleet/lease_fleet.py`).
-
-Without a system (`recorder` is None) nothing is recorded, and all else is the same.
+A `Lease` is a context manager for workflows. On entry the run reports a lease under a key that it chose, and waits
+until that is in the log. Only then the provider (`actors/lease_providers.py`) creates the sandbox, in the workflow's
+own process. On exit the provider releases it. If a run ends without that (`RunLeases.close`), or its runner does, the
+coordinator has it released (`actors/coordinator/fleet/lease_fleet.py`). Without a `recorder` nothing is recorded.
 """
 
 from __future__ import annotations
@@ -28,24 +25,23 @@ from trinity_es.events.errors import StartupError, WorkflowError
 __all__ = ["Lease", "LeaseRecorder", "RunLeases", "driven", "running_loop"]
 
 RENEWALS = 3
-"""How often a lease is renewed within its time to live."""
 SHORTEST_TTL = 5.0
-"""Minimum of seconds that a lease may live: renewals are events."""
+"""Minimum time to live in seconds, since each renewal is an event."""
 CANCEL_SECONDS = 1.0
-"""How long an async `create` may take to end once it was cancelled."""
+"""How long a cancelled async `create` may take to end."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class LeaseRecorder(Protocol):
-    """Takes what runs tell of their leases, from any thread; the future is done when it is in the log."""
+    """Recorder of runs' lease reports, from any thread. The future is done when the report is in the log."""
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]: ...
 
 
 class RunLeases:
-    """The leases of one run: what its workflow tells of them goes to the recorder, until the run is over."""
+    """The leases of one run. Reports of its workflow go to the recorder until the run ends."""
 
     def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
         self._recorder, self._run = recorder, run
@@ -53,10 +49,7 @@ class RunLeases:
         self._over = False
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Tell; of a lease that is taken the future is done when that is in the log, of all else at once.
-
-        Raises WorkflowError for one that is taken when the run is over.
-        """
+        """Report a change. The future of `taken` is done when it is in the log; after the run `taken` raises."""
         done: Future[None] = Future()
         if what == "taken" and self._over:
             raise WorkflowError("the run is over: it can take no lease")
@@ -68,32 +61,31 @@ class RunLeases:
         done.set_result(None)
         return done
 
-    async def told(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
-        """`report`, for a worker process, which waits for the answer."""
+    async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
         await asyncio.wrap_future(self.report(lease, what, **more))
 
     def close(self) -> None:
-        """End the run: what it did not release is left to the coordinator."""
+        """End the run, and leave its open leases to the coordinator."""
         self._over = True
         for lease in list(self._open):
             self.report(lease, "left", reason="its run ended without releasing it")
 
 
 class Lease:
-    """One lease of a workflow's: `async with`, or `with` in a sync workflow.
+    """One lease of a workflow: `async with`, or `with` in a sync workflow.
 
-    `key`, `handle` and `provider`, the live instance, are there within. What `create` raises comes out of entering. An
-    error of `release` fails nothing: the coordinator tries again.
+    Inside it has `key`, `handle` and `provider` (the live instance). Errors of `create` are raised on entry. An error
+    of `release` fails nothing: the coordinator tries again.
     """
 
     def __init__(
         self, leases: RunLeases, provider: str, args: Mapping[str, Any] | None = None, *, ttl: float = 3600.0,
         creation_timeout: float = 60.0,
     ) -> None:
-        """Raise WorkflowError for what can't be recorded."""
+        """Raise WorkflowError if an argument can't be recorded or a duration is out of range."""
         if not (ttl >= SHORTEST_TTL and 0.0 < creation_timeout <= ttl):
-            raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl is at least "
-                                f"{SHORTEST_TTL:g} s, and creation_timeout more than 0 and at most that")
+            raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
+                                f"{SHORTEST_TTL:g} s, and creation_timeout above 0 and at most ttl")
         self._leases, self._path = leases, provider
         self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
@@ -101,10 +93,10 @@ class Lease:
         self.provider: Any = None
         self.handle: Any = None
         self._until = 0.0
-        """When nothing may come of making it any more, monotonic seconds."""
+        """Deadline of its creation, in monotonic seconds."""
         self._deciding = threading.Lock()
         self._given_up = False
-        """Nobody waits for it to be made: what comes of that is released."""
+        """True once the wait for its creation ended: a late result is released."""
         self._renewing: Callable[[], object] = lambda: None
         self._loop: _OwnLoop | None = None
         self._sync = False
@@ -123,11 +115,10 @@ class Lease:
             creation_timeout=self.creation_timeout,
         )
 
-    def _late(self) -> StartupError:
+    def _late_error(self) -> StartupError:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
-    def _accepted(self, handle: Any) -> Future[None] | None:
-        """Take what was made, and tell it; None where it came too late, or nobody waits for it any more."""
+    def _accept(self, handle: Any) -> Future[None] | None:
         with self._deciding:
             if self._given_up or time.monotonic() >= self._until:
                 return None
@@ -135,34 +126,31 @@ class Lease:
             return self._leases.report(self.key, "held", handle=self.handle)
 
     def _create(self) -> Any:
-        """Have it made in this thread; an async `create` returns what `_finished` waits for, another one None.
-
-        Nothing stops it here. What it makes too late it releases itself.
-        """
+        """Call `create` in this thread and release a late result. Returns the awaitable of an async `create`."""
         made = self.provider.create(self.key, self.ttl)
         if inspect.isawaitable(made):
             return made
-        told = self._accepted(made)
-        if told is None:
+        reported = self._accept(made)
+        if reported is None:
             with self._logged("came too late, and could not be released"):
-                _called_here(self.provider.release, self.key, made)
-            raise self._late()
-        told.result()
+                _call_here(self.provider.release, self.key, made)
+            raise self._late_error()
+        reported.result()
         return None
 
-    async def _finished(self, making: Awaitable[Any]) -> None:
+    async def _finish(self, making: Awaitable[Any]) -> None:
         made = await making
-        told = self._accepted(made)
-        if told is None:
+        reported = self._accept(made)
+        if reported is None:
             with self._logged("came too late, and could not be released"):
-                await _called_async(self.provider.release, self.key, made)
-            raise self._late()
-        await asyncio.wrap_future(told)
+                await _call_async(self.provider.release, self.key, made)
+            raise self._late_error()
+        await asyncio.wrap_future(reported)
 
     async def _in_time(self, making: Coroutine[Any, Any, None]) -> None:
-        """Wait until it is made, or its time is over. Then, and when this is cancelled, it is given up."""
+        """Wait for the creation until its deadline. Then, or if cancelled, give it up."""
         task = asyncio.ensure_future(making)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio says that nobody looked
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs it as unretrieved
         try:
             await asyncio.wait({task}, timeout=self._until - time.monotonic())
         finally:
@@ -172,30 +160,30 @@ class Lease:
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
         if self._given_up:
-            raise self._late()
+            raise self._late_error()
         task.result()
 
     @contextlib.contextmanager
-    def _logged(self, what: str) -> Iterator[None]:
+    def _logged(self, problem: str) -> Iterator[None]:
         try:
             yield
         except Exception as e:
-            _log.warning("lease %s of %s %s: %r", self.key, self._path, what, e)
+            _log.warning("lease %s of %s %s: %r", self.key, self._path, problem, e)
 
     async def _leave(self, reason: str, error: BaseException) -> None:
-        """Tell why, and wait for it: what a worker process told at last is not heard beside its end."""
+        """Report why, and wait: the last report of a worker process may be lost when it ends."""
         _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
-        with contextlib.suppress(WorkflowError):  # the run is over: its end has told
+        with contextlib.suppress(WorkflowError):  # the run is over, and `RunLeases.close` has reported it
             why = f"it {reason}: {type(error).__name__}: {error}"
             await self._recorded(self._leases.report(self.key, "left", reason=why))
 
-    # --- what both kinds of workflows do; in a sync one nothing here waits for a loop: see `driven` -----------------
+    # --- in both kinds of workflows; in a sync one nothing here waits for a loop: see `driven` ----------------------
     async def _enter(self) -> Self:
-        self.provider = await self._call(build_provider, self._path, self._args)  # it may import for long
+        self.provider = await self._call(build_provider, self._path, self._args)
         try:
             await self._recorded(self._take())
-            if time.monotonic() >= self._until:  # nobody would look for what is made now
-                raise self._late()
+            if time.monotonic() >= self._until:  # the coordinator would not look for it any more
+                raise self._late_error()
             await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
@@ -216,40 +204,39 @@ class Lease:
         else:
             await self._recorded(self._leases.report(self.key, "released"))
 
-    async def _recorded(self, told: Future[None]) -> None:
+    async def _recorded(self, reported: Future[None]) -> None:
         if self._sync:
-            told.result()
+            reported.result()
         else:
-            await asyncio.wrap_future(told)
+            await asyncio.wrap_future(reported)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the provider gives: called in this thread of a sync workflow, an async one on its own loop."""
+        """Return a provider's result; of a sync workflow in this thread, or on the lease's own loop if it is async."""
         if not self._sync:
-            return await _called_async(call, *args)
-        found = call(*args)
-        return self._on_own_loop(found) if inspect.isawaitable(found) else found
+            return await _call_async(call, *args)
+        result = call(*args)
+        return self._on_own_loop(result) if inspect.isawaitable(result) else result
 
     async def _make(self) -> None:
         if self._sync:
             if (making := self._create()) is not None:
-                self._on_own_loop(self._in_time(self._finished(making)))
+                self._on_own_loop(self._in_time(self._finish(making)))
         else:
             await self._in_time(self._create_async())
 
     async def _create_async(self) -> None:
-        """Have it made, by an async `create` on this loop, by another one in a thread."""
         if inspect.iscoroutinefunction(self.provider.create):
             making = self.provider.create(self.key, self.ttl)
         else:
             making = await asyncio.to_thread(self._create)
         if making is not None:
-            await self._finished(making)
+            await self._finish(making)
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
             with self._logged("could not be renewed, and is tried again"):
-                await _called_async(self.provider.renew, self.key, self.handle, self.ttl)
+                await _call_async(self.provider.renew, self.key, self.handle, self.ttl)
                 self._leases.report(self.key, "renewed", ttl=self.ttl)
 
     # --- in an async workflow ---------------------------------------------------------------------------------------
@@ -277,11 +264,10 @@ class Lease:
             self._close_loop()
 
     def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Return what comes of it, on one loop of this lease's own: that of all it made, and renews."""
         return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
 
     def _own_loop(self) -> _OwnLoop:
-        if self._loop is None or not self._loop.thread.is_alive():  # a process that the workflow forked has no thread
+        if self._loop is None or not self._loop.thread.is_alive():  # a fork by the workflow has no such thread
             self._loop = _OwnLoop()
         return self._loop
 
@@ -301,14 +287,14 @@ class _OwnLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel what is left and end the thread; what does not end in time is left behind."""
+        """Cancel the remaining tasks and end the thread; a task that does not end in time is abandoned."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join(2 * CANCEL_SECONDS)
 
     def _run(self) -> None:
         running = True
         while running:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task's own, who waits for it gets it
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task raised it, and its waiter gets it
                 self._loop.run_forever()
                 running = False
         rest = asyncio.all_tasks(self._loop)
@@ -320,10 +306,7 @@ class _OwnLoop:
 
 
 def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine that never waits.
-
-    No event loop runs meanwhile, so what it calls may run its own.
-    """
+    """Return the result of a coroutine that never waits, without an event loop, so that it may run its own."""
     try:
         coroutine.send(None)
     except StopIteration as e:
@@ -332,7 +315,6 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -343,16 +325,15 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _called_here(call: Callable[..., Any], *args: Any) -> None:
-    """Call a method of a provider in a thread without a loop; an async one runs on a loop for it alone."""
-    found = call(*args)
-    if inspect.isawaitable(found):
-        asyncio.run(_awaited(found))
+def _call_here(call: Callable[..., Any], *args: Any) -> None:
+    result = call(*args)
+    if inspect.isawaitable(result):
+        asyncio.run(_awaited(result))
 
 
-async def _called_async(call: Callable[..., Any], *args: Any) -> Any:
-    """Return what a method of a provider gives: an async one on this loop, another one in a thread."""
+async def _call_async(call: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a provider's method: an async one on this loop, another one in a thread."""
     if inspect.iscoroutinefunction(call):
         return await call(*args)
-    found = await asyncio.to_thread(call, *args)
-    return await found if inspect.isawaitable(found) else found
+    result = await asyncio.to_thread(call, *args)
+    return await result if inspect.isawaitable(result) else result

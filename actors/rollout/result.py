@@ -1,4 +1,4 @@
-"""What came of some runs of a task: whose experiences, metrics and tokens they are, and what kind of failure."""
+"""Results of runs: their experiences, metrics and tokens, or the kind of their failure."""
 
 from __future__ import annotations
 
@@ -31,27 +31,25 @@ _warn_once = lru_cache(maxsize=1000)(_log.warning)
 
 
 class OutOfTime(Exception):
-    """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
+    """An attempt exceeded its timeout. Not TimeoutError, which a workflow may raise for its own reasons."""
 
 
 @dataclass(slots=True, kw_only=True)
 class UnitResult:
-    """What came of some runs of a task."""
+    """The results and failures of some runs of a task."""
 
     results: list[RunResult] = field(default_factory=list)
-    """Completed runs, in order."""
     experiences: list[Experience] = field(default_factory=list)
-    """Theirs, in order."""
     failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
     model_version: int = 0
     model_version_end: int = 0
     seconds: float = 0.0
     timeout: float | None = None
-    """Seconds that it may take."""
+    """Seconds."""
     other_tokens: tuple[int, int] = (0, 0)
-    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+    """Prompt and response tokens that belong to no single run: see `RunsFinished`."""
     lacks: bool = False
-    """This machine lacks what they need, a module, say: they failed of that."""
+    """Runs failed because this machine lacks something, such as a module."""
 
     def add(self, part: UnitResult) -> None:
         self.results += part.results
@@ -62,15 +60,14 @@ class UnitResult:
 
 
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
-    """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.
+    """Set `eid.run` of experiences if the workflow set none, or numbered them from 0.
 
-    Where it gave none, those of one step belong to the runs in their order if there is one for each; else each run gets
-    as many as the others, in their order.
+    If it set none, each step's experiences belong to the runs in order, or all are divided evenly if that can't be.
     """
-    n, given = len(runs), {e.eid.run for e in experiences}
-    if given <= set(runs) and not (n > 1 and given == {0}):
+    n, numbers = len(runs), {e.eid.run for e in experiences}
+    if numbers <= set(runs) and not (n > 1 and numbers == {0}):
         return
-    if given == {0}:
+    if numbers == {0}:
         steps: dict[int, list[Experience]] = {}
         for experience in experiences:
             steps.setdefault(experience.eid.step, []).append(experience)
@@ -81,7 +78,7 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
         else:
             for i, experience in enumerate(experiences):
                 experience.eid.run = runs[i * n // max(len(experiences), n)]
-    elif given <= set(range(n)):
+    elif numbers <= set(range(n)):
         for experience in experiences:
             experience.eid.run += runs.start
 
@@ -89,9 +86,9 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 def grouped_by_run(
     experiences: Sequence[Experience], runs: range, workflow: str, lost: Collection[int] = ()
 ) -> dict[int, list[Experience]]:
-    """Return the experiences of each run that a workflow of this name did. Raises WorkflowError for one of another.
+    """Return the experiences of each run. Raises WorkflowError for an experience of a run not in `runs`.
 
-    `lost`: runs that it says have none, who numbers its experiences then.
+    `lost`: runs that the workflow reports as failed. If there are any, it has numbered its experiences itself.
     """
     if not lost:
         _number_runs(experiences, runs)
@@ -107,10 +104,7 @@ def grouped_by_run(
 
 
 def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int, now: int) -> None:
-    """Write into every experience of a run where it is from, and the oldest weights that made a token of it.
-
-    `version`: those served when the run began, for one that does not say which made it; `now`: those served now.
-    """
+    """Set the ids of a run's experiences, and the oldest version that made a token of each (`version` if unknown)."""
     for experience in experiences:
         made_by = min((v for v, _, _ in experience.version_spans), default=version)
         eid = experience.eid
@@ -122,13 +116,13 @@ def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int,
             "task_index": task.index, "use_count": 0,
         }
         try:
-            experience.validate()  # it may have been changed since it was made
-        except errors.NotFinite as e:  # another attempt may have better numbers
+            experience.validate()
+        except errors.NotFinite as e:  # a WorkflowError, so that another attempt is made
             raise errors.WorkflowError(e.message, **e.details) from e
 
 
 def with_all(result: RunResult, usage: Usage) -> RunResult:
-    """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
+    """Return the result of a run that used the model alone, with all of its tokens."""
     return replace(
         result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens,
         metrics={**result.metrics, **_forks(usage, 1)},
@@ -136,17 +130,15 @@ def with_all(result: RunResult, usage: Usage) -> RunResult:
 
 
 def _forks(usage: Usage, runs: int) -> dict[str, float]:
-    """Return how often conversations forked, a run; nothing where none went on."""
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
 def shared(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Share out the tokens of runs that shared a model: to each those of its experiences; the rest stands beside.
+    """Divide the usage of a shared model among its runs; returns the results, and the tokens that belong to no run.
 
-    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything. Forks of
-    conversations are nobody's: each run has their mean.
+    Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
     """
     if usage.requests == 0:
         return list(results), (0, 0)
@@ -165,20 +157,20 @@ def shared(
 
 
 def ended(cls: type[Any], error: BaseException) -> errors.WorkflowError:
-    what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return errors.WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return errors.WorkflowError(f"{cls.__name__} raised {text}: raise an Exception to fail a run")
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    told = [_metrics(e) for e in experiences]
-    names = {name for one in told for name in one}
+    values = [_metrics(e) for e in experiences]
+    names = {name for one in values for name in one}
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
             _warn_once("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
-    metrics = aggregate_run(told)
-    given: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
-    for name, value in given:
+    metrics = aggregate_run(values)
+    items: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
+    for name, value in items:
         if not isinstance(value, Real):
             kind = type(value).__name__
             _warn_once("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
@@ -188,7 +180,7 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
-    """Return an experience's metrics. `reward` is the reward that it is trained with, whatever its workflow says."""
+    """Return an experience's metrics. `reward` is always the one that it is trained with."""
     metrics = dict(experience.metrics or {})
     if experience.reward is not None:
         metrics.pop("reward:mean", None)
@@ -199,10 +191,7 @@ def _metrics(experience: Experience) -> dict[str, float]:
 def classify(
     error: BaseException, timeout: float | None = None, key: str = "max_timeout"
 ) -> tuple[FailureKind, str]:
-    """Return the kind of a failure, and a message that a person can act on.
-
-    `key`: of the config, where `timeout` is from.
-    """
+    """Return the kind and the message of a failure. `key`: the config key of `timeout`."""
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, errors.EngineError):

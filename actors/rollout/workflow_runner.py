@@ -1,11 +1,8 @@
-"""Running one unit: some runs of one task, by its workflow, on one engine.
+"""Execution of one unit: some runs of one task, by its workflow, on one engine. No actor and no log is needed.
 
-No actor and no log in here: `WorkflowRunner` turns a task into (status, experiences), in a runner actor and in a user's
-own process alike. Times come from `clock` (monotonic seconds).
-
-An async workflow plays on the event loop; at its timeout it is cancelled, and one that swallows that is left to itself
-after `GRACE_SECONDS`: its run is over. One that blocks the loop can't be ended from here. A sync workflow plays in a
-worker process where there is a `WorkerPool`, which is killed at the timeout; else in a thread, which can't be.
+An async workflow plays on the event loop and is cancelled at its timeout. If it swallows the cancellation, its run is
+over after `GRACE_SECONDS`; if it blocks the loop, it can't be ended here. A sync workflow plays in a worker process,
+which is killed at the timeout, or without a `WorkerPool` in a thread, which can't be killed.
 """
 
 from __future__ import annotations
@@ -40,19 +37,17 @@ if TYPE_CHECKING:
 __all__ = ["AuxiliaryModel", "WorkflowRunner"]
 
 GRACE_SECONDS = 2.0
-"""How long an async workflow may take to end once it was cancelled."""
+"""How long a cancelled async workflow may take to end."""
 START_SECONDS = 120.0
-"""How long the import of a workflow's module may take."""
 RUNS_AT_ONCE = 256
-"""Maximum number of a unit's async runs that play at the same time: as many as vLLM computes at once. 100,000 that
-begin together hold the loop for half a minute, and stand before all others in the engine's queue."""
+"""Maximum of a unit's async runs at once, as vLLM's. 100,000 together block the loop for half a minute."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryModel:
-    """A further model for workflows, its engine (or a `RemoteEngine` over several), and its own sampling."""
+    """An auxiliary model of workflows: its engine, or a `RemoteEngine` over several, and its own sampling."""
 
     name: str
     engine: Engine
@@ -60,13 +55,12 @@ class AuxiliaryModel:
 
 
 class WorkflowRunner:
-    """Runs workflows on an engine.
+    """Player of workflows on an engine. Times come from `clock` (monotonic seconds).
 
-    `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (at once on the loop) or
-    `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
-    `workers` plays the sync workflows whose class another process can import; the others, and all where it is None,
-    play in threads. `server` is the engine's endpoint, for workflows that ask by OpenAI clients. Whoever made these two
-    closes them.
+    `concurrent_mode`: the runs of a task are `sequential`, `asynchronous` (at once on the loop) or `multi-threading`.
+    `timeout`: seconds for one attempt at a unit. Workflows with `can_reset` are reused. `workers` plays sync workflows
+    whose class another process can import; all others play in threads. `server`: the engine's endpoint for OpenAI
+    clients. The caller closes `workers` and `server`.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class WorkflowRunner:
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
-        """Why the engine will never answer again, once a run found out."""
         self.played = RunActivity()
         self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
@@ -90,7 +83,7 @@ class WorkflowRunner:
     async def run_task(
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """Run a task and tell what came of it. Evals return no experiences."""
+        """Run a task and return its status and experiences; evals return no experiences."""
         done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
         message = None
         if done.failures:
@@ -100,29 +93,22 @@ class WorkflowRunner:
         return status, [] if task.is_eval else done.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
-        """Return what plays, or did last: `workflow_id, model_version, begin_time, terminate_time` (null meanwhile).
-
-        And what its workflow told by `model.set_workflow_state`.
-        """
-        state = runner_state(self.played)
+        """Return id, model version and times of the current or last workflow, and its `model.set_workflow_state`."""
         names = ("workflow_id", "model_version", "begin_time", "terminate_time")
-        told = {"model_version": self.engine.model_version, **state}
-        return {**told["workflow_state"], **{name: told[name] for name in names}}
+        state = {"model_version": self.engine.model_version, **runner_state(self.played)}
+        return {**state["workflow_state"], **{name: state[name] for name in names}}
 
     async def execute(
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None,
     ) -> UnitResult:
-        """Run these runs of a task. Never raises but for cancellation: a failure is part of the result.
-
-        `timeout`: seconds that it may take, instead of those of this runner. `leases` records those that it takes.
-        """
+        """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises."""
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
         begun: list[float] = []
         try:
             cls = await self._workflow_class(task)
-            portable = self._portable(cls, task)
+            portable = self._portable_task(cls, task)
             repeats = getattr(cls, "can_repeat", False)
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
@@ -143,7 +129,7 @@ class WorkflowRunner:
                                 await self._in_worker(portable, task, part, repeats, models, own, begun)
                             else:
                                 begun.append(self.clock())
-                                await self._here(cls, _own(task), part, repeats, models, own)
+                                await self._in_this_process(cls, _copied(task), part, repeats, models, own)
                 except Exception as e:
                     self._fail(e, part, own)
                 out.add(own)
@@ -155,7 +141,7 @@ class WorkflowRunner:
                     await play(part)
 
             at_once = RUNS_AT_ONCE if portable is None or self.workers is None else self.workers.places
-            if self.concurrent_mode == "sequential" or len(parts) == 1:  # a worker process has no loop
+            if self.concurrent_mode == "sequential" or len(parts) == 1:
                 await play_on()
             else:
                 await asyncio.gather(*(play_on() for _ in range(min(len(parts), at_once))))
@@ -165,7 +151,7 @@ class WorkflowRunner:
         out.failures.sort(key=lambda f: f[0])
         out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
         out.model_version_end = self.engine.model_version
-        # A first start of processes, and the import of a module, say nothing of how long the task takes.
+        # Starting a process or importing a module does not count as the task's time.
         out.seconds = self.clock() - begun[0] if begun else 0.0
         return out
 
@@ -178,7 +164,7 @@ class WorkflowRunner:
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
         kind, message = self._failed(error, out)
         if len(runs) == 1 and isinstance(error, errors.DataError) and str(error.details.get("eid")).startswith("//"):
-            message = f"run {runs.start}: {message}"  # where it was made, it did not know its run
+            message = f"run {runs.start}: {message}"  # the experience had no ids yet
         done = {r.run for r in out.results} | {f[0] for f in out.failures}
         out.failures.extend((run, kind, message) for run in runs if run not in done)
 
@@ -188,35 +174,35 @@ class WorkflowRunner:
         if not isinstance(task.workflow, str):
             return task.workflow
         if task.workflow not in self._classes:
-            self._classes[task.workflow] = await self._imported(task.workflow)
+            self._classes[task.workflow] = await self._import_class(task.workflow)
         return self._classes[task.workflow]
 
-    async def _imported(self, name: str) -> type[Any]:
-        """Return the class of this name. A user's module is imported by a process that it may end, and then here."""
+    async def _import_class(self, name: str) -> type[Any]:
+        """Return the class of this name. A user's module is imported first in a template process, then here."""
         path = self.registry.get(name, name)
         module, _, attribute = path.partition(":")
         if self.workers is None or not attribute or module.partition(".")[0] == "trinity_es":
             return resolve(name, self.registry, "workflow")
         async with self._imports.setdefault(module, asyncio.Lock()):
             if module not in sys.modules:
-                await self.workers.templates.know(path)
-                # In a thread: it may take seconds, in which the loop must answer.
+                await self.workers.templates.prepare(path)
+                # In a thread: it may take seconds, and the loop must answer meanwhile.
                 importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
                 try:
-                    found = await asyncio.wait_for(importing, START_SECONDS)
+                    cls = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
                     raise errors.WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
-                if getattr(found, "is_async", False):
+                if getattr(cls, "is_async", False):
                     self.workers.templates.forget(path)
-                return found
+                return cls
             return resolve(name, self.registry, "workflow")
 
-    def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
-        """Return the task as a worker process gets it; None where it is to be played in this process."""
+    def _portable_task(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
+        """Return the task in the form for a worker process; None if it plays in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None
         try:
-            # The name that it was given goes before its own: a class that a function made has no name to import it by.
+            # The name in the task first: a class that a function made can't be imported by its own name.
             path = class_path(task.workflow or cls)
             return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
         except errors.TaskNotSerializable:
@@ -232,7 +218,7 @@ class WorkflowRunner:
         def begin() -> None:
             nonlocal limit
             begun.append(self.clock())
-            self.limits.end(limit)  # it is begun again where a worker ended before it took the runs
+            self.limits.end(limit)  # called again if a worker ended before it took the runs
             limit = self._limit(out.timeout)
 
         try:
@@ -244,9 +230,9 @@ class WorkflowRunner:
             raise outcome.OutOfTime from e
         finally:
             self.limits.end(limit)
-        for experience in done.experiences:  # the worker knows the version of its last request only
+        for experience in done.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
-        if repeats:  # and the tokens of those requests that came through its pipe
+        if repeats:  # the worker knows only the tokens of requests over its pipe
             done.results, out.other_tokens = outcome.shared(done.results, done.experiences, models[0].usage)
         else:
             done.results = [outcome.with_all(result, models[0].usage) for result in done.results]
@@ -259,17 +245,16 @@ class WorkflowRunner:
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
-            sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
+            sampling["seed"] += run  # runs of a task differ, and repeat with the same seed
         server = self.server if engine is self.engine else None
         graders = None if self.workers is None else self.workers.graders
         return Model(engine, defaults=sampling, server=server, graders=graders)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
-        of = f"{task.batch_id}/{task.task_id}"
-        return [Model(a.engine, defaults=a.defaults, name=a.name, task=of) for a in self.auxiliary]
+        key = f"{task.batch_id}/{task.task_id}"
+        return [Model(a.engine, defaults=a.defaults, name=a.name, task=key) for a in self.auxiliary]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
-        """Return a workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
         model, *auxiliary = models
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
@@ -300,27 +285,23 @@ class WorkflowRunner:
             raise errors.WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
         for number, item in enumerate(returned):
             if not isinstance(item, Experience):
-                what = f"a list whose item {number} is of type {type(item).__name__}"
-                raise errors.WorkflowError(f"{name} returned {what}: a list of Experience is expected")
+                raise errors.WorkflowError(f"{name} returned a list whose item {number} is of type "
+                                           f"{type(item).__name__}: a list of Experience is expected")
         if not returned and not getattr(workflow, "failed_runs", None):
             raise errors.WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
     def _limit(self, timeout: float | None) -> int:
-        """Begin a run, which its timeout ends; returns the number for `limits.end`."""
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return what `run_async` returns.
-
-        Raises OutOfTime; then, and when this is cancelled, the workflow is as well.
-        """
-        playing = asyncio.create_task(_awaited(workflow), context=context)
+        """Return the result of `run_async`. Raises OutOfTime; then, or if cancelled itself, it cancels the workflow."""
+        playing = asyncio.create_task(_run_async(workflow), context=context)
         self._playing.add(playing)
         playing.add_done_callback(self._over)
         try:
             await asyncio.wait({playing}, timeout=timeout)
-            if playing.cancelled():  # not by us: it did that to itself
+            if playing.cancelled():
                 raise outcome.ended(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
@@ -335,11 +316,10 @@ class WorkflowRunner:
     def _over(self, playing: asyncio.Task[Any]) -> None:
         self._playing.discard(playing)
         if not playing.cancelled():
-            playing.exception()  # or asyncio complains that nobody looked at it
+            playing.exception()  # else asyncio logs that it was never retrieved
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return what `run` returns. Raises OutOfTime; its thread goes on then."""
-        playing = asyncio.create_task(asyncio.to_thread(self._called, workflow), context=context)
+        playing = asyncio.create_task(asyncio.to_thread(self._run_sync, workflow), context=context)
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if not playing.done():
@@ -349,23 +329,21 @@ class WorkflowRunner:
             playing.cancel()
 
     @staticmethod
-    def _called(workflow: Any) -> Any:
-        """`run`, whose ways to end a program or a task become failures."""
+    def _run_sync(workflow: Any) -> Any:
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise outcome.ended(type(workflow), e) from e
 
-    async def _here(
+    async def _in_this_process(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
     ) -> None:
-        """Play a workflow: one run, or several that it does itself (`repeats`), and numbers its experiences' runs."""
         started, before, usage = self.clock(), self.engine.model_version, models[0].usage
         context = unit_context()
         n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
-        # As a workflow gets it: `rollout_args.n` is the number of answers, where nobody else set it.
-        given = replace(task, rollout_args=Args({**task.rollout_args, "n": n}), reward_fn=_reward_class(task.reward_fn))
-        workflow = context.run(self._build, cls, given, models)
+        # Workflows read the number of answers from `rollout_args.n`.
+        shown = replace(task, rollout_args=Args({**task.rollout_args, "n": n}), reward_fn=_reward_class(task.reward_fn))
+        workflow = context.run(self._build, cls, shown, models)
         if repeats:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
         experiences = await self._call(workflow, models[0], out.timeout, context)
@@ -392,24 +370,23 @@ class WorkflowRunner:
             self._idle.setdefault(cls, []).append(workflow)
 
 
-def _own(task: Task) -> Task:
-    """Return a task that a run may change in place, its row above all, without changing it for the task's other runs.
-    """
+def _copied(task: Task) -> Task:
+    """Return a copy of a task whose row and arguments a run may change in place."""
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})
 
 
-def _reward_class(named: Any) -> Any:
-    """Return the class of the reward that a task names, for workflows that build it themselves; else what it names."""
+def _reward_class(reward: Any) -> Any:
+    """Return the class of the reward that a task names, for workflows that build it; if there is none, `reward`."""
     try:
-        found = load(named)
-        return found if isinstance(found, type) and class_path(found) == named else named
+        cls = load(reward)
+        return cls if isinstance(cls, type) and class_path(cls) == reward else reward
     except (Exception, SystemExit):
-        return named  # `reward_of` tells what is wrong with it, where it is wanted
+        return reward  # `reward_of` reports the error when the reward is needed
 
 
-async def _awaited(workflow: Any) -> Any:
-    """`run_async`, whose ways to end a program become failures: they would end the engine's loop."""
+async def _run_async(workflow: Any) -> Any:
+    """Await `run_async`, and raise WorkflowError if it raises SystemExit or KeyboardInterrupt, which end the loop."""
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:

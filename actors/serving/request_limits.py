@@ -78,7 +78,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
         try:
             plain(body.get(name))  # an answer is recorded with them
         except NotPlain as e:
-            raise ApiError(f"{name}: {e.what}", param=name, code="invalid_value") from e
+            raise ApiError(f"{name}: {e.problem}", param=name, code="invalid_value") from e
     prompts = prompts if path == COMPLETIONS else None
     for name, prompt in (("prompt", prompts), ("token_ids", body.get("token_ids"))):
         if isinstance(prompt, str | list):

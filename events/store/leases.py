@@ -1,9 +1,7 @@
-"""Leases: who may write.
+"""Leases, which decide who may write.
 
-A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of each append,
-says who that is. So no clock, of a host or of the database, decides who may write.
-
-With its holder a lease says for which store it was taken. In a copy of that store nobody holds it.
+A lease is held until another writer takes it. Its epoch, compared in the transaction of each append, decides, so no
+clock matters. It also records its store: in a copy of that store it does not count.
 """
 
 from __future__ import annotations
@@ -47,11 +45,6 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the lease, or None if it was never taken.
-
-    Its `owner` is empty if the holder gave it back, and in a copy of the store that it was taken for.
-    """
-
     def work(connection: Connection) -> Lease | None:
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
@@ -64,22 +57,21 @@ def read(db: Database, name: str) -> Lease | None:
     return db.read(work)
 
 
-def _copied_from(owner: Mapping[str, Any], here: StoreIdentity) -> str:
-    """Return the place of the store that a lease with this owner was taken for; empty if it is the one here."""
-    if _STORE not in owner:  # given back, or an older release's
+def _copied_from(owner: Mapping[str, Any], current: StoreIdentity) -> str:
+    """Return the place of the store that a lease with this owner was taken for; empty if it is the current one."""
+    if _STORE not in owner:  # released, or written by an older release
         return ""
     taken_for = StoreIdentity.from_dict(owner[_STORE])
-    return "" if taken_for.is_same(here) else taken_for.place
+    return "" if taken_for.is_same(current) else taken_for.place
 
 
 def release(db: Database, lease: Lease) -> None:
-    """Give the lease back, where nobody has taken it meanwhile; its epoch stays."""
     statement = update(schema.leases).where(_L.name == lease.name, _L.epoch == lease.epoch).values(owner=b"{}")
     db.write(lambda connection: connection.execute(statement) and None)
 
 
 def check(lease: Lease, epoch: int | None) -> None:
-    """Raise Fenced where another writer took the lease: its epoch in the log is another."""
+    """Raise Fenced if the lease has another epoch in the log: another writer took it."""
     if epoch != lease.epoch:
         raise Fenced(
             f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "

@@ -1,20 +1,19 @@
-"""The event log: append and read facts, in SQLite or PostgreSQL. Everything else in trinity_es follows from it.
+"""The event log: append and read facts, in SQLite or PostgreSQL.
 
-What it guarantees, each with a test in tests/events:
+Its guarantees, each with a test in tests/main/test_log_contract.py or tests/full/events:
 
 - an append is one transaction over several streams; when `append` has returned, its events are durable and there once;
-- positions are 1, 2, 3, ... in commit order without a gap, so what a reader has passed never gets a new event before
-  it; versions of a stream are 1, 2, 3, ...;
+- positions are 1, 2, 3, ... in commit order without a gap, so no new event ever appears before a reader's position;
+  versions of a stream are 1, 2, 3, ...;
 - an append that is repeated with its commit id returns the first result; with other content it is CommitMismatch;
-- a writer whose lease was taken by another is Fenced; one whose picture of a stream is old gets ConcurrencyError; one
-  that finds a log without what it has written (restored from a copy, a standby that was behind) gets LogRewound;
+- a writer whose lease was taken by another is Fenced; a writer with a stale version of a stream gets ConcurrencyError;
+  a writer whose earlier events are missing (restored from a copy, a standby that was behind) gets LogRewound;
 - events never change: the database refuses it, and a hash over each event and the one before it proves it (`verify`);
 - read models (`Projector`) change in the transaction of the append, or not at all.
 
-Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit). On
-PostgreSQL there is no cheaper one: both are "power", as far as its server is set to fsync.
-
-What an event means is another room's job. Reading with a name and a memory of where one was: `follow.py`.
+Durability: "process" survives the death of every process, "power" also the loss of power (an fsync per commit). On
+PostgreSQL both are "power", if its server is set to fsync. `projections/reading/follow.py` reads from a remembered
+position on.
 """
 
 from __future__ import annotations
@@ -66,24 +65,21 @@ if TYPE_CHECKING:
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
 CLOCK = "clock"
-"""The stream that says where the clock was set."""
 
 _E = schema.events.c
-_H = schema.heads.c
-_K = schema.checkpoints.c
 
 
 class EventLog:
-    """One process's door to a log. Safe for threads, and for any number of processes beside it."""
+    """One process's access to a log. Safe for threads, and for any number of other processes."""
 
     def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
         self._db = database
         self._read_models = ReadModels(database, projectors)
         self.acknowledged: Mark | None = None
-        """The last event that was written through this door, or that somebody knew when it was opened."""
+        """The last event that was written through this object, or that the opener already knew."""
         self._generation, self._marking = "", threading.Lock()
         self.memory: Memory | None = None
-        """Where what was written is noted, before the append returns."""
+        """File that notes the last event before an append returns."""
         self._clock = Clock()
 
     @classmethod
@@ -93,9 +89,9 @@ class EventLog:
     ) -> Self:
         """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
 
-        `create` makes it where there is none. A projector that is new, of a new version or behind is brought up to
-        date first. `patience`: seconds that a lost connection or a held lock is waited out in each call (5 s in this
-        one). Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
+        `create` makes a missing log. Projectors that are new, of a new version or behind are brought up to date first.
+        `patience`: seconds for which each call waits out a lost connection or a held lock (this one at most 5 s).
+        Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
         """
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
         log = cls(database, () if read_only else projectors)
@@ -115,11 +111,11 @@ class EventLog:
 
     @property
     def engine(self) -> Engine:
-        """For reading the projectors' tables. The log's own tables are written by this class only."""
+        """Engine for reading the projectors' tables. Only this class writes the log's own tables."""
         return self._db.engine
 
     def query(self, work: Callable[[Connection], T]) -> T:
-        """`work` on the projectors' tables: trouble that passes is waited out. Raises LogUnavailable, DBAPIError."""
+        """Run `work` on the projectors' tables, waiting out passing trouble. Raises LogUnavailable, DBAPIError."""
         return self._db.read(work)
 
     @property
@@ -145,25 +141,24 @@ class EventLog:
     ) -> Committed:
         """Write all of `writes`, or nothing. When this returns, they are durable.
 
-        `commit_id` names the decision: made again by the same decision, never by another. A write without events only
-        holds its stream to its version. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
-        LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and
-        whatever a projector raises. `patience`: of this call instead of the log's own; with 0 it is tried once.
-        `generation`: that of the log from here on, instead of the one it has.
+        `commit_id` names the decision: the same one for every retry, and for no other decision. A write without events
+        only requires its stream's version. `patience`: instead of the log's own; with 0 there is one try. `generation`
+        is the log's generation from here on, if given. Raises ConcurrencyError(stream, expected, actual), Fenced,
+        CommitMismatch, LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried
+        again), and the errors of projectors.
         """
-        made = draft(writes, commit_id, lease, metadata)
-        size = 32768 + sum(len(r.data) + len(made.metadata) + 400 for r in made.recorded)
-        done = self._db.write(
-            lambda c: self._append(c, writes, made, commit_id, lease, generation), size=size, patience=patience
+        drafted = draft(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r.data) + len(drafted.metadata) + 400 for r in drafted.recorded)
+        committed = self._db.write(
+            lambda c: self._append(c, writes, drafted, commit_id, lease, generation), size=size, patience=patience
         )
-        if done.recorded:
-            mark = Mark(self._generation, done.last_position, done.recorded[-1].hash)
+        if committed.recorded:
+            mark = Mark(self._generation, committed.last_position, committed.recorded[-1].hash)
             if self._acknowledge(mark) and self.memory is not None:
                 self.memory.note(mark)
-        return done
+        return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep this mark where it is the newest; returns that it is."""
         with self._marking:
             newest = self.acknowledged is None or mark.position > self.acknowledged.position
             if newest:
@@ -171,7 +166,7 @@ class EventLog:
             return newest
 
     def _append(
-        self, connection: Connection, writes: Sequence[Write], made: Draft, commit_id: str, lease: Lease | None,
+        self, connection: Connection, writes: Sequence[Write], drafted: Draft, commit_id: str, lease: Lease | None,
         generation: str | None,
     ) -> Committed:
         began = monotonic()
@@ -179,15 +174,15 @@ class EventLog:
         self._generation = generation or head.generation
         moment = head.now, began, monotonic()
         require_known(connection, head, self.url, self.acknowledged)
-        asked = {"commit": commit_id, "lease": "" if lease is None else lease.name}
-        done_at, epoch = statements.FOUND.rows(connection, asked)[0]
-        if done_at is not None:
-            return self._done_before(connection, done_at, commit_id, made)
+        values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
+        earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
+        if earlier_position is not None:
+            return self._duplicate(connection, earlier_position, commit_id, drafted)
         if lease is not None:
             leases.check(lease, epoch)
         self._check_versions(connection, writes)
-        stepped = self._clock_row(connection, head, moment)
-        drafts = [made] if stepped is None else [stepped, made]
+        step = self._clock_step(connection, head, moment)
+        drafts = [drafted] if step is None else [step, drafted]
         self._place(head, drafts)
         recorded = [item for one in drafts for item in one.recorded]
         last = recorded[-1]
@@ -207,21 +202,21 @@ class EventLog:
             self._read_models.begin_generation(connection, generation)
         self._clock.seen(*moment)
         return Committed(
-            first_position=made.recorded[0].position, last_position=last.position, recorded=made.recorded,
+            first_position=drafted.recorded[0].position, last_position=last.position, recorded=drafted.recorded,
             duplicate=False,
         )
 
-    def _clock_row(
+    def _clock_step(
         self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]
     ) -> Draft | None:
-        """Return an event that says that the clock was set since the last append; None where it was not."""
+        """Return an event that says that the clock was set since the last append; None if it was not."""
         slack = clock.STEP_SECONDS
         if not self._clock.knows() and head.last_position:
             slack = clock.FIRST_SECONDS
-            found = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
-            about = orjson.loads(found or b"{}")
-            if about.get("boot") == clock.boot() != "" and "mono" in about:
-                self._clock.seen(head.recorded_at, about["mono"], about["mono"])
+            data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
+            metadata = orjson.loads(data or b"{}")
+            if metadata.get("boot") == clock.boot() != "" and "mono" in metadata:
+                self._clock.seen(head.recorded_at, metadata["mono"], metadata["mono"])
         seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
         if not seconds:
             return None
@@ -231,20 +226,20 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
-        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
+        # Whole microseconds, as in a datetime, so that the displayed time finds the event again.
         recorded_at = round(head.now, 6)
-        if drafts[0].recorded[0].stream != CLOCK:  # a clock that is slewed only waits
+        if drafts[0].recorded[0].stream != CLOCK:  # a slewed clock makes time stand still, never go back
             recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
         for one in drafts:
             position, previous = one.place(position, previous, repeat(recorded_at))
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
-        """Return the end of the log, and what of these the log does not hold."""
+        """Return the end of the log, and those of these claims that it does not hold."""
         return self._db.read(lambda c: lost_of(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
-        """Raise LogRewound where the log lacks what somebody knows of it. From now on no append goes on without it."""
+        """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
         head, lost = self.lost(claims)
         if lost:
             raise rewound(self.url, head, lost)
@@ -252,12 +247,13 @@ class EventLog:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _done_before(self, connection: Connection, first: int, commit_id: str, made: Draft) -> Committed:
-        # One more than we would write: the earlier commit may have been longer.
-        asked = {"after": first - 1, "until": statements.LAST, "limit": len(made.recorded) + 1}
-        earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, asked)) if r.commit_id == commit_id]
-        same = ("stream", "type", "schema_version", "data")
-        if [[getattr(r, k) for k in same] for r in earlier] != [[getattr(r, k) for k in same] for r in made.recorded]:
+    def _duplicate(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+        # One more than this commit has, since the earlier one may have been longer.
+        values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
+        earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
+        parts = ("stream", "type", "schema_version", "data")
+        drafts = drafted.recorded
+        if [[getattr(r, k) for k in parts] for r in earlier] != [[getattr(r, k) for k in parts] for r in drafts]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
@@ -277,24 +273,21 @@ class EventLog:
             actual[w.stream] = version + len(w.events)
 
     def remembered(self, memory: Memory) -> list[Claim]:
-        """Return what a host remembers of this log; from now on the memory knows which store it is of."""
+        """Return a host's claims about this log, and tell the memory which store it belongs to."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)
 
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
-        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
+        """Take the lease from any holder: from now on no earlier holder can append. `owner` is plain JSON."""
         return leases.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the lease, or None if it was never taken.
-
-        Its `owner` is empty if it was given back, and in a copy of the store that it was taken for.
-        """
+        """Return the lease, or None if it was never taken. A released one, or a copy's, has an empty `owner`."""
         return leases.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:
-        """Say that this holder is done. Nothing happens where another took the lease meanwhile; the epoch stays."""
+        """Give the lease back, unless another writer took it meanwhile; its epoch stays."""
         leases.release(self._db, lease)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -304,31 +297,31 @@ class EventLog:
     ) -> Iterator[Recorded]:
         """Yield events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
 
-        Fetches pages as it goes, each in a transaction of its own, up to the end of the log as it is then. Raises
-        LogCorrupt where a position (or, of one stream, a version) is missing.
+        Each page has its own transaction, up to the end of the log at that moment. Raises LogCorrupt for a missing
+        position (or, of one stream, version).
         """
         query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
             query = statements.page_of(stream is not None, tuple(types))
-        asked = {"stream": stream, "until": statements.LAST if until is None else until}
+        values = {"stream": stream, "until": statements.LAST if until is None else until}
         left, version = limit, 0
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            now = asked | {"after": after, "version": version, "limit": size}
-            page = self._db.read(lambda c, now=now: query.rows(c, now))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            of_page = values | {"after": after, "version": version, "limit": size}
+            page = self._db.read(lambda c, v=of_page: query.rows(c, v))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             for row in page:
-                position, of_stream = row[0], row[2]
+                position, row_version = row[0], row[2]
                 if types is None:
                     if stream is None and position != after + 1:
                         raise LogCorrupt(
                             f"{self.url}: positions {after + 1} to {position - 1} are missing; run verify",
                             position=after + 1,
                         )
-                    if stream is not None and version and of_stream != version + 1:
+                    if stream is not None and version and row_version != version + 1:
                         raise LogCorrupt(
                             f"{self.url}: {stream} has no version {version + 1}; run verify", position=position
                         )
-                after, version = position, of_stream
+                after, version = position, row_version
                 yield from_row(row)
             if left is not None:
                 left -= len(page)
@@ -339,10 +332,10 @@ class EventLog:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events with `after` < position < `before` that are not bulk (`schema.BULK`), of these types or of all.
+        """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
 
-        In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
-        for, however long the log. Raises ValueError for a bulk type.
+        In order of position, or the newest first; at most `limit`. An index finds them, so the cost does not grow with
+        the log. Raises ValueError for a bulk type.
         """
         chosen = rare.require_rare(types)
         left = limit
@@ -358,12 +351,9 @@ class EventLog:
             left = None if left is None else left - len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
-        """Return the last event of this type in a stream, with a position greater than `after`.
-
-        None where there is none.
-        """
-        # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
-        # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
+        """Return the last event of this type in a stream with a position greater than `after`, or None."""
+        # Not `type = ...`: PostgreSQL assumes that stream and type are independent and expects few rows even if all of
+        # the stream have this type. It would read and sort them all instead of the stream's index from its end.
         query = select(schema.events).where(
             _E.stream == stream, func.coalesce(_E.type, "") == type_name, _E.position > after
         )
@@ -371,40 +361,37 @@ class EventLog:
         return None if row is None else from_row(row)
 
     def stream_version(self, stream: str) -> int:
-        """Return the version of the stream's last event; 0 where there is no such stream."""
+        """Return the version of the stream's last event; 0 if the stream does not exist."""
         s = schema.streams.c
         return self._db.read(
             lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
         )
 
     def streams(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Return the streams whose names begin with `prefix`, and their versions; by name."""
+        """Return (stream, version) of the streams whose names begin with `prefix`, by name."""
         s = schema.streams.c
         query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:
-        """Return True if the database answers now; tried once.
-
-        Raises LogRewound where what was acknowledged is not there.
-        """
-        known = self.acknowledged  # before the look: a commit may come meanwhile
+        """Return True if the database answers the first try. Raises LogRewound if acknowledged events are missing."""
+        mark = self.acknowledged  # before the read, since a commit may follow meanwhile
         try:
             heads = select(schema.heads)
-            self._db.read(lambda c: require_known(c, c.execute(heads).one(), self.url, known), patience=0.0)
+            self._db.read(lambda c: require_known(c, c.execute(heads).one(), self.url, mark), patience=0.0)
         except LogUnavailable:
             return False
         return True
 
     def require_place(self) -> None:
-        """See that what is acknowledged next can be found: a SQLite file still has its name. Raises LogReplaced, ...
+        """Require that a SQLite file still has its name, so that later commits can be found. Raises LogReplaced, ...
 
-        Costs next to nothing. What lies in a write-ahead log that lost its name is moved into the file.
+        It costs next to nothing. The content of a write-ahead log that lost its name is moved into the file.
         """
         self._db.require_place()
 
     def is_replaced(self) -> bool:
-        """Return True if another SQLite file lies under the name of the one that was opened here."""
+        """Return True if another SQLite file now has the name of the opened one."""
         return self._db.is_replaced()
 
     def head(self) -> Head:
@@ -412,33 +399,29 @@ class EventLog:
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 
     def clock_steps(self) -> list[Recorded]:
-        """Return the `ClockStepped` of this log, in order: between two of them its time never goes back."""
+        """Return the `ClockStepped` of this log, in order; its time never goes back between two of them."""
         return list(self.rare(["ClockStepped"]))
 
     def position_at(self, time: float) -> int:
-        """Return the position of the last event recorded at or before this moment (unix seconds); 0: none was.
+        """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
 
-        Where the clock was stepped: of the last stretch between two steps that had begun by then.
+        If the clock was stepped: in the last stretch between two steps that had begun by then.
         """
         return self._db.read(lambda c: position_at(c, self.url, time, self.clock_steps()))
 
     # --- read models ------------------------------------------------------------------------------------------------
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Make every read model again from the log, in one transaction. Returns the events applied.
-
-        `progress(position, last position)` after each page. Writers wait meanwhile.
-        """
-
+        """Rebuild every read model in one transaction, while writers wait. Return the number of events applied."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
     ) -> list[str]:
-        """Return what is wrong with the log, each problem naming its position or stream; [] where it is sound.
+        """Return the problems of the log, each naming its position or stream; [] if it is sound.
 
-        Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
-        events/store/checks/verify.py). Writers go on meanwhile, and what they append is looked at as well.
+        Reads every event once and calls `progress(position, last position)` after each page. A `watcher` sees the
+        events too (events/store/checks/verify.py). Writers continue, and their appends are checked as well.
         """
-        from trinity_es.events.store.checks.verify import verify  # here, not above: it is a job of its own, seldom done
+        from trinity_es.events.store.checks.verify import verify  # local, since it is seldom used
 
         return verify(self._db, progress, watcher)

@@ -1,4 +1,4 @@
-"""Read models: brought up to date in the transaction of each append, or made again from the log."""
+"""Read models, updated in the transaction of each append or rebuilt from the log."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ _K = schema.checkpoints.c
 
 
 class ReadModels:
-    """The projectors of one door to a log. Each call is within a transaction of its caller's."""
+    """The projectors of one open log. The caller provides the transaction of each call."""
 
     def __init__(self, db: Database, projectors: Sequence[Projector]) -> None:
-        """Raise ValueError for two projectors of one name."""
+        """Raise ValueError if two projectors have the same name."""
         self._db, self.projectors = db, tuple(projectors)
         if len({p.name for p in projectors}) != len(projectors):
             raise ValueError("two projectors of one name")
 
     def prepare(self, connection: Connection) -> None:
-        """Create the tables that are missing, and bring those up to date that are behind."""
+        """Create missing tables, and bring those that are behind up to date."""
         head = lock_head(connection, self._db)
         for projector in self.projectors:
             projector.create(connection)
             self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
 
     def apply(self, connection: Connection, head: LockedHead, recorded: list[Recorded]) -> None:
-        """Take these events in, which come after `head`. What a projector raises undoes the append."""
+        """Apply these events, which follow `head`. An error of a projector undoes the append."""
         if not self.projectors:
             return
         last = recorded[-1]
         new = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
         for projector in self.projectors:
-            mine = new | {"n": projector.name, "v": projector.version}
-            if not MOVE_CHECKPOINT.change(connection, mine):
+            own_checkpoint = new | {"n": projector.name, "v": projector.version}
+            if not MOVE_CHECKPOINT.change(connection, own_checkpoint):
                 # Another process wrote without this projector, or with another version of it.
                 self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
-                MOVE_CHECKPOINT.change(connection, mine)
+                MOVE_CHECKPOINT.change(connection, own_checkpoint)
             projector.apply(connection, recorded)
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
-        """Take note that the log goes on under another generation."""
+        """Record that the log continues under another generation."""
         own = _K.name.in_([p.name for p in self.projectors])
         connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
 
@@ -65,40 +65,40 @@ class ReadModels:
         for projector in self.projectors:
             projector.create(connection)
             done += self._catch_up(
-                connection, projector, head.last_position, head.last_hash, head.generation, progress, anew=True
+                connection, projector, head.last_position, head.last_hash, head.generation, progress, fresh=True
             )
         return done
 
     def _catch_up(
         self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
-        progress: Callable[[int, int], None] | None = None, anew: bool = False,
+        progress: Callable[[int, int], None] | None = None, fresh: bool = False,
     ) -> int:
-        """Bring one projector to `until` in this transaction; from the start where its version changed, or `anew`."""
+        """Bring one projector to `until`: from the start if its version changed or with `fresh`."""
         at = connection.execute(CHECKPOINT, {"n": projector.name}).one_or_none()
         if at is not None and at.version > projector.version:
             raise LogTooNew(
                 f"{self._db.shown}: the read model {projector.name} is of version {at.version}, this software makes "
                 f"version {projector.version}; upgrade trinity-es"
             )
-        if at is None or at.version != projector.version or at.position > until or at.generation != generation or anew:
+        if at is None or at.version != projector.version or at.position > until or at.generation != generation or fresh:
             projector.reset(connection)
             after = 0
         else:
             after = at.position
         done = 0
         while after < until:
-            asked = {"after": after, "until": until, "limit": PAGE}
-            rows = [from_row(r) for r in NEXT_PAGE.rows(connection, asked)]
+            values = {"after": after, "until": until, "limit": PAGE}
+            rows = [from_row(r) for r in NEXT_PAGE.rows(connection, values)]
             if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
-                what = f"{self._db.shown}: a position is missing after {after}; run verify"
-                raise LogCorrupt(what, position=after + 1)
+                problem = f"{self._db.shown}: a position is missing after {after}; run verify"
+                raise LogCorrupt(problem, position=after + 1)
             projector.apply(connection, rows)
             after, done = rows[-1].position, done + len(rows)
             if progress:
                 progress(after, until)
-        values = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
+        checkpoint = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
         if at is None:
-            connection.execute(insert(schema.checkpoints).values(name=projector.name, **values))
+            connection.execute(insert(schema.checkpoints).values(name=projector.name, **checkpoint))
         elif after != at.position or at.version != projector.version or at.generation != generation:
-            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**values))
+            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**checkpoint))
         return done

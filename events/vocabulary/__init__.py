@@ -1,10 +1,7 @@
-"""What can happen: every event of the log.
+"""The vocabulary: every event of the log.
 
-Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
-upcaster in `codec.py`. The docstring of a class is its line in docs/EVENTS.md, made from these files, and the string
-under a field is that field's. Each class names its stream: `system`, `clock`, `weights`, `pace`, `runner/<runner>`,
-`adapter/<adapter>`, `tasksets`, `taskset/<taskset>`, `batch/<id>`, `leases`, `experiences`, `queue`,
-`output/<output>`, `answers`, `hosts`.
+Events are frozen, plain JSON, and never change; a new shape is a new `schema_version` with an upcaster in `codec.py`.
+The docstrings of classes and fields are printed into docs/EVENTS.md. Each class names its stream.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from trinity_es.events.vocabulary import (
     lease_events,
     system_events,
 )
-from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the six says what it exports
+from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the six lists its exports
 from trinity_es.events.vocabulary.batch_events import *  # noqa: F403
 from trinity_es.events.vocabulary.delivery_events import *  # noqa: F403
 from trinity_es.events.vocabulary.host_events import *  # noqa: F403
@@ -40,4 +37,4 @@ EVENTS: dict[str, type[base.Event]] = {
 """Every event by its name in the log."""
 
 RUNNER_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
-"""The events that begin and end a runner's lives."""
+"""Events that begin or end a life of a runner."""

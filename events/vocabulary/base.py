@@ -1,4 +1,4 @@
-"""The base of all events, and the values inside them."""
+"""The base class of all events, and the values inside them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem"
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What is dispatched: some consecutive runs of one task, and which attempt at them this is."""
+    """Consecutive runs of one task that a runner gets together, and the number of this attempt."""
 
     task: int
     run_id_base: int
     runs: int
     attempt: int
-    """1 for the first; counted per task and first run."""
+    """Number of the attempt, from 1; counted per task and first run."""
 
 
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+    """Range of experiences in a payload: `count` of them from `first` on."""
 
     digest: str
     first: int
@@ -35,45 +35,45 @@ class PayloadRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenItem:
-    """Experiences that were taken from the queue: `count` in a row, from `first` on, of what a batch delivered."""
+    """Consecutive experiences of one batch that were taken from the queue: `count` of them from `first` on."""
 
     batch_id: BatchId
     version: int
-    """Of the batch's stream at its BatchFinalized: the id may be used again."""
+    """Version of the batch's stream at its BatchFinalized; an id may be used again."""
     first: int
     count: int
     use_count: int
-    """How often each of them was taken, with this time."""
+    """How often each of them was taken, including this time."""
 
 
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """One completed run: its metrics (aggregated from its experiences), and what it cost."""
+    """One completed run: its metrics (aggregated from its experiences) and its cost."""
 
     run: int
     metrics: dict[str, float]
     experiences: int = 0
     prompt_tokens: int = 0
-    """Read by the model for this run; of a workflow that does all runs itself (`can_repeat`), as those tell."""
+    """Tokens that the model read for this run; taken from its experiences for workflows with `can_repeat`."""
     response_tokens: int = 0
-    """Made by it, in the same way."""
+    """Tokens that the model generated for this run, counted in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the proxy of mode `serve` answered to one request, and where its experiences lie."""
+    """Answer of the proxy (mode `serve`) to one request, and where its experiences are stored."""
 
     message: str
-    """The message id, as the client got it: `chatcmpl-...` or `cmpl-...`."""
+    """Message id that the client got: `chatcmpl-...` or `cmpl-...`."""
     runner: str
     incarnation: int
     model_version: int
-    """The oldest version that made any of the tokens."""
+    """Oldest version that made any of the tokens."""
     model_version_end: int
-    """The newest."""
+    """Newest version that made any of the tokens."""
     payload: PayloadRef | None
-    """One experience for each of its choices; None where not one token was generated."""
+    """One experience per choice; None when no token was generated."""
     prompt_tokens: int = 0
     response_tokens: int = 0
 
@@ -83,8 +83,8 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Where it is recorded; `<runner>`, `<taskset>` and `<output>` stand for the field of that name, `<id>` for the
-    batch."""
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the field of that name, `<id>` for the
+    batch's."""
     schema_version: ClassVar[int] = 1
 
     def __init_subclass__(cls, stream: str = "") -> None:
@@ -97,43 +97,43 @@ class Event:
         return f"{cls.stream.partition('<')[0]}{name}"
 
     def own_stream(self) -> str:
-        """Return the stream where this event belongs. An event of a batch does not say which: see `batch_stream`."""
+        """Return the stream of this event. Events of a batch don't hold its id: use `batch_stream` for those."""
         head, _, field = self.stream.partition("<")
         return f"{head}{getattr(self, field[:-1])}" if field else head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownEnd:
-    """What somebody knew of a log: a position, and the hash of the event there."""
+    """End of a log as an observer saw it: a position, and the hash of the event there."""
 
     generation: str
-    """Of the log that they knew."""
+    """Generation of the log."""
     position: int
     hash: str
-    """In hexadecimal."""
+    """Hash in hexadecimal."""
     by: str
-    """Who knew it: this host's memory, a client, a runner, ..."""
+    """The observer: this host's memory, a client, a runner, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetSource:
-    """What a taskset is read from, found when a run began, the same for all of it."""
+    """Source of a taskset, resolved when a run began and fixed for the whole run."""
 
     taskset: str
     is_eval: bool
     path: str
-    """As in the config: `hub:owner/name`, `reasoning_gym:family`, `verifiers:environment` or a file."""
+    """The path in the config: `hub:owner/name`, `reasoning_gym:family`, `verifiers:environment` or a file."""
     subset: str | None
-    """Of the hub's dataset; where the config names none, the name of the default one."""
+    """Subset of the hub's dataset; the name of the default one if the config has none."""
     split: str | None
     asked: str | None
-    """Branch, tag or commit that the config asked for; None: the main branch."""
+    """Branch, tag or commit in the config; None: the main branch."""
     revision: str
-    """What that was: the commit of the hub's repository; of reasoning-gym the version of the package; of an environment
-    its version, and the SHA-256 of the tasks that it wrote; of a file its SHA-256."""
+    """The resolved revision. Hub: the commit of the repository; reasoning-gym: the version of the package; environment:
+    its version and the SHA-256 of the tasks that it wrote; file: its SHA-256."""
     args: str
-    """Config of the family of reasoning-gym, as JSON; "" for others."""
+    """Config of the reasoning-gym family, as JSON; "" for others."""
     rows: int
     order: str | None = None
-    """How rows are chosen to train on: `shuffle`, `seed` and `data_selector`, as JSON; "" for the file's own order;
-    None in logs of before 2026-11."""
+    """How training rows are chosen: `shuffle`, `seed` and `data_selector`, as JSON; "" for the order of the file; None
+    in logs written before 2026-11."""

@@ -1,4 +1,4 @@
-"""What becomes of experiences beyond their batch: answers, the queue, outputs, payloads that are freed."""
+"""Events of experiences beyond their batch: answers, the queue, outputs, freed payloads."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesProcessed(Event, stream="experiences"):
-    """Experiences that a client handed in, outside any batch, went through the pipeline."""
+    """Experiences that a client sent in, outside any batch, went through the pipeline."""
 
     pipeline_metrics: dict[str, float]
     experiences: list[PayloadRef]
     selected: int
     dropped: int
     request: str = ""
-    """The client's id for this request: a resent request is recognised by it."""
+    """The client's id for this request; identifies a resent request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersRecorded(Event, stream="answers"):
-    """The proxy gave these answers; their clients got the end of them only after this."""
+    """The proxy made these answers; it sends their ends to the clients only after this event."""
 
     answers: list[Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersRewarded(Event, stream="answers"):
-    """A reward was posted for these answers; one that was posted before is replaced."""
+    """A client posted a reward for these answers; it replaces an earlier one."""
 
     messages: list[str]
     reward: float
     task: str | None = None
-    """The task that they were part of, which is their group in the pipeline; None: each answer is a task of its own."""
+    """Task of the answers, which is their group in the pipeline; None: each answer is its own task."""
     run: int | None = None
-    """Which run of it; None: 0."""
+    """Run of the task; None: 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersDelivered(Event, stream="answers"):
-    """These answers went through the pipeline with their rewards: the ExperiencesProcessed of the same transaction."""
+    """These answers and their rewards went through the pipeline: see ExperiencesProcessed of the same transaction."""
 
     messages: list[str]
     request: str
@@ -54,7 +54,7 @@ class AnswersDelivered(Event, stream="answers"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesRedelivered(Event, stream="experiences"):
-    """A trainer came back from its checkpoint of `step`: these batches, trained later than that, are its again."""
+    """A trainer returned to its checkpoint of `step`; it gets these batches again, which it trained on later."""
 
     step: int
     batches: list[BatchId]
@@ -62,51 +62,51 @@ class ExperiencesRedelivered(Event, stream="experiences"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesTaken(Event, stream="queue"):
-    """A trainer took these from the queue (`take_experiences`), in this order."""
+    """A trainer took these experiences from the queue (`take_experiences`), in this order."""
 
     items: list[TakenItem]
     at: float
-    """Unix seconds, by the coordinator's clock: `buffer.queue.reuse_cooldown_time` counts from here."""
+    """Unix seconds of the coordinator's clock; `buffer.queue.reuse_cooldown_time` counts from here."""
     step: int | None = None
-    """The trainer's step that they are for."""
+    """The trainer's step that uses them."""
     request: str = ""
-    """The client's id for this request: asked again, it gets the same."""
+    """The client's id for this request; the same request again gets the same experiences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesReturned(Event, stream="queue"):
-    """A trainer came back from its checkpoint of `step`: what was taken for later steps counts as not taken."""
+    """A trainer returned to its checkpoint of `step`; experiences taken for later steps count as not taken."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputWritten(Event, stream="output/<output>"):
-    """An output of the pipeline holds what this batch (or request) delivered, whole."""
+    """An output of the pipeline holds all that this batch (or request) delivered."""
 
     output: str
     key: str
-    """The name under which it was written: it is the same, however often it is written."""
+    """Name under which it was written, the same at each repetition."""
     position: int
-    """Of the BatchFinalized or ExperiencesProcessed that it holds."""
+    """Position of its BatchFinalized or ExperiencesProcessed."""
     experiences: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFailed(Event, stream="output/<output>"):
-    """An output could not be written; the batch is finalized all the same, and its experiences are delivered."""
+    """An output could not be written. The batch is finalized and its experiences are delivered all the same."""
 
     output: str
     key: str
     position: int
     error: str
     retry: bool
-    """It is tried again, and nothing later is written before; false: given up, its payloads are gone."""
+    """True: it is tried again, and later ones wait for it; false: given up, its payloads are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadsFreed(Event, stream="experiences"):
-    """Payloads of batches that were trained long enough ago were deleted; their events stay."""
+    """Payloads of batches trained long enough ago were deleted; their events stay."""
 
     batches: list[BatchId]
     payloads: int

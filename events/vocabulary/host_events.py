@@ -1,4 +1,4 @@
-"""What happens to the hosts of a run besides the one where its head is."""
+"""Events of the hosts of a run, besides the host of its head."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["HostDraining", "HostJoined", "HostLeft", "HostLost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostJoined(Event, stream="hosts"):
-    """A host takes part from here on; its runners are `<name>@<host>`."""
+    """A host takes part from here on; its runners are called `<name>@<host>`."""
 
     host: str
     epoch: int
-    """Counts the times that a host of this name joined. What comes of an earlier one is refused."""
+    """Number of times that a host of this name has joined. Messages from an earlier epoch are refused."""
     life: str
-    """Of its actor system, drawn by itself: a connection that broke is taken up again by the same life alone."""
+    """Random id of its actor system: only the same life may resume a broken connection."""
     address: str
-    """Where it connected from."""
+    """Address it connected from."""
     pid: int
-    """Of its actor system's first process."""
+    """Process id of its actor system's first process."""
     places: dict[str, int]
-    """What it has: `gpus` and `cores`."""
+    """Its resources: `gpus` and `cores`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDraining(Event, stream="hosts"):
-    """A host is to leave; its runners get no more units."""
+    """A host is about to leave; its runners get no more units."""
 
     host: str
     epoch: int
@@ -37,8 +37,7 @@ class HostDraining(Event, stream="hosts"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost(Event, stream="hosts"):
-    """A host was not heard of for too long, or was started anew. Its runners are gone: what they had is attempted
-    again, and is blamed for nothing."""
+    """A host was silent for too long, or started again. Its runners are gone; their units run elsewhere, unblamed."""
 
     host: str
     epoch: int
@@ -47,7 +46,7 @@ class HostLost(Event, stream="hosts"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLeft(Event, stream="hosts"):
-    """A host left in order."""
+    """A host left as planned."""
 
     host: str
     epoch: int

@@ -1,4 +1,4 @@
-"""What a run holds open outside of the system, a sandbox or a session: taken, renewed, released."""
+"""Events of leases: sandboxes or sessions that a run holds open outside of the system."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ __all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTaken(Event, stream="leases"):
-    """An attempt is about to have something made: from here on it is released, whatever becomes of the attempt."""
+    """An attempt is about to create a resource. From here on it is released, whatever happens to the attempt."""
 
     lease: str
-    """Its key, chosen before the thing exists: the provider labels it so, and finds it by that."""
+    """Its key, chosen before the resource exists: the provider labels the resource with it, and finds it by it."""
     batch_id: BatchId
     submission: str
     unit: Unit
-    """The attempt that it belongs to; it ends with that at the latest."""
+    """The attempt that it belongs to; it ends with the attempt at the latest."""
     run: int
-    """Of that unit; the first, where the workflow does several itself."""
+    """Run in the unit; the first if the workflow does several itself."""
     runner: str
     incarnation: int
     provider: str
-    """As "module:Class": what makes and releases it."""
+    """Class that creates and releases it, as "module:Class"."""
     args: dict[str, Any] = field(default_factory=dict)
-    """With which the provider is built."""
+    """Arguments of the provider's constructor."""
     ttl: float
     """Seconds that it may live without being renewed."""
     expires: float
     """Unix seconds: `ttl` after it was taken."""
     creation_timeout: float
-    """Seconds after which nothing comes of making it any more."""
+    """Seconds after which its creation has failed for certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseHeld(Event, stream="leases"):
-    """The provider made it, and says what it is."""
+    """The provider created the resource."""
 
     lease: str
     handle: Any
@@ -48,7 +48,7 @@ class LeaseHeld(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenewed(Event, stream="leases"):
-    """Its owner had the provider prolong it."""
+    """The owner had the provider prolong the lease."""
 
     lease: str
     expires: float
@@ -57,7 +57,7 @@ class LeaseRenewed(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOrphaned(Event, stream="leases"):
-    """Its owner releases it no more: the coordinator has it released from here on."""
+    """The owner no longer releases it; the coordinator does from here on."""
 
     lease: str
     reason: str
@@ -65,20 +65,19 @@ class LeaseOrphaned(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleaseFailed(Event, stream="leases"):
-    """The provider could not release it; it is tried again. Recorded when the error changes, and ever more rarely."""
+    """The provider could not release it; it tries again. Recorded when the error changes, else ever more rarely."""
 
     lease: str
     error: str
     tries: int
-    """Since it was orphaned."""
+    """Attempts to release it since it was orphaned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(Event, stream="leases"):
-    """It is there no more."""
+    """The resource is gone."""
 
     lease: str
     by: Literal["owner", "coordinator"]
-    """The run that took it, or the coordinator, which has it released for an owner that can't. In a copy of a store:
-    the owner, to whom it is left, since that run belongs to the original.
-    """
+    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. In a copy of a store always
+    `owner`, since the run belongs to the original, which releases it."""

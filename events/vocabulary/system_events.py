@@ -1,4 +1,4 @@
-"""What happens to a system: its processes, its clock, its runners, weights and tasksets."""
+"""Events of the system: its processes, clock, runners, weights and tasksets."""
 
 from __future__ import annotations
 
@@ -25,60 +25,60 @@ class SystemConfigured(Event, stream="system"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindAccepted(Event, stream="system"):
-    """A person said that the log goes on without events that were acknowledged and that it has not any more."""
+    """A person accepted that the log continues without acknowledged events that it no longer has."""
 
     lost: list[KnownEnd]
-    """What was known, and the log has not."""
+    """Known ends that the log does not have."""
     first: int
-    """Positions `first` to `last` are given up: at least the last of them was acknowledged. 1: of another log, of which
-    nothing is here."""
+    """`first` to `last` are the lost positions; at least `last` was acknowledged. 1 if the lost events are of another
+    log, which shares nothing with this one."""
     last: int
     kept: int
-    """The last position before this event: up to it the log is as it was found."""
+    """Last position before this event; the log up to it is unchanged."""
     generation_before: str
-    """Of the log as it was found."""
+    """Generation of the log as it was opened."""
     generation: str
-    """Of the log from here on: what is known of earlier ones counts no more."""
+    """Generation of the log from here on; claims about earlier ones no longer count."""
     by: str
-    """Who said it: user and host."""
+    """The person, as user and host."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStarted(Event, stream="system"):
-    """A coordinator took the lease; only writers of this epoch can append from here on."""
+    """A coordinator took the lease; from here on only writers of this epoch can append."""
 
     epoch: int
     pid: int
     host: str
     version: str
     open_batches: list[BatchId] = field(default_factory=list)
-    """What it took over from the log."""
+    """Batches that it took over from the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingResumed(Event, stream="system"):
-    """The log could not be written for some time, a full disk say, and can be again. In the stream `system`."""
+    """The log can be written again, after a full disk for example."""
 
     error: str
-    """The last one. Who asked for something meanwhile was told it."""
+    """The last error. Requests in the meantime were answered with it."""
     seconds: float
-    """From the first failed write to this one."""
+    """Seconds from the first failed write to this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockStepped(Event, stream="clock"):
-    """The clock by which events are recorded was set. Times before it and after it are of two clocks."""
+    """The clock that dates events was set. Times before and after this event are not comparable."""
 
     seconds: float
-    """By so much: what the clock says now, less what it would say."""
+    """Size of the step: the clock's time now, less its time without the step."""
     before: float
-    """What the event before it says that the time was, in unix seconds."""
+    """Time of the event before this one, in unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfRunner(Event, stream="runner/<runner>"):
-    """What happens in one life of a runner."""
+    """Base of events in one life of a runner."""
 
     runner: str
     incarnation: int
@@ -92,7 +92,7 @@ class RunnerStarted(_OfRunner):
     host: str
     engine: str
     model: str = "rollout"
-    """Which model its engine serves: the rollout model, or an auxiliary one by its name."""
+    """Model that its engine serves: `rollout`, or the name of an auxiliary model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,46 +104,46 @@ class RunnerReady(_OfRunner):
     model_version: int
     load_seconds: float
     engine_version: str = ""
-    """The engine's own version, and what it runs on; empty where it does not say."""
+    """The engine's own version and platform; empty if it does not say."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """The LoRA adapters that it serves already, and their versions: a coordinator that takes over finds them."""
+    """LoRA adapters that it already serves, and their versions; not empty if a coordinator takes over a runner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrencyChanged(_OfRunner):
-    """The runner runs more units at the same time from here on, or fewer, since its engine has room or is full."""
+    """The runner changed how many units it runs at the same time, since its engine has room or is full."""
 
     places: int
     """Units that it runs at the same time."""
     kv_share: float
-    """Share of its engine's KV cache that was taken then."""
+    """Share of its engine's KV cache in use at that moment."""
     waiting: int
-    """Requests that waited in its engine then."""
+    """Requests that waited in its engine at that moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFailed(_OfRunner):
-    """The runner could not load its engine, or its engine died; no unit goes to it."""
+    """The runner could not load its engine, or its engine died; the runner gets no units."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLost(_OfRunner):
-    """The runner's process is gone; what it was running is attempted again elsewhere."""
+    """The runner's process is gone; its units are attempted again elsewhere."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerQuarantined(_OfRunner):
-    """The runner ended too often: its slot stays empty until a person restarts the system."""
+    """The runner ended too often; its slot stays empty until a person restarts the system."""
 
     deaths: int
-    """The number of lives that ended within `period_seconds`."""
+    """Number of lives that ended within `period_seconds`."""
     period_seconds: float
     reason: str
-    """Of the last end."""
+    """Reason of the last end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,23 +153,23 @@ class RunnerRetired(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAdded(Event, stream="servers"):
-    """A server that others run is an engine from here on; its runner waits for it, and has it load the weights."""
+    """A server of others became an engine; its runner waits for it, and has it load the weights."""
 
     url: str
     runner: str
-    """The runner that supervises it: a server that comes back gets the same."""
+    """Runner that supervises it; a server that comes back gets the same one."""
     by: Literal["list", "scale"]
-    """`list`: it is in the list of the config; `scale`: somebody added it, and it stays until somebody removes it."""
+    """`list`: it is in the list of the config; `scale`: a person added it, and it stays until a person removes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRemoved(Event, stream="servers"):
-    """A server is to be no engine any more: its runner gets no more units, ends those it has, and retires."""
+    """A server stops being an engine: its runner gets no more units, finishes those it has, and retires."""
 
     url: str
     runner: str
     by: Literal["list", "scale"]
-    """`list`: it is not in the list any more; `scale`: somebody took it away, though the list may have it."""
+    """`list`: it is no longer in the list; `scale`: a person removed it, even if the list still has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +180,12 @@ class WeightsPublished(Event, stream="weights"):
     path: str
     method: str = "checkpoint"
     """`checkpoint`; `memory`: `path` is in shared memory, which a restart of the machine empties; `nccl`: the same, and
-    engines got them from GPU to GPU. A version may be published twice: from memory, and then as a checkpoint."""
+    engines got them from GPU to GPU. A version may be published twice, first from memory and then as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded(_OfRunner):
-    """One runner's engine serves this version now."""
+    """A runner's engine serves this version now."""
 
     version: int
     seconds: float
@@ -193,7 +193,7 @@ class WeightsLoaded(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFailed(_OfRunner):
-    """One runner could not load this version; it goes on serving the version it had."""
+    """A runner could not load this version; it continues with the version it had."""
 
     version: int
     error: str
@@ -206,26 +206,26 @@ class AdapterPublished(Event, stream="adapter/<adapter>"):
     adapter: str
     version: int
     path: str
-    """A folder in PEFT's format."""
+    """Folder in PEFT's format."""
     rank: int
     size: int
-    """Bytes of its two files: what an engine reads to load it."""
+    """Bytes of its two files, which an engine reads to load it."""
     digest: str
-    """Of its two files: an engine that finds others at `path` refuses them."""
+    """Digest of its two files; an engine that finds others at `path` refuses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRemoved(Event, stream="adapter/<adapter>"):
-    """An adapter was taken back: requests that name it are refused from here on."""
+    """An adapter was withdrawn: from here on requests that name it are refused."""
 
     adapter: str
     version: int
-    """The last that was published."""
+    """Last published version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoaded(_OfRunner):
-    """One runner's engine answers new requests for this adapter with this version now."""
+    """A runner's engine answers new requests for this adapter with this version now."""
 
     adapter: str
     version: int
@@ -234,7 +234,7 @@ class AdapterLoaded(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFailed(_OfRunner):
-    """One runner could not load this version of an adapter; it goes on with the version of it that it had, if any."""
+    """A runner could not load this version of an adapter; it continues with the version it had, if any."""
 
     adapter: str
     version: int
@@ -243,21 +243,21 @@ class AdapterFailed(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetAdvanced(Event, stream="taskset/<taskset>"):
-    """The taskset was read up to here for this batch; written in the transaction of its BatchSubmitted."""
+    """The taskset was read up to here for a batch; in the transaction of its BatchSubmitted."""
 
     taskset: str
     batch_id: BatchId
     epoch: int
-    """The pass over the taskset in which the next task to read lies, from 0."""
+    """Pass over the taskset that holds the next task to read, from 0."""
     offset: int
     """Tasks already read in that pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetResolved(Event, stream="tasksets"):
-    """A taskset that its config names was found to be this; written in the transaction of the first batch of it.
+    """A taskset name in the config was resolved to this source; in the transaction of the first batch from it.
 
-    Whoever goes on with the run reads this again, not what the name has come to mean.
+    A resumed run reads this source again, whatever the name means by then.
     """
 
     batch_id: BatchId
@@ -266,13 +266,13 @@ class TasksetResolved(Event, stream="tasksets"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceMeasured(Event, stream="pace"):
-    """A train step ended: what the attempts of all steps so far took, for `explorer.dynamic_timeout`."""
+    """A train step ended; this is how long attempts took in all steps so far, for `explorer.dynamic_timeout`."""
 
     batch_id: BatchId
     steps: int
     attempts: int
-    """Those that finished some runs, and those that timed out; evals don't count."""
+    """Attempts that finished some runs or timed out, without evals."""
     seconds: float
-    """All of them together."""
+    """Total duration of these attempts."""
     timeout: float
-    """Seconds that an attempt may take from here on; 0: `explorer.max_timeout`."""
+    """Seconds per attempt from here on; 0: `explorer.max_timeout`."""

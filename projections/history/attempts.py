@@ -1,7 +1,7 @@
-"""The course of one batch: its attempts, task by task, its runs, one by one, and what happened when.
+"""Timeline of one batch: the attempts of each task, each run, and the batch's own events.
 
-A fold of the batch's events, like its state; what is told of a batch to people is a view of it. Pure: times are those
-that the log recorded, and payloads are named, not read.
+A pure fold of the batch's events, from which all views of a batch are made. Times are those that the log recorded.
+Payloads are named, not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Attempt:
     runner: str
     incarnation: int
     model_version: int
-    """The version that it was dispatched with; once it finished, the newest that made any of its tokens."""
+    """Weights version at dispatch; after it finished, the newest version among its tokens."""
     dispatched_at: float
     ended_at: float | None = None
     outcome: str = "running"
@@ -43,7 +43,7 @@ class Attempt:
     message: str = ""
     completed_runs: int = 0
     seconds: float | None = None
-    """As the runner measured it."""
+    """Duration that the runner measured."""
     dispatched_version: int
     dispatch_position: int
 
@@ -53,63 +53,59 @@ class TaskTimeline:
     task: int
     runs: int
     state: str = "pending"
-    """`pending`: what is left of it waits for a runner; `running`, `finished`, `failed`, `dropped`."""
+    """`pending` (unfinished runs wait for a runner), `running`, `finished`, `failed` or `dropped`."""
     attempts: list[Attempt] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     response_tokens: int = 0
     version: int | None = None
-    """The newest weights that made any of its tokens."""
+    """Newest weights version among its tokens."""
     ended_at: float | None = None
     reason: str = ""
-    """Why it was dropped, or what its last failure said."""
+    """Why it was dropped, or the text of its last failure."""
 
     @property
     def reward(self) -> float | None:
-        """The mean of its runs' rewards."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RunRow:
-    """One run of a task, as its last attempt left it."""
+    """One run of a task with the outcome of its last attempt."""
 
     batch_id: BatchId
     task: int
     run: int
     outcome: str
-    """`finished`, or the kind of the failure after which it was given up."""
+    """`finished`, or the kind of its last failure."""
     message: str = ""
-    """Of that failure."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     experiences: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
     run_id_base: int
-    """First run of the unit that it was dispatched in."""
     attempt: int
     runner: str
     incarnation: int
     dispatched_version: int | None = None
     """Weights version that the runner had when it got the unit."""
     model_version: int | None = None
-    """The oldest version that made any of the unit's tokens."""
+    """Oldest version among the unit's tokens."""
     model_version_end: int | None = None
-    """The newest."""
+    """Newest version among the unit's tokens."""
     seconds: float = 0.0
-    """Of the unit, as the runner measured it."""
+    """Duration of the unit that the runner measured."""
     dispatched_at: float | None = None
-    """Unix seconds, as `finished_at`."""
+    """Unix seconds, like `finished_at`."""
     finished_at: float
     dispatch_position: int | None = None
     finish_position: int
     unit_payload: ev.PayloadRef | None = None
-    """All experiences of the unit."""
     payload: ev.PayloadRef | None = None
-    """This run's experiences (or the unit's, where it is not known how many each run has); None for evals and failures,
-    whose experiences are not kept."""
+    """This run's experiences, or the whole unit's if the counts of each run don't add up to it. None for evals and
+    failures, whose experiences are not kept."""
     dropped_by: list[str] = field(default_factory=list)
-    """Operators of the pipeline that took one of its experiences out."""
+    """Pipeline operators that dropped one of its experiences."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,19 +114,19 @@ class BatchTimeline:
     submitted_at: float
     first_position: int
     earlier: int = 0
-    """Submissions of this id before it, which ended, and were begun anew."""
+    """Number of earlier submissions under this id."""
     last_position: int = 0
     last_at: float = 0.0
     ended_at: float | None = None
     finalizing_at: float | None = None
-    """When it began to be finalized, the last time."""
+    """When finalizing last began."""
     finalized_position: int | None = None
     tasks: list[TaskTimeline] = field(default_factory=list)
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
-    """What happened to the batch as a whole: (when, what)."""
+    """(time, text) of each event of the batch as a whole."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Weights version -> tasks of which it made the newest tokens."""
+    """Number of tasks by the newest weights version among their tokens."""
 
     @property
     def batch_id(self) -> BatchId:
@@ -145,219 +141,218 @@ class BatchTimeline:
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
 
-def tell(recorded: Iterable[Recorded], story: BatchTimeline | None = None) -> BatchTimeline:
-    """Return the story of a batch from all its events, or from the story so far (it is changed) and the later ones.
-
-    Raises BatchNotFound when there are none.
-    """
+def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
+    """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
     for item in recorded:
-        story = tell_one(story, item)
-    if story is None:
+        timeline = tell_one(timeline, item)
+    if timeline is None:
         raise BatchNotFound("the batch has no events")
-    return story
+    return timeline
 
 
-def tell_one(story: BatchTimeline | None, item: Recorded) -> BatchTimeline:
-    """Return the story after one more event; it is changed."""
+def tell_one(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
+    """Fold one event into the timeline, in place."""
     event = item.event
-    state = evolve(None if story is None else story.state, event)
+    state = evolve(None if timeline is None else timeline.state, event)
     if isinstance(event, ev.BatchSubmitted):
-        story = BatchTimeline(
+        timeline = BatchTimeline(
             state=state, submitted_at=item.recorded_at, first_position=item.position,
-            earlier=0 if story is None else story.earlier + 1,
+            earlier=0 if timeline is None else timeline.earlier + 1,
             tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
         )
-    assert story is not None  # evolve refuses any other first event
-    story.state, story.last_position, story.last_at = state, item.position, item.recorded_at
-    _note(story, item, event)
-    return story
+    assert timeline is not None  # evolve raises for any other first event
+    timeline.state, timeline.last_position, timeline.last_at = state, item.position, item.recorded_at
+    _apply(timeline, item, event)
+    return timeline
 
 
-def _note(story: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+def _apply(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
     at = item.recorded_at
-    what = ""
+    text = ""
     match event:
         case ev.BatchSubmitted():
-            what = f"submitted again: try {story.earlier + 1}" if story.earlier else "submitted"
+            text = f"submitted again: try {timeline.earlier + 1}" if timeline.earlier else "submitted"
         case ev.TasksAdded():
-            story.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, len(story.tasks))]
-            what = f"{len(event.repeat_times)} tasks added"
+            first = len(timeline.tasks)
+            timeline.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
+            text = f"{len(event.repeat_times)} tasks added"
         case ev.ResultsTaken():
-            what = f"results of {len(event.tasks)} tasks taken"
+            text = f"results of {len(event.tasks)} tasks taken"
         case ev.BatchPaused():
-            what = f"paused: {event.reason}"
+            text = f"paused: {event.reason}"
         case ev.BatchResumed():
-            what = "resumed"
+            text = "resumed"
         case ev.TasksDispatched():
             for unit in event.units:
-                task = story.tasks[unit.task]
+                task = timeline.tasks[unit.task]
                 task.state = "running"
                 task.attempts.append(Attempt(
                     run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt, runner=event.runner,
                     incarnation=event.incarnation, model_version=event.model_version, dispatched_at=at,
                     dispatched_version=event.model_version, dispatch_position=item.position,
                 ))
-        case ev.RunsFinished():  # TaskFinished is one
-            _finished(story, item, event)
+        case ev.RunsFinished():  # or its subclass TaskFinished
+            _apply_finished(timeline, item, event)
         case ev.AttemptFailed():
-            _failed(story, item, event)
+            _apply_failed(timeline, item, event)
         case ev.TaskDropped():
             for number in event.tasks:
-                task = story.tasks[number]
+                task = timeline.tasks[number]
                 task.state, task.ended_at, task.reason = "dropped", at, event.reason
                 for attempt in task.attempts:
                     if attempt.outcome == "running":
                         attempt.ended_at, attempt.outcome, attempt.message = at, "dropped", event.reason
-            what = f"{len(event.tasks)} tasks dropped: {event.reason}"
+            text = f"{len(event.tasks)} tasks dropped: {event.reason}"
         case ev.TaskReopened():
-            task = story.tasks[event.task]
-            _forget_version(story, task)
+            task = timeline.tasks[event.task]
+            _forget_version(timeline, task)
             task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"
             task.rewards, task.response_tokens = [], 0
-            story.rows = [row for row in story.rows if row.task != event.task]
-            what = f"task {event.task} is run again: {event.reason}"
+            timeline.rows = [row for row in timeline.rows if row.task != event.task]
+            text = f"task {event.task} is run again: {event.reason}"
         case ev.StallDetected():
-            what = f"stalled since {at - event.since:.1f} s: waits for {event.waiting_on}"
+            text = f"stalled since {at - event.since:.1f} s: waits for {event.waiting_on}"
         case ev.RecoveryDecided():
-            what = f"recovery, {event.decision}: {event.reason}"
+            text = f"recovery, {event.decision}: {event.reason}"
         case ev.BatchFinalizing():
-            story.finalizing_at = at
-            what = "finalizing"
+            timeline.finalizing_at = at
+            text = "finalizing"
         case ev.FinalizeFailed():
-            what = f"finalize failed: {event.error}"
+            text = f"finalize failed: {event.error}"
         case ev.BatchFinalized():
-            story.ended_at, story.finalized_position = at, item.position
-            _note_dropped(story, event)
-            what = f"finalized: {event.selected} experiences delivered, {event.dropped} filtered out"
+            timeline.ended_at, timeline.finalized_position = at, item.position
+            _mark_dropped(timeline, event)
+            text = f"finalized: {event.selected} experiences delivered, {event.dropped} filtered out"
         case ev.BatchAborted():
-            story.ended_at = at
-            what = f"aborted: {event.reason}"
+            timeline.ended_at = at
+            text = f"aborted: {event.reason}"
         case ev.BatchTrained():
-            what = f"trained in step {event.step}"
-    if what:
-        story.turns.append((at, what))
+            text = f"trained in step {event.step}"
+    if text:
+        timeline.turns.append((at, text))
 
 
-def _finished(story: BatchTimeline, item: Recorded, event: ev.RunsFinished) -> None:
-    task = story.tasks[event.task]
+def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished) -> None:
+    task = timeline.tasks[event.task]
     task.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
     task.response_tokens += event.response_tokens
-    attempt = _attempt(task, event)
+    attempt = _find_attempt(task, event)
     if attempt is not None:
         attempt.ended_at, attempt.seconds, attempt.model_version = (
             item.recorded_at, event.seconds, event.model_version_end)
         attempt.completed_runs += len(event.runs)
         if attempt.completed_runs == attempt.runs:
             attempt.outcome = "finished"
-    _note_version(story, task, event.model_version_end)
+    _update_version(timeline, task, event.model_version_end)
     first = 0 if event.payload is None else event.payload.first
-    apart = event.payload is not None and sum(r.experiences for r in event.runs) == event.payload.count
-    of_unit = _of_unit(story, item, event, attempt)
+    counts_match = event.payload is not None and sum(r.experiences for r in event.runs) == event.payload.count
+    fields = _unit_fields(timeline, item, event, attempt)
     for result in event.runs:
         payload = event.payload
-        if event.payload is not None and apart:
+        if event.payload is not None and counts_match:
             payload = ev.PayloadRef(digest=event.payload.digest, first=first, count=result.experiences)
             first += result.experiences
-        story.rows.append(RunRow(
+        timeline.rows.append(RunRow(
             run=result.run, outcome="finished", reward=result.metrics.get("reward"), metrics=result.metrics,
             experiences=result.experiences, prompt_tokens=result.prompt_tokens,
             response_tokens=result.response_tokens, model_version=event.model_version,
-            model_version_end=event.model_version_end, unit_payload=event.payload, payload=payload, **of_unit,
+            model_version_end=event.model_version_end, unit_payload=event.payload, payload=payload, **fields,
         ))
     if isinstance(event, ev.TaskFinished):
         task.state, task.ended_at, task.reason = "finished", item.recorded_at, ""
     else:
-        _not_finished(story, task, item.recorded_at)
+        _update_unfinished(timeline, task, item.recorded_at)
 
 
-def _failed(story: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> None:
-    task = story.tasks[event.task]
-    attempt = _attempt(task, event)
+def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> None:
+    task = timeline.tasks[event.task]
+    attempt = _find_attempt(task, event)
     if attempt is not None:
         attempt.ended_at, attempt.outcome, attempt.message = item.recorded_at, event.kind, event.message
         attempt.seconds = event.seconds or None
     task.reason = f"{event.kind}: {event.message}"
     if not event.retry:
-        of_unit = _of_unit(story, item, event, attempt)
-        story.rows += [RunRow(run=run, outcome=event.kind, message=event.message, **of_unit)
+        fields = _unit_fields(timeline, item, event, attempt)
+        timeline.rows += [RunRow(run=run, outcome=event.kind, message=event.message, **fields)
                        for run in event.failed_runs]
-    _not_finished(story, task, item.recorded_at)
+    _update_unfinished(timeline, task, item.recorded_at)
 
 
-def _not_finished(story: BatchTimeline, task: TaskTimeline, at: float) -> None:
-    if story.state.tasks[task.task].settled:
+def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -> None:
+    if timeline.state.tasks[task.task].settled:
         task.state, task.ended_at = "failed", at
     elif not any(a.outcome == "running" for a in task.attempts):
         task.state = "pending"
 
 
-def _of_unit(
-    story: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
+def _unit_fields(
+    timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
 ) -> dict[str, Any]:
-    of = {
-        "batch_id": story.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
+    fields = {
+        "batch_id": timeline.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
         "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
         "finished_at": item.recorded_at, "finish_position": item.position,
     }
     if attempt is not None:
-        of |= {"dispatched_version": attempt.dispatched_version, "dispatched_at": attempt.dispatched_at,
+        fields |= {"dispatched_version": attempt.dispatched_version, "dispatched_at": attempt.dispatched_at,
                "dispatch_position": attempt.dispatch_position}
-    return of
+    return fields
 
 
-def _note_version(story: BatchTimeline, task: TaskTimeline, version: int) -> None:
-    """Note the weights of a unit: those of a task may end in any order, and not the last has the newest."""
+def _update_version(timeline: BatchTimeline, task: TaskTimeline, version: int) -> None:
+    """Keep the newest weights version of a task. Its units may finish in any order."""
     if task.version is not None:
         if version <= task.version:
             return
-        _forget_version(story, task)
+        _forget_version(timeline, task)
     task.version = version
-    story.versions[version] = story.versions.get(version, 0) + 1
+    timeline.versions[version] = timeline.versions.get(version, 0) + 1
 
 
-def _forget_version(story: BatchTimeline, task: TaskTimeline) -> None:
+def _forget_version(timeline: BatchTimeline, task: TaskTimeline) -> None:
     if task.version is not None:
-        story.versions[task.version] -= 1
-        if story.versions[task.version] == 0:
-            del story.versions[task.version]
+        timeline.versions[task.version] -= 1
+        if timeline.versions[task.version] == 0:
+            del timeline.versions[task.version]
     task.version = None
 
 
-def _attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
-    wanted = (event.run_id_base, event.attempt, event.runner, event.incarnation)
+def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
+    key = (event.run_id_base, event.attempt, event.runner, event.incarnation)
     for attempt in reversed(task.attempts):
-        if (attempt.run_id_base, attempt.attempt, attempt.runner, attempt.incarnation) == wanted:
+        if (attempt.run_id_base, attempt.attempt, attempt.runner, attempt.incarnation) == key:
             return attempt
     return None
 
 
-def _note_dropped(story: BatchTimeline, event: ev.BatchFinalized) -> None:
-    """Note which experiences were dropped. Ids are `batch/task/run/step/suffix`; a batch's may hold slashes itself."""
+def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
+    """Set `dropped_by` of each row. Ids are `batch/task/run/step/suffix`, and the batch part may contain slashes."""
     by_run: dict[tuple[str, str], list[str]] = {}
     for operator, uids in event.dropped_by.items():
         for uid in uids:
             parts = uid.rsplit("/", 4)
             if len(parts) == 5:
                 by_run.setdefault((parts[1], parts[2]), []).append(operator)
-    for row in story.rows:
+    for row in timeline.rows:
         row.dropped_by = list(dict.fromkeys(by_run.get((str(row.task), str(row.run)), ())))
 
 
-def as_json(story: BatchTimeline) -> dict[str, Any]:
-    state = story.state
+def as_json(timeline: BatchTimeline) -> dict[str, Any]:
+    state = timeline.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,
         "min_wait_num": state.min_wait_num, "failed_attempts": state.failed_attempts,
-        "trained_step": state.trained_step, "submitted_at": story.submitted_at, "ended_at": story.ended_at,
-        "first_position": story.first_position, "last_position": story.last_position,
-        "versions": {str(k): v for k, v in sorted(story.versions.items())}, "result": copy.deepcopy(state.final_result),
-        "turns": [{"at": at, "what": what} for at, what in story.turns],
-        "tasks": [asdict(task, dict_factory=_shown) | {"reward": task.reward} for task in story.tasks],
+        "trained_step": state.trained_step, "submitted_at": timeline.submitted_at, "ended_at": timeline.ended_at,
+        "first_position": timeline.first_position, "last_position": timeline.last_position,
+        "versions": {str(k): v for k, v in sorted(timeline.versions.items())},
+        "result": copy.deepcopy(state.final_result),
+        "turns": [{"at": at, "what": what} for at, what in timeline.turns],
+        "tasks": [asdict(task, dict_factory=_shown_fields) | {"reward": task.reward} for task in timeline.tasks],
     }
 
 
-def _shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _shown_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
 
 
@@ -365,14 +360,14 @@ def chosen(
     rows: Iterable[RunRow], *, sort: Sort = "reward", descending: bool = True, task: int | None = None,
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
-    """Return the runs of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
-    kept = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
+    """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
+    selected = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    return known_first(kept, lambda r: r.task * 1e6 + r.run if sort == "task" else getattr(r, column), descending)
+    return known_first(selected, lambda r: r.task * 1e6 + r.run if sort == "task" else getattr(r, column), descending)
 
 
 def known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
-    """Return these sorted; what has no value comes last either way."""
+    """Sort rows by a value; rows without one come last in both directions."""
     pairs = [(row, value(row)) for row in rows]
-    known = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)
-    return [*(row for row, _ in known), *(row for row, v in pairs if v is None)]
+    valued = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)
+    return [*(row for row, _ in valued), *(row for row, v in pairs if v is None)]

@@ -1,6 +1,6 @@
-"""What one runner did of some batches: units that it got, and what came of them.
+"""Work of one runner in some batches: its units and their outcomes. Pure.
 
-Pure. From the stored JSON of a batch's events, as `projections.reading.overview.distributions`: it is asked of many.
+Reads the stored JSON directly, without making event objects, because it covers many batches.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from trinity_es.events.store.records.recorded import Recorded
 __all__ = ["WORK", "RunnerWork", "work_of"]
 
 WORK = ("TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed")
-"""The types of events that `work_of` needs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunnerWork:
-    """One runner's part of one batch; of all its lives, or of one."""
+    """Work of one runner in one batch, over all its lives or in one."""
 
     units: int = 0
     runs: int = 0
     response_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed attempts by kind."""
     seconds: float = 0.0
-    """Of all attempts together, as the runner measured them; of several at a time it is more than the clock's."""
+    """Sum over all attempts, as the runner measured them; concurrent attempts each count in full."""
     versions: set[int] = field(default_factory=set)
-    """Of the weights that it had when it got a unit."""
+    """Weights versions that it had when it got its units."""
     first_at: float | None = None
     last_at: float | None = None
 
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:
-    """Return the fold of these events, of which others than its own don't count."""
-    found, counted = RunnerWork(), set[tuple[int, ...]]()
+    """Fold these events, skipping those of other runners."""
+    work, counted = RunnerWork(), set[tuple[int, ...]]()
     for item in recorded:
         if item.type not in WORK:
             continue
@@ -46,19 +44,19 @@ def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None =
         if event["runner"] != runner or incarnation not in (None, event["incarnation"]):
             continue
         if item.type == "TasksDispatched":
-            found.units += len(event["units"])
-            found.versions.add(event["model_version"])
-            found.first_at = item.recorded_at if found.first_at is None else found.first_at
+            work.units += len(event["units"])
+            work.versions.add(event["model_version"])
+            work.first_at = item.recorded_at if work.first_at is None else work.first_at
         else:
-            # What an attempt finished and what of it failed are events of their own, with the same seconds.
+            # The finished and the failed runs of one attempt are separate events with the same seconds.
             attempt = event["incarnation"], event["task"], event["run_id_base"], event["attempt"]
-            found.seconds += 0.0 if attempt in counted else event.get("seconds", 0.0)
+            work.seconds += 0.0 if attempt in counted else event.get("seconds", 0.0)
             counted.add(attempt)
             if item.type == "AttemptFailed":
-                found.failures[event["kind"]] += 1
+                work.failures[event["kind"]] += 1
             else:
-                found.runs += len(event["runs"])
-                found.response_tokens += sum(r.get("response_tokens", 0) for r in event["runs"])
-                found.response_tokens += event.get("other_response_tokens", 0)
-        found.last_at = item.recorded_at
-    return found
+                work.runs += len(event["runs"])
+                work.response_tokens += sum(r.get("response_tokens", 0) for r in event["runs"])
+                work.response_tokens += event.get("other_response_tokens", 0)
+        work.last_at = item.recorded_at
+    return work

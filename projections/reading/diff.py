@@ -1,10 +1,9 @@
-"""What differs: between two moments of a batch, between two logs, between two runs.
+"""Differences between two moments of a batch, between two logs, and between two runs.
 
-Two logs with a common beginning (a copy, a fork, a log restored and gone on with) are compared by the hash chain: equal
-hashes at one position are equal events up to there, so the first difference is found in a handful of looks. Two runs
-that were made apart have not one hash in common: they are compared by meaning, batch by batch in the order of the
-first: what was asked for (tasks), with which weights, what came of each task (runs, rewards, tokens), the result, and
-what the trainer did with it. Who ran what when, and how long it took, is no difference of meaning.
+Two logs with a common beginning (a copy, a fork, a restored log that went on) are compared by the hash chain. Equal
+hashes at a position mean equal events up to it, so a binary search finds the first difference. Two independent runs
+share no hash. They are compared by content, batch by batch in the order of the first run: tasks, weights, outcomes of
+tasks (runs, rewards, tokens), result, and training. Runners, times and durations don't count as differences.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = [
 
 _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
 OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
-"""Settings that say which run this is; no two runs have the same."""
+"""Settings that identify a run, so they always differ between two runs."""
 MISSING = "(none)"
-"""Stands where one side has nothing."""
+"""Placeholder for a value that one side lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value that is not the same on both sides. `path` says where, as in `tasks.5.reward`."""
+    """Value that differs between the two sides, with its path, such as `tasks.5.reward`."""
 
     path: str
     before: Any
@@ -45,20 +44,18 @@ class Change:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """Yield where two JSON values differ: dicts key by key, everything else as a whole. Numbers are compared to the
-    bit.
-    """
+    """Yield the differences of two JSON values, in dicts key by key. Numbers must be equal to the bit."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(k for k in after if k not in before)]:
-            here = f"{path}.{key}" if path else str(key)
-            yield from changes(before.get(key, MISSING), after.get(key, MISSING), here)
+            key_path = f"{path}.{key}" if path else str(key)
+            yield from changes(before.get(key, MISSING), after.get(key, MISSING), key_path)
     elif type(before) is not type(after) or before != after:
         yield Change(path, before, after)
 
 
 # --- two moments of one batch ---------------------------------------------------------------------------------------
 def picture(state: BatchState | None) -> dict[str, Any]:
-    """Return what of a batch's state a person compares: the whole, then `task N` each. {} before it was submitted."""
+    """Return a batch's state for people to compare: the batch, then each `task N`. {} before it was submitted."""
     if state is None:
         return {}
     out: dict[str, Any] = {
@@ -68,10 +65,10 @@ def picture(state: BatchState | None) -> dict[str, Any]:
         "failed attempts": state.failed_attempts, "tasks dropped": len(state.dropped),
         "experiences delivered": sum(ref.count for ref in state.experiences), "trained in step": state.trained_step,
     }
-    open_units: dict[int, list[str]] = {}  # gone through once, not once a task
+    open_units: dict[int, list[str]] = {}
     for (number, _), f in sorted(state.flights.items(), key=lambda item: item[0]):
-        told = f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
-        open_units.setdefault(number, []).append(told)
+        text = f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
+        open_units.setdefault(number, []).append(text)
     for (number, _), u in sorted(state.pending.items(), key=lambda item: item[0]):
         open_units.setdefault(number, []).append(f"attempt {u.attempt} waits for a runner")
     for number, task in enumerate(state.tasks):
@@ -95,54 +92,53 @@ def _task_picture(state: BatchState, number: int, runs: int, open_units: list[st
 # --- two logs with one beginning ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Where two logs part. 0: their first events differ, so they have nothing in common."""
 
     common: int
-    """The last position up to which they are the same."""
+    """Last position at which they are equal; 0 if their first events differ."""
     heads: tuple[int, int]
     before: list[Recorded]
-    """The last events that they share."""
     after: tuple[list[Recorded], list[Recorded]]
-    """The first events of each that the other does not have there."""
+    """First differing events of each log."""
 
 
 def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], bytes | None], end: int) -> int:
-    """Return the last position up to `end` at which both chains have the same hash; 0 where they never have.
+    """Return the last position up to `end` with the same hash in both chains, or 0.
 
-    `first` and `second` give the hash at a position. A chain that was tampered with is for `verify` to find.
+    `first` and `second` return the hash at a position. Only `verify` detects tampering.
     """
     low, high = 0, end
     while low < high:
         middle = (low + high + 1) // 2
-        here = first(middle)
-        low, high = (middle, high) if here is not None and here == second(middle) else (low, middle - 1)
+        digest = first(middle)
+        low, high = (middle, high) if digest is not None and digest == second(middle) else (low, middle - 1)
     return low
 
 
 def find_fork(first: Log, second: Log, context: int = 3) -> Fork:
-    """Return where two logs part, with so many events before and after it."""
+    """Find the first difference of two logs, with `context` events before and after it."""
 
     def hash_in(log: Log) -> Callable[[int], bytes | None]:
         def hash_at(position: int) -> bytes | None:
-            found = log.at(position)
-            return None if found is None else found.hash
+            recorded = log.at(position)
+            return None if recorded is None else recorded.hash
 
         return hash_at
 
     heads = first.head().position, second.head().position
     common = common_prefix(hash_in(first), hash_in(second), min(heads))
 
-    def some(log: Log, after: int) -> list[Recorded]:
+    def events_after(log: Log, after: int) -> list[Recorded]:
         return [r for p in range(after + 1, after + 1 + context) if (r := log.at(p)) is not None]
 
     before = [r for p in range(max(1, common - context + 1), common + 1) if (r := first.at(p)) is not None]
-    return Fork(common=common, heads=heads, before=before, after=(some(first, common), some(second, common)))
+    after = events_after(first, common), events_after(second, common)
+    return Fork(common=common, heads=heads, before=before, after=after)
 
 
 # --- two runs -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDifference:
-    """A batch that is not the same in both runs; None: one run has none of this id."""
+    """Batch that differs between two runs; a row is None if that run lacks the batch."""
 
     batch_id: BatchId
     rows: tuple[BatchRow | None, BatchRow | None]
@@ -153,11 +149,11 @@ class BatchDifference:
 class RunsCompared:
     settings: list[Change]
     same: list[BatchRow] = field(default_factory=list)
-    """The batches before the first that differs, as the first run has them."""
+    """Equal batches before the first difference; rows of the first run."""
     first: BatchDifference | None = None
-    """The first batch that differs, task by task."""
+    """First batch that differs, compared task by task."""
     later: list[BatchDifference] = field(default_factory=list)
-    """Those after it that differ, by what the batch as a whole came to."""
+    """Later batches that differ, compared by their rows alone."""
     batches: tuple[int, int] = (0, 0)
 
     @property
@@ -166,31 +162,28 @@ class RunsCompared:
 
 
 def compare_runs(first: Log, second: Log) -> RunsCompared:
-    """Compare two runs, batch by batch in the order of the first; batches are told apart by their id.
-
-    A batch is the same where its tasks are, and what it came to: state, counts, tokens, reward and weights to the bit.
-    """
-    mine = first.batches()
+    """Compare two runs, matching batches by id: tasks, state, counts, tokens, reward and weights, to the bit."""
+    rows = first.batches()
     others = {batch_stream(row.batch_id): row for row in second.batches()}
     out = RunsCompared(
         settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in OWN],
-        batches=(len(mine), len(others)),
+        batches=(len(rows), len(others)),
     )
-    for row in mine:
+    for row in rows:
         other = others.pop(batch_stream(row.batch_id), None)
-        differs = other is None or _whole(row) != _whole(other)
+        differs = other is None or _compared_fields(row) != _compared_fields(other)
         if out.first is not None:
             if differs:
                 out.later.append(_difference(row, other))
         elif other is None:
             out.first = _difference(row, None)
-        elif differs or row.ended_at is None or _asked(first, row) != _asked(second, other):
-            # What has not ended came to nothing yet that a row could tell: it is looked into in any case.
-            here, there = (meaning(log.events(row.batch_id, r.first_position - 1))
+        elif differs or row.ended_at is None or _submission(first, row) != _submission(second, other):
+            # Rows tell too little of an open batch, so its events are always compared.
+            left, right = (meaning(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, other)))
-            found = list(changes(here, there)) or list(changes(_whole(row), _whole(other)))
-            if found:
-                out.first = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=found)
+            differences = list(changes(left, right)) or list(changes(_compared_fields(row), _compared_fields(other)))
+            if differences:
+                out.first = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=differences)
             else:
                 out.same.append(row)
         else:
@@ -202,36 +195,36 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
     return out
 
 
-_WHOLE = ("batch_type", "state", "tasks", "finished", "failed_attempts", "experiences", "response_tokens", "reward",
+_COMPARED = ("batch_type", "state", "tasks", "finished", "failed_attempts", "experiences", "response_tokens", "reward",
           "model_version", "trained_step")
 
 
-def _whole(row: BatchRow) -> dict[str, Any]:
-    return {name.replace("_", " "): getattr(row, name) for name in _WHOLE}
+def _compared_fields(row: BatchRow) -> dict[str, Any]:
+    return {name.replace("_", " "): getattr(row, name) for name in _COMPARED}
 
 
 def _difference(first: BatchRow | None, second: BatchRow | None) -> BatchDifference:
     row = first or second
     assert row is not None
     if first is None or second is None:
-        found = [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
+        differences = [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
     else:
-        found = list(changes(_whole(first), _whole(second)))
-    return BatchDifference(batch_id=row.batch_id, rows=(first, second), changes=found)
+        differences = list(changes(_compared_fields(first), _compared_fields(second)))
+    return BatchDifference(batch_id=row.batch_id, rows=(first, second), changes=differences)
 
 
-def _asked(log: Log, row: BatchRow) -> tuple[Any, ...]:
-    """Return the tasks that a batch was submitted with, without the client's name for its request."""
+def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
+    """Return what a batch was submitted with, without the client's request id."""
     submitted = log.at(row.first_position)
     data = {} if submitted is None else orjson.loads(submitted.data)
     return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))
 
 
 def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
-    """Return what a batch was and came to, from its events: nothing that hangs on who ran it and how fast.
+    """Return the content of a batch from its events, without runners and times.
 
     Keys: `asked` (min_wait_num and so on), `task N` (prompt and data, runs, weights, outcome, rewards and tokens by
-    run), `result`, `trained`.
+    run), `state`, `result`, `trained`.
     """
     state: BatchState | None = None
     tasks: list[Any] = []
@@ -251,7 +244,7 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
             case ev.TaskReopened():
                 weights.pop(event.task, None)
             case ev.BatchTrained():
-                trained = {"step": event.step, **_timeless(event.metrics)}
+                trained = {"step": event.step, **_without_times(event.metrics)}
     if state is None:
         return {}
     out: dict[str, Any] = {"asked": {
@@ -265,18 +258,18 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
         out[f"task {number}"] = {
             "asked": tasks[number] if number < len(tasks) else {}, "runs": task.total_runs,
             "weights": sorted(weights.get(number, ())), "outcome": outcome,
-            **{f"run {run}": {"tokens": done.response_tokens, **_timeless(done.metrics)}
-               for run, done in sorted(task.done.items())},
+            **{f"run {run}": {"tokens": result.response_tokens, **_without_times(result.metrics)}
+               for run, result in sorted(task.done.items())},
         }
     out["state"] = state.state.value
-    out["result"] = _timeless((state.final_result or {}).get("metrics", {}))
+    out["result"] = _without_times((state.final_result or {}).get("metrics", {}))
     return out | {"trained": trained}
 
 
-def _timeless(metrics: dict[str, float]) -> dict[str, float]:
+def _without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in sorted(metrics.items()) if not is_clock(name)}
 
 
 def is_clock(name: str) -> bool:
-    """Return True if a metric or fact of this name is a time: no two runs agree on it."""
+    """Return whether the name is that of a time, which differs between any two runs."""
     return _TIME.search(name) is not None

@@ -1,4 +1,4 @@
-"""The one loop of those who read a log beside its run, in a thread of their own."""
+"""Loop of a thread that reads a log while its run goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["look_again"]
 def look_again(
     url: str, look: Callable[[Log], None], stop: threading.Event, seconds: float, complain: Callable[[Exception], None]
 ) -> None:
-    """Call `look` with the log at `url` every so many seconds until `stop` is set, and once more then.
+    """Call `look` with the log at `url` every `seconds` until `stop` is set, and once more after that.
 
-    A log that is still to be made, or was replaced, is waited for; what else goes wrong is told and tried again.
+    Waits for a log that does not exist yet or was replaced. Reports any other error to `complain` and tries again.
     """
     last = False
     while True:
@@ -29,7 +29,7 @@ def look_again(
                     last = stop.wait(seconds)
         except (LogNotFound, LogReplaced, NotALog):
             pass
-        except Exception as e:  # the database is away, say
+        except Exception as e:  # for example, the database is unreachable
             complain(e)
         if last:
             return

@@ -1,4 +1,4 @@
-"""The hosts of a run, a row each, the head's own first: from its log, and from what its system says."""
+"""Hosts of a run, one row each, the head's own first, from the log and the running system's status."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 __all__ = ["HostRow", "host_list", "read_hosts"]
 
 OPEN = ("running", "finalizing", "pending")
-"""States of batches that have not ended."""
+"""States of open batches."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HostRow:
     host: str
-    """Its name; empty: the head's own."""
+    """Name; empty for the head's own."""
     machine: str = ""
-    """Of the head's own: the machine's name."""
+    """Machine name of the head's own host."""
     epoch: int = 0
-    """Of the head's own: that of its coordinator."""
+    """Epoch of its life; for the head's own host, the coordinator's epoch."""
     state: str
-    """`joined`, `draining`, `lost`, `left`; of the head's own `leads`, `ended`, `gone` (its processes are) or
-    `unseen` (from this machine)."""
+    """`joined`, `draining`, `lost` or `left`. For the head's own: `leads`, `ended`, `gone` (its processes died) or
+    `unseen` (not visible from this machine)."""
     since: float | None = None
-    """When it came into this state, unix seconds."""
+    """Unix seconds at which this state began."""
     address: str = ""
     pid: int | None = None
     places: dict[str, int] = field(default_factory=dict)
-    """What it has: `gpus` and `cores`."""
+    """Numbers of `gpus` and `cores`."""
     runners: list[str] = field(default_factory=list)
-    """Those that live, or did at the log's end."""
+    """Runners alive now, or at the end of the log."""
     ready: list[str] = field(default_factory=list)
     runner_places: int = 0
-    """Units that those that serve run at once."""
+    """Maximum number of concurrent units on its ready runners."""
     units: int = 0
-    """Units that they have now, or had at the log's end."""
+    """Units on its runners now, or at the end of the log."""
     finished: int = 0
-    """Tasks that ended there, of each batch as it was last submitted."""
+    """Tasks that ended on it, counting each batch since its last submission."""
     joined: int = 0
     lost: int = 0
     runner_deaths: int = 0
-    """Deaths of its runners that came from themselves: not those that went with it."""
+    """Deaths of its runners, without those that went with the host."""
     attempts_lost: int = 0
-    """Attempts that ended with their runner, whyever that ended."""
+    """Attempts lost with their runner, for any reason."""
     connected: bool | None = None
-    """It has a connection to the coordinator, where that could be asked."""
+    """True if it is connected to the coordinator; None if the coordinator was not asked."""
     away_for: float | None = None
-    """Seconds that it has not been heard of, where it has no connection."""
+    """Seconds since it was last heard of, if it is not connected."""
     why_away: str = ""
     reason: str = ""
 
@@ -71,9 +71,10 @@ def host_list(
     lives: list[HostLife], runner_lives: list[RunnerIncarnation], *, finished: Mapping[str, int], all_finished: int,
     units: Mapping[str, int], processes: Mapping[str, Any], live: Mapping[str, Any] | None = None,
 ) -> list[HostRow]:
-    """Return a row a host, the head's own first. `finished`: tasks that ended on each host that joined; `units`: those
-    with each host's runners, by the log; `processes`: of the head's system, as `Log.processes` tells; `live`: what its
-    coordinator says, where it was asked.
+    """Return one row for each host, the head's own first.
+
+    `finished`: tasks that ended on each host that joined. `units`: units on each host's runners by the log.
+    `processes`: state of the head's system, from `Log.processes`. `live`: the coordinator's status, if available.
     """
     up = processes.get("up")
     head = HostRow(
@@ -87,56 +88,57 @@ def host_list(
         rows[life.host] = HostRow(
             host=life.host, epoch=life.epoch, state=life.state, since=life.since, address=life.address, pid=life.pid,
             places=dict(life.places), reason=life.reason, finished=finished.get(life.host, 0),
-            units=units.get(life.host, 0), joined=sum(one.host == life.host for one in lives),
-            lost=sum(one.host == life.host and one.state == "lost" for one in lives),
+            units=units.get(life.host, 0), joined=sum(other.host == life.host for other in lives),
+            lost=sum(other.host == life.host and other.state == "lost" for other in lives),
         )
     last = {life.runner: life for life in runner_lives}
-    for one in runner_lives:
-        row = rows.setdefault(host_of(one.runner), HostRow(host=host_of(one.runner), state="left"))
-        row.runner_deaths += one.died and not one.went_with_host
-        row.attempts_lost += one.attempts_lost
-        if last[one.runner] is one and one.how == "running" and (row.there or not row.host):
-            row.runners.append(one.runner)
-            if one.ready_at is not None:
-                row.ready.append(one.runner)
-                row.runner_places += one.places
+    for runner_life in runner_lives:
+        row = rows.setdefault(host_of(runner_life.runner), HostRow(host=host_of(runner_life.runner), state="left"))
+        row.runner_deaths += runner_life.died and not runner_life.went_with_host
+        row.attempts_lost += runner_life.attempts_lost
+        if last[runner_life.runner] is runner_life and runner_life.how == "running" and (row.there or not row.host):
+            row.runners.append(runner_life.runner)
+            if runner_life.ready_at is not None:
+                row.ready.append(runner_life.runner)
+                row.runner_places += runner_life.places
     if live is not None:
-        _lay_live(rows, live)
+        _apply_live(rows, live)
     return list(rows.values())
 
 
-def _lay_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Lay what the running system says over what its log says."""
+def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
+    """Replace what the log says with the running system's status."""
     rows[""].epoch = int(live.get("epoch") or 0)
-    told = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
+    runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():
-        mine = [r for r in told if host_of(r["runner"]) == row.host]
-        row.runners = [r["runner"] for r in mine]
-        row.ready = [r["runner"] for r in mine if r["state"] == "ready"]
-        row.runner_places = sum(int(r.get("places") or 0) for r in mine if r["state"] == "ready")
-        row.units = sum(int(r.get("load") or 0) for r in mine)
+        own = [r for r in runners if host_of(r["runner"]) == row.host]
+        row.runners = [r["runner"] for r in own]
+        row.ready = [r["runner"] for r in own if r["state"] == "ready"]
+        row.runner_places = sum(int(r.get("places") or 0) for r in own if r["state"] == "ready")
+        row.units = sum(int(r.get("load") or 0) for r in own)
     for host in live.get("hosts", []):
-        known = rows.get(host["host"])
-        if known is not None and known.epoch == host["epoch"]:
-            known.connected, known.away_for = bool(host["connected"]), host["away_for"]
-            known.why_away, known.units = str(host["why_away"]), int(host["units"])
+        joined = rows.get(host["host"])
+        if joined is not None and joined.epoch == host["epoch"]:
+            joined.connected, joined.away_for = bool(host["connected"]), host["away_for"]
+            joined.why_away, joined.units = str(host["why_away"]), int(host["units"])
 
 
 def read_hosts(
     log: Log, live: Mapping[str, Any] | None = None, system: Mapping[str, Any] | None = None, *,
     count_units: bool = True,
 ) -> list[HostRow]:
-    """Return a row a host of this log. `live`: what its running system answers to `status`; `system`: what is known of
-    its processes besides. Without either, units are counted by a fold of the open batches, unless `count_units` is
-    False: then there are none.
+    """Return one row for each host of this log.
+
+    `live`: the running system's answer to `status`. `system`: more facts on its processes. Without `live`, units are
+    counted by folding the open batches; with `count_units=False` they stay 0.
     """
-    asked = live if live is not None and "weights_version" in live else None
+    status = live if live is not None and "weights_version" in live else None
     units = Counter[str]()
-    if asked is None and count_units:
-        for opened in (b for state in OPEN for b in log.batches(state=state)):
-            found = log.current(opened.batch_id)
-            units.update(host_of(flight.runner) for flight in (found.flights.values() if found else ()))
+    if status is None and count_units:
+        for row in (b for state in OPEN for b in log.batches(state=state)):
+            batch = log.current(row.batch_id)
+            units.update(host_of(flight.runner) for flight in (batch.flights.values() if batch else ()))
     return host_list(
-        log.hosts(), log.runner_lives(), finished=log.finished_elsewhere(), units=units, live=asked,
+        log.hosts(), log.runner_lives(), finished=log.finished_elsewhere(), units=units, live=status,
         all_finished=sum(total.finished for total in log.totals()), processes={**log.processes(), **(system or {})},
     )

@@ -1,4 +1,4 @@
-"""The events of a log, as one reads them: all or some, one at a moment, new ones as they come."""
+"""Reading the events of a log: all or some, at a position or time, and new ones as they come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["LogEvents"]
 
 
 class LogEvents:
-    """A log, as far as it is events. A context manager."""
+    """Events of a log. A context manager that closes it."""
 
     def __init__(self, events: EventLog, url: str) -> None:
         self._events, self._url = events, url
@@ -37,11 +37,11 @@ class LogEvents:
 
     @property
     def url(self) -> str:
-        """Its URL, without a password."""
+        """URL of the log, without a password."""
         return self._events.url
 
     def is_replaced(self) -> bool:
-        """Return True if another SQLite file lies under this log's name: open it again to read that one."""
+        """Return whether the log's name now belongs to another SQLite file. Reopen the log to read that one."""
         return self._events.is_replaced()
 
     def head(self) -> Head:
@@ -51,10 +51,7 @@ class LogEvents:
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
-        """Yield events with a position greater than `after`, of one batch or of all streams, in order.
-
-        Raises BatchNotFound for a batch that isn't there.
-        """
+        """Yield events after a position, in order, of one batch or all streams. Raises BatchNotFound."""
         stream = None
         if batch_id is not None:
             stream = batch_stream(batch_id)
@@ -70,9 +67,9 @@ class LogEvents:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
+        """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
 
-        In order, or the newest first. Costs what is asked for, however long the log. Raises ValueError for a bulk type.
+        Reads only what it yields, through an index. Raises ValueError for a bulk type.
         """
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
@@ -80,38 +77,40 @@ class LogEvents:
         return self._events.last(stream, type_name)
 
     def at(self, position: int) -> Recorded | None:
-        found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
-        return None if found is None or found.position != position else found
+        if position <= 0:
+            return None
+        recorded = next(self._events.read(after=position - 1, limit=1), None)
+        return recorded if recorded is not None and recorded.position == position else None
 
     def position_of(self, at: int | float | datetime | None) -> int | None:
-        """Return the position that a moment means: itself, or that of the last event recorded at or before it (0:
-        none). Raises DataError for a local time that came twice or never.
+        """Return a position unchanged, or the position of the last event recorded by a time (0: none).
+
+        Raises DataError for a local time that is ambiguous or was skipped.
         """
         if isinstance(at, datetime):
             at = with_offset(at).timestamp()
         return self._events.position_at(at) if isinstance(at, float) else at
 
     def clock_note(self, at: datetime) -> str:
-        """Say why this moment may not be the one that is meant: the clock was set then; empty where it was not."""
+        """Return a note if the clock was set around this time, which makes it ambiguous; empty if not."""
         return clock_note(at.timestamp(), self._events.clock_steps())
 
     def follow(
         self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
         trouble: Callable[[LogUnavailable | None], None] | None = None,
     ) -> Iterator[Recorded]:
-        """Yield events as they come, until `stop()`. Looks for new ones every `interval` seconds.
+        """Yield events as they come, until `stop()` returns True. Polls every `interval` seconds.
 
-        With `trouble`, a database that is away for longer than this log is patient, and a file that is gone from its
-        place, are waited for, however long: it is called with the error each time, and with None when it is back.
-        Nothing is missed and nothing comes twice; raises LogRewound where what came back is without the last event that
-        was given out, LogReplaced where another file took the place.
+        If `trouble` is set, this waits without a limit for an unreachable database or a missing file, and calls
+        `trouble` with the error each time, and with None when the log is back. No event is missed or repeated. Raises
+        LogRewound if the returned log lacks the last yielded event, LogReplaced if another file took its place.
         """
         position, newest, away = after, None, False
         while True:
-            last = stop()  # asked before the look, so that what came before the end is seen
+            last = stop()  # called before reading, so that the last read sees all events from before the stop
             try:
                 if away and newest is not None:
-                    self._require_still_there(newest)
+                    self._check_not_rewound(newest)
                 for recorded in self._events.read(after=position):
                     position, newest = recorded.position, recorded
                     yield recorded
@@ -127,15 +126,15 @@ class LogEvents:
                 return
             time.sleep(interval)
 
-    def _require_still_there(self, seen: Recorded) -> None:
-        now = self.at(seen.position)
-        if now is None or now.hash != seen.hash:
-            raise LogRewound(f"{self.url} came back without position {seen.position} as it was read before: it was "
-                             "restored from an older copy, or its server lost commits; read it again from its start")
+    def _check_not_rewound(self, newest: Recorded) -> None:
+        recorded = self.at(newest.position)
+        if recorded is None or recorded.hash != newest.hash:
+            raise LogRewound(f"{self.url} no longer has the event read at position {newest.position}: it was restored "
+                             "from an older copy, or its server lost commits. Read it again from its start")
 
     def _require(self, batch_id: BatchId) -> None:
-        if isinstance(batch_id, str) and not batch_id.isprintable():  # not even a database may be asked for it
-            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: no batch is called so")
+        if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
+            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
             other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
             hint = ""
@@ -144,31 +143,28 @@ class LogEvents:
             raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def payloads(self) -> PayloadStore:
-        """Return the payload store of this log; the caller closes it. Raises LogNotFound."""
+        """Open the payload store of this log; the caller closes it. Raises LogNotFound."""
         return open_payloads(self._url, create=False)
 
     def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
-        """Return (position, config) with which the system was last started, passwords masked; (0, {}): it never was.
+        """Return (position, config) of the system's last start, passwords masked; (0, {}) if it never started.
 
-        `before` a position, or, where that is not known, the first one. Without `serve` only for a run: mode `serve`
-        runs nothing that could be gone on with.
+        With `before`, the last start before that position, or the first start if there is none. `serve=False` skips
+        starts in mode `serve`, which leave no run to resume.
         """
-        found: tuple[int, dict[str, Any]] = (0, {})
+        start: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
             config = orjson.loads(recorded.data)["config"]
-            if isinstance(explorer := config.get("explorer"), dict) and "places" in explorer:  # an earlier release's
+            if isinstance(explorer := config.get("explorer"), dict) and "places" in explorer:  # from an earlier release
                 explorer["max_concurrency"] = explorer.pop("places")
             if serve or config.get("mode") != "serve":
-                found = recorded.position, config
+                start = recorded.position, config
                 if before is None or recorded.position < before:
                     break
-        return found
+        return start
 
     def tasks_of(self, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
-        """Return the tasks that this event handed in; [] where it holds none.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload where they are in a payload that can't be read.
-        """
+        """Return the tasks of this event, or []. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
         if event.tasks is not None or event.tasks_digest is None:
             return event.tasks or []
         with closing(self.payloads()) as payloads:
@@ -178,20 +174,17 @@ class LogEvents:
                 raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
 
     def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
-        """Return the events that handed in a batch's tasks, since it was last submitted."""
-        handed: list[ev.BatchSubmitted | ev.TasksAdded] = []
+        """Return the events that submitted a batch's tasks, since the batch was last submitted."""
+        events: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
             if isinstance(recorded.event, ev.BatchSubmitted):
-                handed = [recorded.event]
+                events = [recorded.event]
             elif isinstance(recorded.event, ev.TasksAdded):
-                handed.append(recorded.event)
-        return handed
+                events.append(recorded.event)
+        return events
 
     def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
-        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
-        """
+        """Return a task of the batch's last submission, or {}. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
         for event in self.handed_in(batch_id):
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)

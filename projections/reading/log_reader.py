@@ -1,4 +1,4 @@
-"""Reading a log, of a live run or a dead one: what happened, and what was at any moment. Nothing is written to it."""
+"""Read-only access to a log, of a live run or a dead one, as of now or any earlier moment."""
 
 from __future__ import annotations
 
@@ -42,40 +42,34 @@ __all__ = ["NOTABLE", "Log", "canonical", "open_log", "recomputed_result"]
 T = TypeVar("T")
 
 NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of events of which a run has few, however many sandboxes it uses."""
+"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
 
 
 def open_log(url: str) -> Log:
-    """Return the log at a database URL or a file's path, for reading.
-
-    Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
-    """
+    """Open the log at a URL or file path, to read it. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
     return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
 
 
 class Log(LogEvents):
     def _read(self, work: Callable[[Connection], T]) -> T:
-        """`work` on the read models. Raises LogError where they are missing or of another version."""
+        """Query the read models. Raises LogError if they are missing or of another version."""
         try:
             return self._events.query(work)
-        except DBAPIError as e:  # passing trouble is waited out, or named: a table or column is missing
+        except DBAPIError as e:  # temporary trouble was retried, so a table or column is missing
             older = read_models.stored_version(self._events) < read_models.ReadModels.version
             raise LogError(
                 f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
-                "then `trinity-es rebuild` makes them again" if older else
-                f"the tables of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes them again"
+                "then run `trinity-es rebuild`" if older else
+                f"the tables of {self.url} can't be read ({e.orig}): run `trinity-es rebuild`"
             ) from e
 
     def batches(
         self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
         descending: bool = False, limit: int | None = None, offset: int = 0,
     ) -> list[BatchRow]:
-        """Return batches in the order in which they were first submitted, or sorted by another of `SORTS`.
-
-        Raises ValueError for a `sort` that there is not.
-        """
+        """Return batches in the order of their first submission, or of another key in `SORTS`. Raises ValueError."""
         if sort not in SORTS:
-            raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
+            raise ValueError(f"unknown sort {sort!r}: use one of {', '.join(sorted(SORTS))}")
         return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
                                                  descending=descending, limit=limit, offset=offset))
 
@@ -83,66 +77,59 @@ class Log(LogEvents):
         return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
-        """Return one batch of the list. Raises BatchNotFound."""
+        """Return the row of one batch. Raises BatchNotFound."""
         self._require(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
-            raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
+            raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: run `trinity-es rebuild`")
         return rows[0]
 
     def runner_lives(self) -> list[RunnerIncarnation]:
         return self._read(runner_history.read_lives)
 
     def weights(self, *, version: int | None = None, limit: int | None = None, offset: int = 0) -> list[WeightsVersion]:
-        """Return every version of the weights that was published, and who took it in when, in the order of publication.
-
-        Or one; or, with `limit`, so many of them, without the `offset` newest ones.
-        """
+        """Return the published weights versions in order, with their loads. `limit` counts from the newest."""
         return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
         return self._read(runner_history.count_weights)
 
     def made(self) -> dict[int, int]:
-        """Version of the weights -> how many of the experiences that batches delivered it made."""
+        """Return the number of delivered experiences by weights version."""
         return self._read(runner_history.read_made)
 
     def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
-        """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
+        """Return (batch stream, number of its delivered experiences from this version), newest first."""
         return self._read(lambda c: runner_history.batches_made_by(c, version, limit))
 
     def leases(self) -> list[OpenLease]:
-        """Return what runs hold open outside of the system: every lease that is not released, the oldest first."""
+        """Return every lease that is not released, oldest first."""
         return list(self._read(open_leases.read_open).values())
 
     def usage(self) -> Usage:
-        """Return how often what train batches delivered was used."""
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
-        """Count over all batches of a type and state."""
         return self._read(read_models.read_totals)
 
     def model_version(self) -> int:
-        """Return the current version of the weights; 0 where none was published."""
+        """Return the current weights version; 0 if none was published."""
         return self._read(runner_history.published)
 
     def hosts(self) -> list[HostLife]:
-        """Return every life of every host that joined, in the order in which they began; few, however long the log."""
+        """Return the lives of all hosts that joined, in the order in which they began."""
         return host_lives(self.read(stream=ev.HostJoined.stream))
 
     def finished_elsewhere(self) -> dict[str, int]:
-        """Return how many tasks ended on each host that joined: all others ended on the head's own runners."""
+        """Return the number of tasks that ended on each host that joined; all others ended on the head's runners."""
         return self._read(host_work.read_finished) if self.streams(ev.HostJoined.stream) else {}
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
-        """Return what came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`,
-        operator).
-        """
+        """Return loss counts of a batch or all, by (`attempt`, kind), (`task`, reason) and (`experience`, operator)."""
         return self._read(lambda c: read_models.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
     def overview(self, recent: int = 20) -> Overview:
-        """Return the run at a glance, with so many of its last rare events and stalls."""
+        """Summarize the run, with its `recent` last rare events and stalls."""
         head, rows = self.head().position, self.batches()
         ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
         return summarize(
@@ -156,73 +143,65 @@ class Log(LogEvents):
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Attempt seconds, rewards and response lengths of these batches, or of the `last` that ended.
-
-        Raises BatchNotFound.
-        """
+        """Return the distributions of these batches, or of the `last` that ended. Raises BatchNotFound."""
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
                          if row.ended_at is not None]
         firsts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
         types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-        found = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
-        return distributions(batch_ids, ((r.type, r.data) for r in found))
+        recorded = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
+        return distributions(batch_ids, ((r.type, r.data) for r in recorded))
 
     def freed(self) -> dict[str, int]:
-        """Return batches (by stream) whose experiences were freed, and the position at which they were."""
+        """Return the position at which a batch's experiences were last freed, by batch stream."""
         return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
-        """Return True if the experiences of this batch, as it was last submitted, were freed."""
+        """Return whether the experiences of the batch's last submission were freed."""
         at = self.freed().get(batch_stream(batch_id), 0)
         return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
                         default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
-        """Return the batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
-
-        Raises BatchNotFound, also when it was not submitted yet at that moment.
-        """
+        """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
         self._require(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
             first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
             raise BatchNotFound(
-                f"batch {batch_id!r} was not submitted yet at {at}: it was at position {first.position}, "
+                f"batch {batch_id!r} was not submitted yet at {at}: its submission is at position {first.position}, "
                 f"{local_time(first.recorded_at, 'milliseconds')}"
             )
         return state
 
     def without_coordinator(self, since: int = 0) -> list[tuple[float, float]]:
-        """Return when no coordinator led, after this position: (last event before, start of the next), unix seconds."""
-        found = []
+        """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
+        intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
-            before = self._read(lambda c, of=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                runner_history.before_start(of.position, of.commit_id)).one_or_none())
+            before = self._read(lambda c, start=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                runner_history.before_start(start.position, start.commit_id)).one_or_none())
             if before is not None:
-                found.append((float(before.recorded_at), start.recorded_at))
-        return found
+                intervals.append((float(before.recorded_at), start.recorded_at))
+        return intervals
 
     def current(self, batch_id: BatchId) -> BatchState | None:
-        """Return the batch as it was last submitted, whatever was done under its id before; None where there is none.
-        """
+        """Return the state of the batch's last submission; None if there is no such batch."""
         stream = batch_stream(batch_id)
-        found = self._read(lambda c: read_batches(c, stream=stream))
-        first = found[0].first_position if found else self.head().position + 1
+        rows = self._read(lambda c: read_batches(c, stream=stream))
+        first = rows[0].first_position if rows else self.head().position + 1
         return fold(r.event for r in self._events.read(stream=stream, after=first - 1))
 
     def why(
         self, batch_id: BatchId, now: float | None = None, *, live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> Why:
-        """Return what a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is
-        text.
+        """Explain what a batch waits for, where and since when, at `now` (unix seconds, default: the current time).
 
-        From this log alone, also of a dead system. Who can ask the running system (`RolloutClient.why` does) hands its
-        answer to `status` in as `live`, and what it knows of its processes as `system` (see `why.explain.why`),
-        over what the lease and this host tell. Who asks again and again hands in one `followed`, of this log alone: the
-        answer is the same, and costs what is new. Raises BatchNotFound.
+        `str()` of the answer is text. It comes from the log alone, so it also works on a dead system. To add what the
+        running system knows (as `RolloutClient.why` does), pass its answer to `status` as `live` and facts on its
+        processes as `system` (see `why.explain.why`). For repeated calls pass the same `followed`, made for this log:
+        then each call reads only new events. Raises BatchNotFound.
         """
         self._require(batch_id)
         return self._explain([batch_id], now, live, system, followed)[0]
@@ -231,27 +210,30 @@ class Log(LogEvents):
         self, now: float | None = None, *, live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> list[Why]:
-        """Return the same for every batch that has not ended, in the order of submission."""
+        """Explain every open batch, in the order of submission."""
         return self._explain([], now, live, system, followed)
 
     def _explain(
-        self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
+        self, batch_ids: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
         system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
         opened = [batch_id for _, batch_id in self._read(read_models.open_batches)]
-        told = live is not None or system is not None  # who reads a log alone asks nobody, and misses no answer
-        facts = {**self.processes(), "asked": told, **(system or {})}
+        # Without either, no running system was asked, so a missing answer means nothing.
+        asked = live is not None or system is not None
+        facts = {**self.processes(), "asked": asked, **(system or {})}
         at = _time.time() if now is None else now
         followed = followed or Followed()
         with followed.lock:
-            situation = read_situation(self._events, dict.fromkeys([*opened, *asked]), followed)
-            return [why(situation, b, now=at, live=live, system=facts)
-                    for b in asked or opened if b in situation.courses]
+            snapshot = read_situation(self._events, dict.fromkeys([*opened, *batch_ids]), followed)
+            return [why(snapshot, b, now=at, live=live, system=facts)
+                    for b in batch_ids or opened if b in snapshot.batches]
 
     def processes(self) -> dict[str, Any]:
-        """`up`: whether the system that wrote last has processes; None where that can't be seen: its lease names them,
-        and only their own host sees them. `released`: it was ended in order. `copied_from`: host and
-        place of the store that this one is a copy of, whose system it was. `pid`, `host`: of its coordinator.
+        """Return facts on the processes of the system that wrote last, from its lease.
+
+        `up`: whether they live; None if they run on another host, where this one can't see them. `released`: the system
+        ended in order. `copied_from`: host and path of the original, if this store is a copy. `pid`, `host`: those of
+        the coordinator.
         """
         lease = self._events.read_lease("coordinator")
         if lease is None or not lease.owner:
@@ -265,45 +247,39 @@ class Log(LogEvents):
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return (stored, recomputed) final result of a batch; both None while it has not ended."""
+        """Return the (stored, recomputed) final result of a batch; both None until it ends."""
         self._require(batch_id)
         state: BatchState | None = None
-        found: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        results: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         for recorded in self._events.read(stream=batch_stream(batch_id)):
             event = recorded.event
             if isinstance(event, ev.BatchSubmitted):
-                found = (None, None)
+                results = (None, None)
             if state is not None and isinstance(event, ev.BatchFinalized | ev.BatchAborted):
-                found = (event.result, recomputed_result(state, event))
+                results = (event.result, recomputed_result(state, event))
             state = evolve(state, event)
-        return found
+        return results
 
     def answers(self) -> dict[str, serve_answers.AnswerState]:
-        """Return every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was
-        delivered.
-        """
+        """Return the answers of the proxy of mode `serve`, with reward and delivery, by message id."""
         return self._read(serve_answers.read_all)
 
     def experiences_of_answer(self, message: str) -> list[Experience]:
-        """Return an answer of the proxy of mode `serve` as it was recorded: an experience for each choice with tokens.
+        """Return the experiences, without reward, of an answer of mode `serve`: one for each choice with tokens.
 
-        They have no reward: what was posted later is in `answers`. Raises AnswerNotFound, LogNotFound.
+        Raises AnswerNotFound, LogNotFound.
         """
-        from trinity_es.events.store.payloads.experiences import (
-            read_experiences,  # here: a reader of events needs no numpy
-        )
+        # Imported here, because readers of events need no numpy.
+        from trinity_es.events.store.payloads.experiences import read_experiences
 
-        found = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
-        if found is None:
+        answer = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
+        if answer is None:
             raise AnswerNotFound(f"no answer has the message id {message}")
-        if found.payload is None:
+        if answer.payload is None:
             return []
         with closing(self.payloads()) as payloads:
-            return read_experiences(payloads, [found.payload])
+            return read_experiences(payloads, [answer.payload])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.
-
-        `verify_log` tells more: what is worth knowing and no fault, and how much was read.
-        """
+        """Return the problems of this log. `progress(done, total)` counts events. `verify_log` also returns notes."""
         return verify_open(self._events, self._url, progress).problems

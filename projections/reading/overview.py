@@ -1,7 +1,7 @@
-"""A run at a glance, from its read models and its rare events: for the first page of a dashboard, and `watch`.
+"""Summary of a run for `watch` and the first page of the dashboard, from read models and rare events.
 
-What costs the same on a log of a million events as on one of a thousand: rows of batches (one each), rare events found
-through their index, and for distributions the events of some batches. Nothing here reads the whole log.
+Nothing here reads the whole log: it reads one row for each batch, rare events through their index, and for
+distributions the events of some batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
 
 SLICES = 120
-"""Points of a throughput curve."""
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -35,37 +34,36 @@ class Point:
 
     batch_id: BatchId
     step: int | None
-    """Of a train batch: the step that it was trained in, else its own id where that is a number. Of an eval: the number
-    that its id begins with."""
+    """For a train batch: the step that trained it, or its id if that is a number. For an eval: the number that its id
+    begins with."""
     name: str
-    """`train`, `collect`, or what an eval is called: `letters` of `12/letters`."""
+    """`train`, `collect`, or the name of an eval (`letters` for `12/letters`)."""
     value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What was generated in one slice of the run. Batches count evenly from their submission to their end."""
+    """Throughput in one slice of the run. Each batch counts evenly from its submission to its end."""
 
     at: float
-    """Unix seconds: the end of the slice."""
+    """End of the slice, unix seconds."""
     seconds: float
     tokens: float
-    """Response tokens a second."""
+    """Response tokens per second."""
     tasks: float
-    """Finished, a second."""
+    """Finished tasks per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Everything that the first look at a run needs."""
 
     head: int
-    """The log's last position: what this is as of."""
+    """Last position of the log, up to which this summarizes."""
     first_at: float | None
-    """Unix seconds of the first event; None of an empty log."""
+    """Unix seconds of the first event; None if the log is empty."""
     last_at: float | None
     config: dict[str, Any]
-    """As the system was last started with it, passwords masked; {} where it never said."""
+    """Config of the system's last start, passwords masked; {} if none is recorded."""
     states: dict[str, int]
     tasks: int
     finished: int
@@ -76,69 +74,65 @@ class Overview:
     prompt_tokens: int
     response_tokens: int
     trained_steps: int
-    """The highest step that was trained; 0: none."""
+    """Highest trained step; 0: none."""
     model_version: int
     runners: dict[str, int]
-    """Runners (their last life) by state."""
+    """Number of runners by the state of their last life."""
     runner_deaths: int
     coordinator_starts: int
     rewards: list[Point]
-    """Mean rewards of train and collect batches, in the order of their end, as are the next two."""
+    """Mean rewards of train and collect batches. This and the next two are in the order of the batches' ends."""
     evals: list[Point]
     staleness: list[Point]
-    """Weights versions that what was delivered is behind."""
+    """Number of weights versions that delivered experiences lag behind."""
     throughput: list[Throughput]
     stalls: list[Recorded]
-    """The last ones, newest first."""
     recent: list[Recorded]
-    """The last events that are not bulk, newest first."""
+    """Last rare events, newest first."""
     attempts_failed: dict[str, int]
     tasks_dropped: dict[str, int]
-    """By reason; numbers in it are shown as N."""
+    """Number of dropped tasks by reason, in which numbers are replaced by N."""
     experiences_dropped: dict[str, int]
-    """By operator of the pipeline; "": one that does not say which it took out."""
+    """Number of dropped experiences by pipeline operator; "" stands for operators that name no experiences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributions:
-    """Values of some batches, each in the order of the log."""
+    """Values of some batches, each list in log order."""
 
     batch_ids: list[BatchId]
     attempt_seconds: list[float] = field(default_factory=list)
-    """Of attempts that finished some runs, as their runner measured it."""
+    """Durations of attempts that finished some runs, as their runner measured them."""
     failed_seconds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    """One a run, as the next."""
+    """Reward of each run that has one."""
     response_tokens: list[int] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts by kind."""
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """Return the fold of these batches' RunsFinished, TaskFinished and AttemptFailed, as (type, data).
-
-    From the stored JSON: building the events would be most of the work, and only a few of their numbers are asked for.
-    """
-    found = Distributions(batch_ids=list(batch_ids))
+    """Fold events of these batches, given as (type, JSON), since making event objects would take most of the time."""
+    values = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            found.failures[event["kind"]] = found.failures.get(event["kind"], 0) + 1
+            values.failures[event["kind"]] = values.failures.get(event["kind"], 0) + 1
             if event.get("seconds"):
-                found.failed_seconds.append(event["seconds"])
+                values.failed_seconds.append(event["seconds"])
             continue
-        found.attempt_seconds.append(event["seconds"])
+        values.attempt_seconds.append(event["seconds"])
         for run in event["runs"]:
-            found.response_tokens.append(run.get("response_tokens", 0))
+            values.response_tokens.append(run.get("response_tokens", 0))
             if "reward" in run["metrics"]:
-                found.rewards.append(run["metrics"]["reward"])
-    return found
+                values.rewards.append(run["metrics"]["reward"])
+    return values
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> list[Throughput]:
-    """Return what was generated in each of `slices` equal parts of the time from the first submission to `until`.
+    """Return the throughput in `slices` equal parts of the time from the first submission to `until`.
 
-    A batch that has not ended counts up to `until` with what it has.
+    An open batch spreads its tokens and tasks so far up to `until`.
     """
     rows = [row for row in rows if row.finished or row.response_tokens]
     if not rows:
@@ -181,9 +175,9 @@ def summarize(
     finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
     lost: dict[str, dict[str, int]] = {"attempt": {}, "task": {}, "experience": {}}
-    for (what, why), count in losses.items():
-        why = _NUMBER.sub("N", why) if what == "task" else why
-        lost[what][why] = lost[what].get(why, 0) + count
+    for (kind, reason), count in losses.items():
+        reason = _NUMBER.sub("N", reason) if kind == "task" else reason
+        lost[kind][reason] = lost[kind].get(reason, 0) + count
     return Overview(
         head=head, first_at=first_at, last_at=last_at, config=config,
         states=dict(Counter(row.state for row in rows)),

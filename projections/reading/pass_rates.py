@@ -1,4 +1,4 @@
-"""How well the tasks of a finalized train batch went, by taskset and row: what selectors of tasks learn from."""
+"""Mean rewards of the tasks of a finalized train batch, by taskset and row, for selectors of tasks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ __all__ = ["pass_rates", "submitted_tasks"]
 
 
 def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the rows of each taskset that were tasks of this batch, and the mean reward of each, over its runs.
-
-    Tasks without a finished run that has a reward are left out, and so is a batch that is not finalized.
-    """
+    """Return (rows, mean reward of each) by taskset, without unrewarded tasks; {} if the batch is not finalized."""
     state = log.current(batch_id)
     if state is None or state.state is not BatchLifecycleState.FINALIZED:
         return {}
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    by_taskset: dict[str, tuple[list[int], list[float]]] = {}
     for number, task in enumerate(submitted_tasks(log, batch_id)):
-        index, rate = task.get("index") or {}, _rate(state, number)
+        index, rate = task.get("index") or {}, _mean_reward(state, number)
         if rate is None or type(index.get("index")) is not int or "taskset" not in index:
             continue
-        rows, rates = found.setdefault(str(index["taskset"]), ([], []))
+        rows, rates = by_taskset.setdefault(str(index["taskset"]), ([], []))
         rows.append(index["index"])
         rates.append(rate)
-    return found
+    return by_taskset
 
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
-    """Return the tasks of a batch as it was last submitted. Raises PayloadNotFound."""
+    """Return the tasks of the batch's last submission. Raises PayloadNotFound."""
     return [task for event in log.handed_in(batch_id)[:1] for task in log.tasks_of(event)]
 
 
-def _rate(state: BatchState, number: int) -> float | None:
+def _mean_reward(state: BatchState, number: int) -> float | None:
     rewards = [run.metrics["reward"] for run in state.tasks[number].done.values() if "reward" in run.metrics]
     return math.fsum(rewards) / len(rewards) if rewards else None

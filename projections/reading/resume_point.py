@@ -1,6 +1,6 @@
-"""Where a run stands: what an explorer needs to go on with it, read from its log; and how often each prompt was used.
+"""State that an explorer needs to resume a run, read from its log, and how often each prompt was used.
 
-Reads read models and short streams, so it costs what a run has steps, not what it has events.
+Reads only read models and short streams, so the cost grows with steps and not with events.
 """
 
 from __future__ import annotations
@@ -22,38 +22,35 @@ _ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """A run of an explorer as its log tells it: steps are train batches 1, 2, ..."""
+    """Progress of an explorer's run. Steps are train batches 1, 2, ..."""
 
     submitted: int = 0
-    """The last step that was submitted."""
+    """Last submitted step."""
     finished: int = 0
-    """All steps up to this one have ended: finalized, or aborted by a person."""
+    """Last step up to which all were finalized or aborted by a person."""
     open: frozenset[int] = frozenset()
-    """Steps that were submitted and are not over: see `is_over`."""
+    """Submitted steps that are not over (see `is_over`)."""
     trained: int = 0
-    """All steps up to this one have ended, and those that were finalized were trained on."""
+    """Last step up to which all have ended and each finalized one was trained."""
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    """How far each taskset was read after each step: (epoch, offset)."""
+    """(epoch, offset) of each taskset after each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
-    """Evals that were submitted, and whether they ended."""
+    """Submitted evals, with True for those that have ended."""
     version: int = 0
-    """The current weights; 0: the model as it was given."""
+    """Current weights version; 0: the original model."""
     path: str = ""
     checkpoint: str = ""
-    """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
+    """Path of the newest weights on a disk, from which a trainer can start; empty: the original model."""
     checkpoint_version: int = 0
-    """Their version: `version`, or an older one."""
+    """Version of `checkpoint`; may be older than `version`."""
     sources: dict[tuple[str, bool], TasksetSource] = field(default_factory=dict)
-    """What tasksets that are no files were found to be, by name and by whether they are evals."""
+    """Resolved source of each taskset that is not a file, by (name, is eval)."""
     position: int = 0
-    """Everything up to this position of the log is in it."""
+    """Log position up to which this was read."""
 
 
 def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
-    """Return where the explorer that reads these tasksets stands. A log without batches is at the beginning.
-
-    Raises ConfigError for a log whose batches no explorer with these tasksets submitted.
-    """
+    """Read the progress of an explorer with these tasksets. Raises ConfigError if it did not submit the batches."""
     position = log.head().position
     rows = {b.batch_id: b for b in log.batches()}
     train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
@@ -68,8 +65,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         names = ", ".join(map(repr, tasksets))
         raise ConfigError(
             f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
-            f"{names}: choose another `name` (or `--set name=...`), or another `store.url` where the config names "
-            "one, so that its log stays what it is"
+            f"{names}. Choose another `name` (or `--set name=...`), or another `store.url` if the config sets one"
         )
     cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
     for step in steps:
@@ -97,10 +93,10 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
 
 
 def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
-    """Return what the tasksets of a run that are no files were found to be, by name and by whether they are evals."""
+    """Return the resolved source of each taskset that is not a file, by (name, is eval)."""
     events = (recorded.event for recorded in log.read(stream=TasksetResolved.stream))
-    found = (event.source for event in events if isinstance(event, TasksetResolved))
-    return {(source.taskset, source.is_eval): source for source in found}
+    sources = (event.source for event in events if isinstance(event, TasksetResolved))
+    return {(source.taskset, source.is_eval): source for source in sources}
 
 
 def _first_false(values: list[bool]) -> int:
@@ -108,22 +104,19 @@ def _first_false(values: list[bool]) -> int:
 
 
 def is_over(log: Log, row: BatchRow) -> bool:
-    """Return True if a step with a trainer has ended for good: there is something to train on, or a person aborted it.
-
-    The explorer submits it again where it was dropped as stale, or where each of its runs failed.
-    """
+    """Return whether a step is never submitted again: it gave something to train on, or a person aborted it."""
     if row.state == BatchLifecycleState.ABORTED:
         return not was_dropped_stale(log, row.batch_id)
     if row.state != BatchLifecycleState.FINALIZED:
         return False
     if row.finished or row.trained_step is not None:
-        return True  # so most need no fold
+        return True  # spares most batches the fold
     state = log.current(row.batch_id)
     return state is not None and state.state.ended and not state.failed_whole
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
-    """Return True if this batch, as it was last submitted, was aborted because its tokens were of too old weights."""
+    """Return whether the batch's last submission was aborted because its tokens came from too old weights."""
     dropped = False
     for recorded in log.events(batch_id):
         event = recorded.event
@@ -135,10 +128,7 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 
 
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
-    """Return how often each row of this taskset was used for training: in how many train batches it is a task.
-
-    An aborted batch uses nothing; one whose id was submitted again counts as it was submitted last.
-    """
+    """Return the number of train batches with each row of a taskset, without aborted and replaced submissions."""
     used: dict[str, list[int]] = {}
     for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
         event = recorded.event

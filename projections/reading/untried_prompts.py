@@ -1,7 +1,7 @@
-"""Which prompts were never tried: handed in, and no runner ever got one of their runs; or never handed in at all.
+"""Prompts that were never tried: no runner got one of their runs, or they were never submitted.
 
-A prompt is a row of a taskset, so one that was dropped in one batch and played in another was tried. A task without an
-index (a client's own) is a prompt of its own. What no batch ever held is known from how far the taskset was read.
+A prompt is a row of a taskset, so if one batch dropped it and another played it, it was tried. A task without an index
+(a client's own) is a separate prompt. How far each taskset was read shows which rows were never submitted.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trinity_es.projections.tables.batch_list import BatchRow
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 
 _FEW = 50
-"""Maximum number of prompts that are looked for in the other batches' bytes; for more, every batch is read."""
+"""Maximum number of prompts to search for in the stored bytes of other batches; above it, every batch is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Untried:
     taskset: str | None
     row: Any
-    """In its taskset; None for a task without an index."""
+    """Row in its taskset; None for a task without an index."""
     batch_id: BatchId
-    """The batch in which it was handed in last."""
+    """Last batch that contains it."""
     task: int
     reason: str
 
@@ -41,49 +41,46 @@ class Untried:
 class PromptsTried:
     tasks: int = 0
     sent: int = 0
-    """Of these, so many got to a runner."""
+    """Number of these tasks that were sent to a runner."""
     never: list[Untried] = field(default_factory=list)
     read: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By taskset, how far it was read: (pass, tasks read in that pass), both from 0."""
+    """(pass, tasks read in that pass) of each taskset, both counted from 0."""
 
 
 def prompts_tried(log: Log) -> PromptsTried:
-    """From all batches; only those of which not every task got to a runner are looked into."""
+    """Find the untried prompts of all batches, decoding as few batches as possible."""
     rows = log.batches()
-    out = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_read(log))
+    out = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
     partly = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
-    found: dict[Any, Untried] = {}
+    untried: dict[Any, Untried] = {}
     tried: set[Any] = set()
     for stream, row in partly.items():
         sent = {
             unit["task"] for item in log.read(stream=stream, types=["TasksDispatched"], after=row.first_position)
             for unit in orjson.loads(item.data)["units"]
         }
-        handed = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
-        for number, index in enumerate(i for item in handed for i in _indices(log, item)):
+        submissions = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
+        for number, index in enumerate(i for item in submissions for i in _indices(log, item)):
             key = _key(index) or (row.batch_id, number)
             if number in sent:
                 tried.add(key)
             else:
                 taskset = index.get("taskset")
-                found[key] = Untried(
+                untried[key] = Untried(
                     None if taskset is None else str(taskset), index.get("index"), row.batch_id, number, row.state
                 )
     for key in tried:
-        found.pop(key, None)
-    if any(untried.row is not None for untried in found.values()):
-        _forget_tried(log, {batch_stream(r.batch_id): r for r in rows}, found)
-    out.never = list(found.values())
+        untried.pop(key, None)
+    if any(prompt.row is not None for prompt in untried.values()):
+        _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried)
+    out.never = list(untried.values())
     return out
 
 
-def _forget_tried(log: Log, rows: dict[str, BatchRow], found: dict[Any, Untried]) -> None:
-    """Take out of `found` what another batch tried, or an earlier one of the same id.
-
-    What can't hold any of it is not decoded.
-    """
-    again: set[str] = set()
-    marks = [b'"index":' + orjson.dumps(u.row) for u in found.values() if u.row is not None]
+def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:
+    """Remove prompts that another batch or an earlier submission tried, skipping events whose bytes hold none."""
+    resubmitted: set[str] = set()
+    marks = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
     if len(marks) > _FEW:
         marks = [b""]
     for item in log.rare(["BatchSubmitted", "TasksAdded"]):
@@ -91,17 +88,17 @@ def _forget_tried(log: Log, rows: dict[str, BatchRow], found: dict[Any, Untried]
         if row is None:
             continue
         if item.position < row.first_position:
-            again.add(item.stream)
+            resubmitted.add(item.stream)
         elif row.sent == row.tasks and (b'"tasks":null' in item.data or any(mark in item.data for mark in marks)):
             for index in _indices(log, item):
-                found.pop(_key(index), None)
-    for stream in again:
+                untried.pop(_key(index), None)
+    for stream in resubmitted:
         for key in _tried_before(log, stream, rows[stream].first_position):
-            found.pop(key, None)
+            untried.pop(key, None)
 
 
 def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
-    """Yield the prompts that were tried under a batch's id before it was submitted at this position."""
+    """Yield the prompts that were tried under a batch's id before position `end`."""
     indices: list[dict[str, Any]] = []
     for item in log.read(stream=stream, types=["BatchSubmitted", "TasksAdded", "TasksDispatched"]):
         if item.position >= end:
@@ -113,24 +110,24 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
 
 
 def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:
-    """Return what makes a prompt the same in two batches; None where it has no index."""
+    """Return the identity of a prompt across batches; None without an index."""
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
 
-def _indices(log: Log, handed: Recorded) -> Iterator[dict[str, Any]]:
-    """Yield the index of each task that an event handed in; {} where it has none, or its payload is gone."""
-    event = handed.event
+def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
+    """Yield the index of each submitted task; {} if it has none or its payload is gone."""
+    event = submission.event
     assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
     tasks: list[Any] = []
     with contextlib.suppress(LogNotFound, PayloadNotFound, CorruptPayload):
         tasks = log.tasks_of(event)
-    for place in range(len(event.repeat_times)):
-        task = tasks[place] if place < len(tasks) else {}
+    for number in range(len(event.repeat_times)):
+        task = tasks[number] if number < len(tasks) else {}
         index = task.get("index") if isinstance(task, dict) else None
         yield index if isinstance(index, dict) else {}
 
 
-def _read(log: Log) -> dict[str, tuple[int, int]]:
+def _taskset_cursors(log: Log) -> dict[str, tuple[int, int]]:
     missing = {name.removeprefix("taskset/") for name in log.streams("taskset/")}
     out: dict[str, tuple[int, int]] = {}
     for item in log.rare(["TasksetAdvanced"], descending=True):

@@ -1,4 +1,4 @@
-"""The list of batches: a row each, chosen and sorted in the tables of the read models."""
+"""List of batches, one row each, filtered and sorted in the read models' tables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SORTS = {
     }.items()
 } | {"type": read_models.batches.c.batch_type,
      "seconds": read_models.batches.c.ended_at - read_models.batches.c.submitted_at}
-"""What a list of batches can be sorted by; rows without a value come last, equal ones in the order of submission."""
+"""Sort keys of a list of batches. Rows without a value come last, equal ones in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """One batch in a list: its latest submission."""
+    """Row of a batch's latest submission."""
 
     batch_id: BatchId
     batch_type: str
@@ -41,7 +41,7 @@ class BatchRow:
     experiences: int
     response_tokens: int
     reward: float | None
-    """Mean reward of the batch, once it is finalized."""
+    """Mean reward; None until it is finalized."""
     model_version: int | None
     submitted_at: float
     """Unix seconds."""
@@ -51,14 +51,14 @@ class BatchRow:
     trained_step: int | None
     trained_at: float | None
     failed: int
-    """Tasks of which a run failed for good."""
+    """Number of tasks with a run that failed for good."""
     dropped: int
-    """Tasks given up unfinished: the batch had enough, or was aborted."""
+    """Number of tasks given up unfinished, because the batch had enough or was aborted."""
     sent: int
-    """Tasks of which a runner got a unit; the others were never tried."""
+    """Number of tasks with a unit that a runner got; the others were never tried."""
     prompt_tokens: int
     staleness: float | None
-    """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
+    """Mean number of versions that its delivered experiences were behind the current weights when it was finalized."""
 
 
 _NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
@@ -69,9 +69,9 @@ def read_batches(
     connection: Connection, *, stream: str | None = None, state: str | None = None, batch_type: str | None = None,
     sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
 ) -> list[BatchRow]:
-    """Return batches, of one stream or all, as they were first submitted, or sorted by another of `SORTS`."""
+    """Return batches of one stream or all, in the order of their first submission or another order of `SORTS`."""
     key, c = SORTS[sort], read_models.batches.c
-    query = _chosen(select(*_COLUMNS), state, batch_type)
+    query = _filtered(select(*_COLUMNS), state, batch_type)
     if stream is not None:
         query = query.where(c.stream == stream)
     query = query.order_by(key.is_(None), key.desc() if descending else key.asc(), c.first_position)
@@ -82,11 +82,11 @@ def read_batches(
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
-    query = _chosen(select(func.count()).select_from(read_models.batches), state, batch_type)
+    query = _filtered(select(func.count()).select_from(read_models.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 
 
-def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
+def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
     c = read_models.batches.c
     if state is not None:
         query = query.where(c.state == state)

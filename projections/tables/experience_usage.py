@@ -1,8 +1,8 @@
-"""How often experiences were used: what trainers took and acknowledged, in two tables of the read models.
+"""Uses of experiences by trainers, in two tables of the read models.
 
-A use is a step of the trainer. Batches that it gets whole are used by being acknowledged (`BatchTrained`); out of the
-queue each experience is used by being taken. What is used again because the trainer came back from an older checkpoint
-is no second use: the steps in between are gone with their weights.
+A use is a training step. A whole batch is used when it is acknowledged (`BatchTrained`); an experience in the queue is
+used when it is taken. If a trainer returns to an older checkpoint and uses experiences again, that is no second use,
+because the steps in between are lost with their weights.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trinity_es.projections.freed_payloads import EXPERIENCES
 __all__ = ["STREAMS", "USED", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 
 STREAMS = (experience_queue.STREAM, EXPERIENCES)
-"""The streams that tell of uses, beside those of the batches."""
+"""Streams with events of uses, besides those of batches."""
 USED = (ev.BatchFinalized, ev.BatchTrained)
-"""The events of a batch that tell of them."""
+"""Batch events of deliveries and uses."""
 
 metadata = sa.MetaData()
 
@@ -34,7 +34,7 @@ _deliveries = sa.Table(
     "rm_delivery",
     metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),  # of the stream, at its BatchFinalized
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),  # stream version of the BatchFinalized
     sa.Column("position", sa.BigInteger, nullable=False),
     sa.Column("batch_id", sa.Text, nullable=False),
     sa.Column("experiences", sa.Integer, nullable=False),
@@ -45,10 +45,10 @@ _uses = sa.Table(
     "rm_use",
     metadata,
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # among those of this event
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # index within the event
     sa.Column("stream", sa.String(255), nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("taken", sa.Boolean, nullable=False),  # out of the queue; else the batch as a whole
+    sa.Column("taken", sa.Boolean, nullable=False),  # from the queue; if not, the batch as a whole
     sa.Column("first", sa.Integer, nullable=False),
     sa.Column("count", sa.Integer, nullable=False),
     sa.Column("step", sa.Integer),
@@ -60,34 +60,34 @@ _uses = sa.Table(
 _NEW_DELIVERY = Prepared(sa.insert(_deliveries))
 _NEW_USE = Prepared(sa.insert(_uses))
 _LATEST = Prepared(
-    sa.select(_deliveries.c.version, _deliveries.c.experiences).where(_deliveries.c.stream == sa.bindparam("of"))
+    sa.select(_deliveries.c.version, _deliveries.c.experiences).where(_deliveries.c.stream == sa.bindparam("stream"))
     .order_by(_deliveries.c.version.desc()).limit(1)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Some experiences in a row that were used more than once."""
+    """Consecutive experiences that were used more than once."""
 
     batch_id: BatchId
     first: int
-    """Among those that the batch delivered."""
+    """Index within the batch's delivery."""
     count: int
     steps: list[int | None]
-    """The steps that used them; None: the trainer did not say which."""
+    """Steps that used them; None: the trainer named no step."""
     positions: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Uses of what train batches delivered."""
+    """Numbers of experiences that train batches delivered, by how often they were used."""
 
     delivered: int = 0
     once: int = 0
     never: int = 0
     twice: list[Used] = field(default_factory=list)
     redone: int = 0
-    """Uses that were undone by a trainer that came back from an older checkpoint."""
+    """Uses undone by a trainer's return to an older checkpoint."""
 
     @property
     def more(self) -> int:
@@ -95,19 +95,19 @@ class Usage:
 
 
 def apply(group: Gathered, item: Recorded) -> None:
-    """Apply one more event of USED or of STREAMS."""
+    """Apply an event of type USED or of a stream in STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
             row = {"stream": item.stream, "version": item.version, "position": item.position,
                    "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
             group.add(_NEW_DELIVERY, row)
         case ev.BatchTrained(step=step):
-            if (delivered := _latest(group, item.stream)) is not None:
+            if (delivered := _last_delivery(group, item.stream)) is not None:
                 version, count = delivered
                 use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
-                _used(group, item, step, [use])
+                _add_uses(group, item, step, [use])
         case ev.ExperiencesTaken(items=items, step=step):
-            _used(group, item, step, [
+            _add_uses(group, item, step, [
                 {"stream": batch_stream(part.batch_id), "version": part.version, "taken": True, "first": part.first,
                  "count": part.count} for part in items
             ])
@@ -115,31 +115,31 @@ def apply(group: Gathered, item: Recorded) -> None:
             group.write().execute(sa.update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
-                if (delivered := _latest(group, stream)) is not None:
-                    of = _uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False)
-                    group.write().execute(sa.update(_uses).where(*of).values(undone=True))
+                if (delivered := _last_delivery(group, stream)) is not None:
+                    whole = _uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False)
+                    group.write().execute(sa.update(_uses).where(*whole).values(undone=True))
 
 
-def _latest(group: Gathered, stream: str) -> tuple[int, int] | None:
-    """Version and experiences of what a batch delivered last."""
+def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
+    """Return (stream version, experiences) of a batch's last delivery."""
     for new in reversed(group.waiting(_NEW_DELIVERY)):
         if new["stream"] == stream:
             return new["version"], new["experiences"]
-    row = _LATEST.first(group.connection, {"of": stream})
+    row = _LATEST.first(group.connection, {"stream": stream})
     return None if row is None else (row[0], row[1])
 
 
 def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | None:
-    """Batch id (JSON) and position of the first delivery after this position."""
+    """Return batch id (JSON) and position of the first delivery after this position."""
     c = _deliveries.c
     query = sa.select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
     row = connection.execute(query).one_or_none()
     return None if row is None else (row.batch_id, row.position)
 
 
-def _used(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
-    said = {"position": item.position, "step": step, "undone": False}
-    group.add(_NEW_USE, *(said | {"number": number} | use for number, use in enumerate(uses)))
+def _add_uses(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
+    common = {"position": item.position, "step": step, "undone": False}
+    group.add(_NEW_USE, *(common | {"number": number} | use for number, use in enumerate(uses)))
 
 
 def read_usage(connection: sa.Connection) -> Usage:
@@ -148,24 +148,24 @@ def read_usage(connection: sa.Connection) -> Usage:
     for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):
         uses.setdefault((row.stream, row.version), []).append(row)
     for delivery in connection.execute(sa.select(_deliveries).order_by(_deliveries.c.position)):
-        _count(delivery, uses.get((delivery.stream, delivery.version), []), out)
+        _count_uses(delivery, uses.get((delivery.stream, delivery.version), []), out)
     return out
 
 
-def _count(delivery: Any, uses: list[Any], out: Usage) -> None:
+def _count_uses(delivery: Any, uses: list[Any], out: Usage) -> None:
     total = delivery.experiences
     out.delivered += total
     out.redone += sum(use.count for use in uses if use.undone)
-    # Who takes from the queue may acknowledge the batch too, so that its payloads can be freed: that is no use.
+    # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
     queued = any(use.taken for use in uses)
     uses = [use for use in uses if use.taken == queued and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
-        mine = [use for use in uses if use.first <= start and use.first + use.count >= end]
-        if not mine:
+        covering = [use for use in uses if use.first <= start and use.first + use.count >= end]
+        if not covering:
             out.never += end - start
-        elif len(mine) == 1:
+        elif len(covering) == 1:
             out.once += end - start
         else:
-            out.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in mine],
-                                  [use.position for use in mine]))
+            out.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in covering],
+                                  [use.position for use in covering]))

@@ -1,7 +1,7 @@
-"""How many tasks ended on each host that joined: part of the read models (`projections.tables.read_models`).
+"""Number of tasks that ended on each host that joined: a table of the read models.
 
-A row a host, and one statement a host and commit. What the head's own runners finished is what is left of all, so a run
-on one host pays nothing for this table.
+It has one row for each host and takes one statement for each host and commit. All other tasks ended on the head's own
+runners, so a run on one host writes nothing here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.projections.host_states import host_of
 
-__all__ = ["ASKED", "NAME", "flush", "forget", "metadata", "read_finished"]
+__all__ = ["FORGET_TYPES", "NAME", "flush", "forget", "metadata", "read_finished"]
 
 NAME = "rm_host_work"
-ASKED = ("BatchSubmitted", "TaskFinished", "TaskReopened")
-"""Types of a batch's events that `forget` asks the log for."""
+FORGET_TYPES = ("BatchSubmitted", "TaskFinished", "TaskReopened")
+"""Types of a batch's events that `forget` reads from the log."""
 
 metadata = MetaData()
 
@@ -27,13 +27,13 @@ _work = Table(
     NAME,
     metadata,
     Column("host", String(255), primary_key=True),
-    Column("finished", BigInteger, nullable=False),  # tasks, of each batch as it was last submitted
+    Column("finished", BigInteger, nullable=False),  # tasks, counting each batch since its last submission
     sqlite_with_rowid=False,
 )
 
 
 def flush(connection: Connection, finished: Counter[str]) -> None:
-    """Add what ended on hosts, and forget it."""
+    """Add these counts to the table and clear them."""
     for host, count in finished.items():
         changed = update(_work).where(_work.c.host == host).values(finished=_work.c.finished + count)
         if connection.execute(changed).rowcount == 0:
@@ -42,10 +42,7 @@ def flush(connection: Connection, finished: Counter[str]) -> None:
 
 
 def forget(connection: Connection, item: Recorded, task: int | None = None) -> None:
-    """Take back what ended on hosts in the batch of this event, before it and since it was last submitted.
-
-    Of one task where it is given. This happens seldom, and the log is asked, in the same transaction.
-    """
+    """Subtract the tasks (or one task) of this batch that ended before this event. Rare, so it reads the log."""
     if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
         return
     e = schema.events.c
@@ -62,9 +59,9 @@ def forget(connection: Connection, item: Recorded, task: int | None = None) -> N
         event = orjson.loads(data)
         if name == "TaskFinished":
             ended[event["task"]] = event["runner"]
-        else:  # it was taken back then
+        else:  # subtracted at that event
             ended.pop(event["task"], None)
-    counts = Counter(host_of(runner) for of, runner in ended.items() if task in (None, of) and host_of(runner))
+    counts = Counter(host_of(runner) for number, runner in ended.items() if task in (None, number) and host_of(runner))
     flush(connection, Counter({host: -count for host, count in counts.items()}))
 
 

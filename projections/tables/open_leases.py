@@ -1,7 +1,6 @@
-"""The leases that are not released, as a table: the fold of the stream `leases`.
+"""Unreleased leases, the fold of stream `leases`, in a table of the read models.
 
-Part of the read models (`projections.tables.read_models`): changed in the transaction of each append, a row for each
-that is open, so that a coordinator finds them at once however many there ever were.
+It has one row for each open lease, so a coordinator reads them in the same time however many there ever were.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _table = Table(
     NAME,
     metadata,
     Column("lease", String(255), primary_key=True),
-    Column("position", BigInteger, nullable=False),  # of its LeaseTaken
+    Column("position", BigInteger, nullable=False),  # position of its LeaseTaken
     Column("data", Text, nullable=False),  # the `OpenLease` as JSON
 )
 _C = _table.c
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """Apply one more event of the stream `leases`, in the transaction that appends it."""
+    """Apply one event of stream `leases`, in the transaction that appends it."""
     key = item.event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     row = connection.execute(select(_table).where(_C.lease == key)).one_or_none()
-    leases = {} if row is None else {key: _lease(row.data)}
+    leases = {} if row is None else {key: _decode(row.data)}
     evolve_leases(leases, item.event)
     connection.execute(delete(_table).where(_C.lease == key))
     if key in leases:
@@ -50,18 +49,18 @@ def apply(connection: Connection, item: Recorded) -> None:
 
 @cache
 def _adapter() -> TypeAdapter[OpenLease]:
-    from pydantic import TypeAdapter  # here, not above: who reads no lease needs none
+    from pydantic import TypeAdapter  # imported here, because only readers of leases need it
 
     return TypeAdapter(OpenLease)
 
 
-def _lease(data: str) -> OpenLease:
+def _decode(data: str) -> OpenLease:
     return _adapter().validate_python(orjson.loads(data))
 
 
 def read_open(connection: Connection) -> OpenLeases:
-    """Return every lease that is not released, in the order in which they were taken; {} in a log of before leases."""
+    """Return the unreleased leases in the order in which they were taken; {} in a log older than leases."""
     if not inspect(connection).has_table(_table.name):
         return {}
     rows = connection.execute(select(_C.lease, _C.data).order_by(_C.position))
-    return {row.lease: _lease(row.data) for row in rows}
+    return {row.lease: _decode(row.data) for row in rows}

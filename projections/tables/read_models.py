@@ -1,7 +1,7 @@
-"""Tables that answer at once what a fold of the whole log would: batches, runners, weights, what was lost and why.
+"""Read models: tables that hold the fold of the whole log on batches, runners, weights and losses.
 
-They change in the transaction of the append (an `events.store` Projector), so they never lag and never run ahead, and
-recovery costs what is open, not what has ever been. `rebuild` makes them again from the log.
+They change in the transaction of each append (an `events.store` Projector), so they are always current, and recovery
+reads only what is open. `rebuild` makes them again from the log.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ batches = sa.Table(
     sa.Column("last_position", sa.BigInteger, nullable=False),
     sa.Column("trained_step", sa.Integer),
     sa.Column("trained_at", sa.Float),
-    sa.Column("failed", sa.Integer, nullable=False),  # tasks of which some run failed for good
+    sa.Column("failed", sa.Integer, nullable=False),  # tasks with a run that failed for good
     sa.Column("dropped", sa.Integer, nullable=False),  # tasks given up unfinished
-    sa.Column("sent", sa.Integer, nullable=False),  # tasks of which a runner got a unit
+    sa.Column("sent", sa.Integer, nullable=False),  # tasks with a unit that a runner got
     sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
     sa.Column("staleness", sa.Float),  # weights versions behind the current one when it was finalized, on average
     sa.Index("rm_batch_state", "state"),
@@ -63,7 +63,7 @@ failed_tasks = sa.Table(
     _metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
     sa.Column("task", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("kind", sa.String(32), nullable=False),  # of the first failure that was final
+    sa.Column("kind", sa.String(32), nullable=False),  # kind of the first final failure
     sqlite_with_rowid=False,
 )
 
@@ -87,19 +87,23 @@ def _tables() -> Iterator[sa.Table]:
 
 
 class ReadModels:
-    """All read models: a row a batch (its latest submission), an answer, an open lease; and a row for each life of a
-    runner, publication and load of weights, delivery of a batch, version that made some of it, use of some of it,
-    failed task, host that joined and finished some, and reason of a loss."""
+    """Projector of all read models. They hold one row for each:
+
+    - batch (its latest submission), failed task, and reason of a loss
+    - delivery of a batch, weights version in it, and use of its experiences
+    - life of a runner, publication and load of weights, and host that finished tasks
+    - open lease, and answer of the proxy
+    """
 
     name, version = "read_models", 6
 
     def create(self, connection: sa.Connection) -> None:
-        there = sa.inspect(connection)
-        names = set(there.get_table_names())
+        inspector = sa.inspect(connection)
+        names = set(inspector.get_table_names())
         for table in _tables():
-            if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
-                table.drop(connection)  # of another version: its rows are made again from the log
-        if "rm_runner" in names:  # older logs have it; rm_life tells the same
+            if table.name in names and {c["name"] for c in inspector.get_columns(table.name)} != set(table.c.keys()):
+                table.drop(connection)  # of another version; its rows are made again from the log
+        if "rm_runner" in names:  # in older logs; rm_life replaces it
             connection.execute(sa.text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
@@ -109,7 +113,7 @@ class ReadModels:
             connection.execute(sa.delete(table))
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
-        """Fold a group of events into their rows: few statements, however many events."""
+        """Fold a group of events into the tables with few statements."""
         group = _Group(connection)
         for item in recorded:
             if item.stream.startswith("batch/"):
@@ -126,7 +130,7 @@ class ReadModels:
 
 
 class _Group:
-    """What a group of events changes in the rows of batches, gathered until a row has to be right."""
+    """Changes of a group of events to rows of batches, gathered until `flush` writes them."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
@@ -170,20 +174,20 @@ class _Group:
         change = self._changes.get(item.stream)
         if change is None:
             self._changes[item.stream] = change = dict(_UNCHANGED)
-        _note(change, item, event)
-        if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
+        _gather(change, item, event)
+        if isinstance(event, ev.FinalizeFailed):  # pending if it is without tasks, as in `projections.batch`
             self.flush()
             connection.execute(sa.update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
                                .values(state=BatchLifecycleState.PENDING.value))
         elif isinstance(event, _LOSING):
-            self._note_loss(change, item, event)
+            self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
                 runner_history.attempt_lost(connection, item, event, self._dispatched, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
-    def _note_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        """Count what did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
+    def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+        """Count lost attempts by kind, tasks by reason, and experiences by operator."""
         lost: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:
@@ -194,8 +198,8 @@ class _Group:
                     change["failed"] += _FAILED.change(connection, row)
             case ev.TaskDropped():
                 lost["task", event.reason] = len(event.tasks)
-                known = {task for (task,) in _FAILED_TASKS.rows(connection, {"stream": item.stream})}
-                for task in known.intersection(event.tasks):  # it is dropped now
+                failed = {task for (task,) in _FAILED_TASKS.rows(connection, {"stream": item.stream})}
+                for task in failed.intersection(event.tasks):  # now counted as dropped
                     change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": task})
             case ev.TaskReopened():
                 change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": event.task})
@@ -203,7 +207,7 @@ class _Group:
                     lost["task", event.dropped] = -1
             case ev.BatchFinalized():
                 lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
-                if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
+                if (rest := event.dropped - sum(lost.values())) > 0:  # dropped by operators that name no experiences
                     lost["experience", ""] = lost.get(("experience", ""), 0) + rest
                 counts = [count for count, _ in event.model_versions]
                 if sum(counts):
@@ -239,24 +243,24 @@ _REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "tr
 _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
 
-def _new(name: str) -> sa.BindParameter[Any]:
+def _new_value(name: str) -> sa.BindParameter[Any]:
     return sa.bindparam(f"new_{name}", type_=batches.c[name].type)
 
 
-# One statement for every change: counts are added, and what is not null replaces.
+# One statement for all changes: it adds counts, and replaces other values unless the new one is null.
 _CHANGE = Prepared(
     sa.update(batches)
     .where(batches.c.stream == sa.bindparam("key"))
     .values(
-        {name: batches.c[name] + _new(name) for name in _ADDED}
-        | {name: sa.func.coalesce(_new(name), batches.c[name]) for name in _REPLACED}
-        | {"model_version": sa.case(  # the newest, whichever task ended last
-            (batches.c.model_version > _new("model_version"), batches.c.model_version),
-            else_=sa.func.coalesce(_new("model_version"), batches.c.model_version))}
+        {name: batches.c[name] + _new_value(name) for name in _ADDED}
+        | {name: sa.func.coalesce(_new_value(name), batches.c[name]) for name in _REPLACED}
+        | {"model_version": sa.case(  # keep the newest, since tasks end in any order
+            (batches.c.model_version > _new_value("model_version"), batches.c.model_version),
+            else_=sa.func.coalesce(_new_value("model_version"), batches.c.model_version))}
     )
 )
 _NEW = Prepared(sa.insert(batches))
-# In words, and the same on both: see `events.store.database.statements`.
+# SQL text that both databases accept: see `events.store.database.statements`.
 _ADD_LOSS = Prepared(sa.text(
     "INSERT INTO rm_loss (stream, what, why, count) VALUES (:stream, :what, :why, :count) "
     "ON CONFLICT (stream, what, why) DO UPDATE SET count = rm_loss.count + excluded.count"
@@ -270,17 +274,17 @@ _NOT_FAILED = Prepared(sa.delete(failed_tasks).where(*_OF_TASK))
 _FAILED_TASKS = Prepared(sa.select(failed_tasks.c.task).where(_OF_TASK[0]))
 
 
-def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+def _gather(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
     change["last_position"] = item.position
     match event:
         case ev.RunsFinished():
             change["response_tokens"] += event.response_tokens
             change["prompt_tokens"] += event.prompt_tokens
             change["experiences"] += sum(r.experiences for r in event.runs)
-            newest, here = event.model_version_end, change["model_version"]
-            change["model_version"] = newest if here is None else max(here, newest)
+            version, newest = event.model_version_end, change["model_version"]
+            change["model_version"] = version if newest is None else max(newest, version)
             change["finished"] += isinstance(event, ev.TaskFinished)
-        case ev.TasksDispatched():  # a task's first unit is sent first, and is its first attempt once
+        case ev.TasksDispatched():  # the first attempt of a task's first unit happens once
             change["state"] = BatchLifecycleState.RUNNING.value
             change["sent"] += sum(unit.run_id_base == 0 and unit.attempt == 1 for unit in event.units)
         case ev.TasksAdded():
@@ -289,7 +293,7 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["failed_attempts"] += 1
         case ev.TaskDropped():
             change["dropped"] += len(event.tasks)
-        case ev.TaskReopened():  # its tokens were made, and stay counted
+        case ev.TaskReopened():  # its tokens stay counted
             change["finished"] -= event.finished
             change["dropped"] -= bool(event.dropped)
             change["experiences"] -= event.experiences
@@ -299,7 +303,7 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["state"] = BatchLifecycleState.RUNNING.value
         case ev.BatchFinalized():
             change["state"], change["ended_at"] = BatchLifecycleState.FINALIZED.value, item.recorded_at
-            if (reward := mean_reward(event.result)) is not None:  # nothing replaces a value by null, see _CHANGE
+            if (reward := mean_reward(event.result)) is not None:  # _CHANGE never replaces a value with null
                 change["reward"] = reward
         case ev.BatchAborted():
             change["state"], change["ended_at"] = BatchLifecycleState.ABORTED.value, item.recorded_at
@@ -315,7 +319,7 @@ def projectors() -> list[ReadModels]:
 
 
 def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
-    """(stream, batch id) of every batch that has not ended, in the order of submission."""
+    """Return (stream, batch id) of every open batch, in the order of submission."""
     ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
     rows = connection.execute(
         sa.select(batches.c.stream, batches.c.batch_id)
@@ -326,13 +330,13 @@ def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
 
 
 def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
-    """Return the first train batch that was finalized after this position, and the position."""
-    found = log.query(lambda connection: experience_usage.next_delivery(connection, after))
-    return None if found is None else (orjson.loads(found[0]), found[1])
+    """Return the first train batch that was finalized after this position, and its position."""
+    delivery = log.query(lambda connection: experience_usage.next_delivery(connection, after))
+    return None if delivery is None else (orjson.loads(delivery[0]), delivery[1])
 
 
 def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, int]]:
-    """(stream, first position) of the finalized train batches, the newest first, at most `limit`."""
+    """Return (stream, first position) of at most `limit` finalized train batches, newest first."""
     rows = connection.execute(
         sa.select(batches.c.stream, batches.c.first_position)
         .where(batches.c.batch_type == "train", batches.c.state == BatchLifecycleState.FINALIZED.value)
@@ -343,10 +347,10 @@ def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, 
 
 
 def untrained_since(connection: sa.Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
-    """Return what a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
+    """Return the train batches that a trainer back at `step` has yet to use, as (batch id, first and last position).
 
-    (batch id, its first and its last position), by the step that it was trained in; then those never trained, as they
-    were finalized.
+    First those trained after `step`, in the order of their steps, then the untrained ones that were finalized up to
+    `position`, in that order.
     """
     c = batches.c
     rows = connection.execute(
@@ -373,7 +377,7 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    """Count over the batches of each type and state that there is."""
+    """Return counts over the batches of each type and state."""
     c = batches.c
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     query = sa.select(c.batch_type, c.state, sa.func.count(), *(sa.func.sum(c[name]) for name in summed))
@@ -387,7 +391,7 @@ def read_totals(connection: sa.Connection) -> list[Totals]:
 
 
 def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
-    """Return (what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
+    """Return the number of lost attempts, tasks and experiences by (what, why), of one batch or all."""
     c = losses.c
     query = sa.select(c.what, c.why, sa.func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:

@@ -1,8 +1,7 @@
-"""Runners' lives, and versions of the weights: what the streams `runner/...` and `weights` say, in tables.
+"""Runners' lives and weights versions, from streams `runner/...` and `weights`, in tables of the read models.
 
-Part of the read models (`projections.tables.read_models`): changed in the transaction of each append, a row a life, a
-publication, a load, and a version that made some of what a batch delivered. Nothing here happens once a task, but for
-the units that a dead runner takes along.
+There is one row for each life, publication, load, and version in a batch's delivery. The only events of tasks that
+change these tables are the attempts lost with a runner.
 """
 
 from __future__ import annotations
@@ -33,31 +32,28 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerIncarnation:
-    """One process of a runner, from its start to its end."""
 
     runner: str
     model: str
-    """Which model it serves: `rollout`, or an auxiliary one by its name."""
+    """Model that it serves: `rollout` or the name of an auxiliary model."""
     incarnation: int
     pid: int
     host: str
     engine: str
     places: int
     started_at: float | None
-    """Unix seconds, as all that end in `_at`; None where it ended before it could say so."""
+    """Unix seconds, like all fields that end in `_at`; None if it ended before it reported its start."""
     ready_at: float | None
     load_seconds: float | None
-    """What its engine took to load."""
     ended_at: float | None
     how: str
-    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this one's end is
-    not known, as where its whole system ended; `ended_at` is then when the later one began."""
+    """`running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: its end was not recorded, for
+    example because the whole system ended, and a later life began at `ended_at`."""
     reason: str
     model_version: int
     attempts_lost: int
-    """Units that it had when it ended."""
     seconds_lost: float
-    """From their dispatch to its end, of all of them together; not while its whole system was away."""
+    """Total time of the lost attempts from dispatch to its end, without the time that its whole system was down."""
 
     @property
     def state(self) -> str:
@@ -65,75 +61,75 @@ class RunnerIncarnation:
 
     @property
     def died(self) -> bool:
-        """It ended as nobody wanted."""
+        """True if it ended unintentionally."""
         return self.how in ("lost", "failed", "quarantined")
 
     @property
     def went_with_host(self) -> bool:
-        """It ended because its host was lost, or left: no fault of its own."""
+        """True if it ended because its host was lost or left, so that the runner is not at fault."""
         return self.died and went_with_host(self.runner, self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLives:
-    """A runner: its last life, and what all of them came to."""
+    """Last life of a runner, and totals over all its lives."""
 
     name: str
     last: RunnerIncarnation
     how: str
-    """Of the last, as it can be seen."""
+    """State of the last life, from `seen`."""
     lives: int
     deaths: int
-    """Those that went with their host too."""
+    """Number of unintentional ends, including those of `with_host`."""
     with_host: int
-    """Of its deaths, those that came because its host was lost, or left before it had ended."""
+    """Number of deaths because its host was lost or left."""
     attempts_lost: int
     seconds_lost: float
     all: list[RunnerIncarnation]
 
 
 def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> list[RunnerLives]:
-    """Return lives by runner, in the order of their names. `up`: whether their system has processes."""
-    found: dict[str, list[RunnerIncarnation]] = {}
+    """Group lives by runner, in natural order of names. `up`: whether the system's processes live."""
+    runners: dict[str, list[RunnerIncarnation]] = {}
     for life in lives:
-        found.setdefault(life.runner, []).append(life)
+        runners.setdefault(life.runner, []).append(life)
     return [
         RunnerLives(
-            name=name, last=of[-1], how=seen(of[-1], up), lives=len(of), deaths=sum(life.died for life in of),
-            with_host=sum(life.went_with_host for life in of), attempts_lost=sum(life.attempts_lost for life in of),
-            seconds_lost=sum(life.seconds_lost for life in of), all=of,
+            name=name, last=own[-1], how=seen(own[-1], up), lives=len(own), deaths=sum(life.died for life in own),
+            with_host=sum(life.went_with_host for life in own), attempts_lost=sum(life.attempts_lost for life in own),
+            seconds_lost=sum(life.seconds_lost for life in own), all=own,
         )
-        for name, of in sorted(found.items(), key=lambda item: natural(item[0]))
+        for name, own in sorted(runners.items(), key=lambda item: natural(item[0]))
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoad:
-    """One runner took a version in, or failed to."""
+    """Successful or failed load of a version by one runner."""
 
     runner: str
     incarnation: int
     at: float
-    """Unix seconds, when it had it."""
+    """Unix seconds of its end."""
     seconds: float
-    """What that took; 0 where it failed."""
+    """Load time; 0 if it failed."""
     error: str | None
-    """Why it failed; None: it serves the version."""
+    """Error if it failed, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsVersion:
-    """One version of the weights, and who took it in when. Version 0, the model as it was given, is never published."""
+    """Published version of the weights and its loads. Version 0, the original model, is never published."""
 
     version: int
     published_at: float
-    """Unix seconds, of its first publication."""
+    """Unix seconds of its first publication."""
     position: int
     method: str
-    """Of its last publication: a version in memory may be published again as a checkpoint."""
+    """Method of its last publication: a version in memory may be published again as a checkpoint."""
     path: str
     loads: list[WeightsLoad] = field(default_factory=list)
-    """In order; engines that came up with this version did not load it separately."""
+    """Loads in order, without engines that started with this version."""
     failures: list[WeightsLoad] = field(default_factory=list)
 
 
@@ -189,7 +185,7 @@ _made = sa.Table(
     "rm_made",
     metadata,
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),  # of the BatchFinalized
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),  # position of the BatchFinalized
     sa.Column("stream", sa.String(255), nullable=False),
     sa.Column("experiences", sa.Integer, nullable=False),
     sqlite_with_rowid=False,
@@ -207,12 +203,12 @@ _LAST_PUBLISHED = Prepared(sa.select(_published.c.version).order_by(_published.c
 
 
 def stored(value: str, limit: int = 2000) -> str:
-    """Return a text as every database can hold it: PostgreSQL has no NUL in a text."""
+    """Return the text without NUL, which PostgreSQL can't store, cut to `limit` characters."""
     return value[:limit].replace("\0", "\ufffd")
 
 
 def apply(group: Gathered, item: Recorded) -> None:
-    """Apply one more event of `weights` or of a runner."""
+    """Apply one event of stream `weights` or of a runner's stream."""
     connection, event, at = group.connection, item.event, item.recorded_at
     match event:
         case ev.WeightsPublished():
@@ -220,18 +216,18 @@ def apply(group: Gathered, item: Recorded) -> None:
                    "path": stored(event.path)}
             group.add(_NEW_PUBLISHED, row)
         case ev.RunnerStarted():
-            _put(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
+            _write_life(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
                  engine=stored(event.engine), started_at=at)
         case ev.RunnerReady():
-            _put(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
+            _write_life(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
                  model_version=event.model_version, how="running", ended_at=None, reason="")
         case ev.ConcurrencyChanged():
-            _put(connection, item, event, places=event.places)
+            _write_life(connection, item, event, places=event.places)
         case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerQuarantined() | ev.RunnerRetired():
-            _end(connection, item, event)
+            _end_life(connection, item, event)
         case ev.WeightsLoaded() | ev.WeightsFailed():
             if isinstance(event, ev.WeightsLoaded):
-                _put(connection, item, event, model_version=event.version)
+                _write_life(connection, item, event, model_version=event.version)
             error: str | None = getattr(event, "error", None)
             group.add(_NEW_LOAD, {
                 "position": item.position, "version": event.version, "runner": stored(event.runner, 255),
@@ -239,8 +235,8 @@ def apply(group: Gathered, item: Recorded) -> None:
                 "error": error and stored(error)})
 
 
-def _put(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
-    """Change the row of the life that the event names, or make it."""
+def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
+    """Update or insert the row of the event's life."""
     key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
     new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
     if not _change_life(tuple(values)).change(connection, new):
@@ -254,21 +250,21 @@ def _change_life(names: tuple[str, ...]) -> Prepared:
     return Prepared(sa.update(_lives).where(*of_life).values(new))
 
 
-def _end(connection: sa.Connection, item: Recorded, event: Any) -> None:
-    """End a life. The first end counts; one that comes later (lost, then quarantined) may say more of it."""
+def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
+    """End a life. The first end sets the time; a later one (lost, then quarantined) may set state and reason."""
     c, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
     query = sa.select(c.how, c.ended_at, c.reason).where(
         c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
     )
-    known = connection.execute(query).one_or_none()
-    if known is None or known.ended_at is None:
-        _put(connection, item, event, how=how, reason=stored(reason), ended_at=item.recorded_at)
+    life = connection.execute(query).one_or_none()
+    if life is None or life.ended_at is None:
+        _write_life(connection, item, event, how=how, reason=stored(reason), ended_at=item.recorded_at)
     elif how != "retired":
-        _put(connection, item, event, how=how, reason=stored(reason) or known.reason)
+        _write_life(connection, item, event, how=how, reason=stored(reason) or life.reason)
 
 
 def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
-    """Count the experiences that a batch delivered by the versions that made them."""
+    """Record the number of a batch's delivered experiences by weights version."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count
@@ -278,31 +274,31 @@ def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
 
 
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
-"""Runner, incarnation, task, first run, attempt -> versions and times at which a batch's stream says it was sent."""
+"""(stream version, unix seconds) of each dispatch in a batch, by (runner, incarnation, task, first run, attempt)."""
 
 
 def attempt_lost(
-    connection: sa.Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched],
-    system_ends: dict[str, float | None],
+    connection: sa.Connection, item: Recorded, event: ev.AttemptFailed,
+    dispatches: dict[tuple[str, str, int], Dispatched], system_ends: dict[str, float | None],
 ) -> None:
-    """Count what an attempt cost that ended with its runner to the runner's life.
+    """Add an attempt that was lost with its runner to the row of the runner's life.
 
-    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life,
-    and `system_ends` when the system ended under it, by append.
+    The dispatch time is read from the log, in the same transaction. `dispatches` caches these times by stream and life,
+    `system_ends` the ends of the whole system by append.
     """
     c = _lives.c
     life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
     row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
-    if row is None:  # nothing is known of that life, and it has no row to count this to
+    if row is None:  # a life without a row
         return
-    of = item.stream, event.runner, event.incarnation
-    if of not in known:  # only since that life began: the stream may be long
-        known[of] = _dispatched(connection, item.stream, row.first_position)
+    batch_life = item.stream, event.runner, event.incarnation
+    if batch_life not in dispatches:  # read only since the life began, since the stream may be long
+        dispatches[batch_life] = _dispatch_times(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
-    before = [at for version, at in known[of].get(key, []) if version < item.version]
+    before = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
-        system_ends[item.commit_id] = _system_ended(connection, item)
-    until = item.recorded_at  # it may be told long after the end of its life, or of the whole system
+        system_ends[item.commit_id] = _system_end(connection, item)
+    until = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
     if row.ended_at is not None:
         until = min(row.ended_at, until)
     elif (ended := system_ends[item.commit_id]) is not None:
@@ -314,12 +310,8 @@ def attempt_lost(
     )
 
 
-def _system_ended(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return when a system was last heard that ended as a whole, in unix seconds.
-
-    That is where an event is of the append with which the next coordinator started, and said what it found; None
-    where it is not.
-    """
+def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
+    """Return the time of a system's last event, if this loss is in the commit of the next coordinator's start."""
     e = schema.events.c
     start = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
@@ -332,67 +324,62 @@ def _system_ended(connection: sa.Connection, item: Recorded) -> float | None:
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
-    """Select the last event before a coordinator's start, which has this position and is of this append.
-
-    It is not of that append, nor what was noted while nobody led: of the clock, or of what a person gave up.
-    """
+    """Select the last event before a coordinator's start, skipping those recorded while there was no coordinator."""
     e = schema.events.c
     return sa.select(schema.events).where(
         e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])
     ).order_by(e.position.desc()).limit(1)
 
 
-def _dispatched(connection: sa.Connection, stream: str, after: int) -> Dispatched:
+def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispatched:
     e = schema.events.c
     query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
     )
-    found: Dispatched = {}
+    times: Dispatched = {}
     for version, at, data in connection.execute(query.order_by(e.version)):
-        sent = orjson.loads(data)
-        for unit in sent["units"]:
-            key = sent["runner"], sent["incarnation"], unit["task"], unit["run_id_base"], unit["attempt"]
-            found.setdefault(key, []).append((version, at))
-    return found
+        event = orjson.loads(data)
+        for unit in event["units"]:
+            key = event["runner"], event["incarnation"], unit["task"], unit["run_id_base"], unit["attempt"]
+            times.setdefault(key, []).append((version, at))
+    return times
 
 
 def published(connection: sa.Connection) -> int:
-    """Return the current version of the weights; 0 where none was published."""
+    """Return the current weights version; 0 if none was published."""
     row = _LAST_PUBLISHED.first(connection, {})
     return 0 if row is None else int(row[0])
 
 
 def published_so_far(group: Gathered) -> int:
-    """Return the same within a group of events."""
+    """Return the current weights version, including events of this group that are not written yet."""
     waiting = group.waiting(_NEW_PUBLISHED)
     return int(waiting[-1]["version"]) if waiting else published(group.connection)
 
 
 def natural(name: str) -> list[str | int]:
-    """Return a key by which runner-2 comes before runner-10."""
+    """Return a sort key that puts runner-2 before runner-10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def seen(life: RunnerIncarnation, up: bool | None) -> str:
-    """`how` it is for who looks now: `gone` where its log holds no end of it, and its system has no process (`up` is
-    False) that could write one."""
+    """Return the life's `how`, or `gone` if it still runs by the log but its system is down (`up` is False)."""
     return "gone" if life.how == "running" and up is False else life.how
 
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     rows = connection.execute(sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerIncarnation] = []
-    for row, after in zip_longest(rows, rows[1:]):
+    for row, successor in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
-        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
-        if replaced and after is not None:
-            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
+        if successor is not None and successor["runner"] == row["runner"] and row["ended_at"] is None:
+            values |= {"how": "replaced", "ended_at": successor["started_at"] or successor["ended_at"]}
         out.append(RunnerIncarnation(**values))
     return out
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
-    """Last incarnation and state of every runner."""
+    """Return (last incarnation, state) of each runner."""
     return {life.runner: (life.incarnation, life.state) for life in read_lives(connection)}
 
 
@@ -403,27 +390,24 @@ def last_incarnation(connection: sa.Connection) -> int:
 def read_weights(
     connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
-    """Return every version that was published, in the order of its first publication; or one, or the newest.
-
-    With `limit`, so many of them, without the `offset` newest ones.
-    """
+    """Return the published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
     first = sa.func.min(_published.c.position)
-    chosen = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    selected = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
     if version is not None:
-        chosen = chosen.where(_published.c.version == version)
+        selected = selected.where(_published.c.version == version)
     if limit is not None:
-        chosen = chosen.limit(limit).offset(offset)
-    found: dict[int, dict[str, Any]] = {}
-    published = sa.select(_published).where(_published.c.version.in_(chosen)).order_by(_published.c.position)
+        selected = selected.limit(limit).offset(offset)
+    versions: dict[int, dict[str, Any]] = {}
+    published = sa.select(_published).where(_published.c.version.in_(selected)).order_by(_published.c.position)
     for row in connection.execute(published):
         new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
-        found.setdefault(row.version, new).update(method=row.method, path=row.path)
+        versions.setdefault(row.version, new).update(method=row.method, path=row.path)
     c = _loads.c
-    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
-    for of_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
+    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(selected))
+    for loaded_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
         load = WeightsLoad(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
-        found[of_version]["loads" if error is None else "failures"].append(load)
-    return [WeightsVersion(**values) for values in found.values()]
+        versions[loaded_version]["loads" if error is None else "failures"].append(load)
+    return [WeightsVersion(**values) for values in versions.values()]
 
 
 def count_weights(connection: sa.Connection) -> int:
@@ -431,13 +415,13 @@ def count_weights(connection: sa.Connection) -> int:
 
 
 def read_made(connection: sa.Connection) -> dict[int, int]:
-    """Version (0, the model as it was given, too) -> how many of the experiences that batches delivered it made."""
+    """Return the number of delivered experiences by weights version, version 0 (the original model) included."""
     query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}
 
 
 def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
-    """(stream of a batch, how many of what it delivered this version made), the newest first, at most `limit`."""
+    """Return at most `limit` (batch stream, number of its delivered experiences from this version), newest first."""
     query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
     return [(stream, count) for stream, count in connection.execute(
         query.order_by(_made.c.position.desc()).limit(limit))]

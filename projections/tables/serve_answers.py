@@ -1,7 +1,6 @@
-"""The answers of the proxy (mode `serve`): given, rewarded, delivered. The fold of the stream `answers`.
+"""Answers of the proxy (mode `serve`), the fold of stream `answers`, in a table of the read models.
 
-A table that is kept up to date in the transaction of each append, so that neither a reward for an answer of last week
-nor a start costs more for all that were ever given.
+With it, neither a start nor a reward for an old answer takes longer as answers accumulate.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class AnswerState:
     payload: ev.PayloadRef | None
     model_version: int
     reward: float | None = None
-    """None: nobody posted one yet."""
+    """None until one is posted."""
     task: str | None = None
     run: int | None = None
     delivered: bool = False
@@ -39,7 +38,7 @@ _RECORDED, _REWARDED, _DELIVERED = "recorded", "rewarded", "delivered"
 _table = sa.Table(
     "rm_answer",
     metadata,
-    sa.Column("number", sa.Integer, primary_key=True),  # the order in which they were recorded
+    sa.Column("number", sa.Integer, primary_key=True),  # order of recording
     sa.Column("message", sa.String(255), nullable=False, unique=True),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("digest", sa.String(128)),
@@ -54,7 +53,7 @@ _table = sa.Table(
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:
-    """Apply one more event, in the transaction that appends it."""
+    """Apply one event, in the transaction that appends it."""
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
@@ -63,9 +62,9 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
                 connection.execute(sa.insert(_table), rows)
         case ev.AnswersRewarded():
             new = {"state": _REWARDED, "reward": event.reward, "task": event.task, "run": event.run}
-            _change(connection, event.messages, new)
+            _update_rows(connection, event.messages, new)
         case ev.AnswersDelivered():
-            _change(connection, event.messages, {"state": _DELIVERED})
+            _update_rows(connection, event.messages, {"state": _DELIVERED})
 
 
 def _new_row(number: int, answer: ev.Answer) -> dict[str, object]:
@@ -77,39 +76,39 @@ def _new_row(number: int, answer: ev.Answer) -> dict[str, object]:
     }
 
 
-def _change(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
+def _update_rows(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
     statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(new)
     if messages:
         connection.execute(statement, [{"key": m} for m in messages])
 
 
 def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
-    found: dict[str, AnswerState] = {}
+    states: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(sa.select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
-        found |= {row.message: _state(row) for row in rows}
-    return found
+        states |= {row.message: _to_state(row) for row in rows}
+    return states
 
 
 def read_all(connection: sa.Connection) -> dict[str, AnswerState]:
-    """Return every answer by its message id, in the order in which they were recorded."""
+    """Return all answers by message id, in the order of recording."""
     rows = connection.execute(sa.select(_table).order_by(_table.c.number))
-    return {row.message: _state(row) for row in rows}
+    return {row.message: _to_state(row) for row in rows}
 
 
 def to_deliver(connection: sa.Connection) -> list[AnswerState]:
-    """Return answers rewarded and not delivered, in the order in which they were recorded."""
+    """Return the answers that are rewarded and not delivered, in the order of recording."""
     query = sa.select(_table).where(_table.c.state == _REWARDED).order_by(_table.c.number)
-    return [_state(row) for row in connection.execute(query)]
+    return [_to_state(row) for row in connection.execute(query)]
 
 
 def counts(connection: sa.Connection) -> dict[str, int]:
-    """Return how many are `recorded` (and wait for a reward), `rewarded`, `delivered`."""
+    """Return the numbers of answers that are `recorded` (waiting for a reward), `rewarded` and `delivered`."""
     rows = connection.execute(sa.select(_table.c.state, sa.func.count()).group_by(_table.c.state))
     return dict.fromkeys((_RECORDED, _REWARDED, _DELIVERED), 0) | {row[0]: row[1] for row in rows}
 
 
-def _state(row: sa.Row[tuple[object, ...]]) -> AnswerState:
+def _to_state(row: sa.Row[tuple[object, ...]]) -> AnswerState:
     ref = None if row.digest is None else ev.PayloadRef(digest=row.digest, first=row.first, count=row.choices)
     return AnswerState(
         message=row.message, payload=ref, model_version=row.model_version, reward=row.reward, task=row.task,

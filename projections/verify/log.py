@@ -1,12 +1,12 @@
-"""Whether a log and all that belongs to it are what was written: the work behind `Log.verify` and `trinity-es verify`.
+"""Integrity check of a log and everything that belongs to it, for `Log.verify` and `trinity-es verify`.
 
-One pass over the events checks the chain (events/store/checks/verify), computes every final result again, and folds the
-read models into tables of their own in a temporary SQLite database. Then, in one transaction: every row of the read
-models against those, the checkpoints, the leases, the definitions of the tables. Last the payloads: all of them, by
-their digests, and those that somebody needs. Nothing is repaired and nothing is written. Memory does not grow with the
-events; what is compared lies in the temporary file.
+One pass over the events checks the hash chain (events/store/checks/verify), recomputes every final result, and folds
+the read models into a temporary SQLite database. Then one transaction compares every row of the log's read models with
+those, and checks the checkpoints, leases and table definitions. Last, every payload is checked against its digest, and
+missing ones are report. Nothing is written or repaired. Memory does not grow with the events, because compared values
+lie in the temporary file.
 
-What it can't see is named in docs/OBSERVABILITY.md.
+docs/OBSERVABILITY.md names what this can't detect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 _SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
-# Before UPDATE, DELETE and TRUNCATE, for each statement, always; and its function does nothing but refuse.
+# The trigger must be enabled, unconditional, before each UPDATE, DELETE and TRUNCATE, with the function that refuses.
 _GUARD = text(
     "SELECT tgenabled IN ('O', 'A') AND tgtype = 58 AND tgqual IS NULL AND prosrc = :body "
     "FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
@@ -62,26 +62,24 @@ _NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "e
 @dataclass(slots=True, kw_only=True)
 class Verification:
     url: str
-    """Where the log is, without a password."""
+    """URL of the log, without a password."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, each with its place; [] where the log is sound."""
+    """Problems, each with its place; [] if the log is sound."""
     notes: list[str] = field(default_factory=list)
-    """What is worth knowing and no fault: payloads that no event names, say."""
+    """Observations that are no problems, such as payloads that no event names."""
     events: int = 0
-    """The last position that was checked."""
+    """Last checked position."""
     batches: int = 0
     payloads: int = 0
 
 
 def canonical(value: Any) -> bytes:
-    """Return one byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
+    """Serialize a JSON value so that equal bytes mean equal values, floats to the last bit."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """Return the final result, computed anew from what the events before it say; as an older release computed it, where
-    the stored one is that.
-    """
+    """Recompute the final result from the state before it. If an older form equals the stored one, return that."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     stored = canonical(finalized.result)
     results = (batch_result(state, metrics, form=form) for form in range(RESULT_FORMS, 0, -1))
@@ -91,27 +89,27 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
 def verify_log(
     url: str, progress: Progress | None = None, payload_progress: Progress | None = None, folder: str = "",
 ) -> Verification:
-    """Return everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
+    """Check the log at a database URL or file path. Its run may go on meanwhile.
 
-    `progress(done, of)` counts events, `payload_progress` payloads. `folder`: where this host's memory of the log is,
-    if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
-    was one, and LogUnavailable where it can't be reached: there is no answer then.
+    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: the folder with this host's memory of
+    the log, if it is neither where the log says nor beside it. Raises LogNotFound, NotALog for something that never was
+    a log, and LogUnavailable if it can't be reached.
     """
     try:
         log = EventLog.open(url, read_only=True)
     except (errors.NotALog, errors.LogCorrupt, errors.LogTooNew) as e:
         if isinstance(e, errors.NotALog) and not _was_log(url):
             raise
-        return Verification(url=masked(url), problems=[e.message, *_of_file(url)])
+        return Verification(url=masked(url), problems=[e.message, *_damaged_pages(url)])
     except UNREADABLE as e:  # a schema that SQLite can't read
         problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
-        return Verification(url=masked(url), problems=[problem, *_of_file(url)])
+        return Verification(url=masked(url), problems=[problem, *_damaged_pages(url)])
     with log:
         return verify_open(log, url, progress, payload_progress, folder)
 
 
 def _was_log(url: str) -> bool:
-    """Return True if a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
+    """Return whether an unreadable file was a log, by the names of a log's tables near its beginning."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False
@@ -120,8 +118,8 @@ def _was_log(url: str) -> bool:
     return b"es_log_head" in beginning or b"es_event" in beginning
 
 
-def _of_file(url: str) -> list[str]:
-    """Return what there is to say of a file that can't be opened as a log."""
+def _damaged_pages(url: str) -> list[str]:
+    """Return the page errors of a file that can't be opened as a log."""
     path = file_of(url)
     if path is None or not path.is_file():
         return []
@@ -135,46 +133,45 @@ def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
     folder: str = "",
 ) -> Verification:
-    """Return the same for a log that is open; `url` is where its payloads are looked for."""
-    found = Verification(url=log.url)
-    claims = remembered.claims(log, url, folder)  # before the log is read, which may go on meanwhile
+    """Check an open log like `verify_log`; `url` leads to its payload store."""
+    report = Verification(url=log.url)
+    claims = remembered.claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
-        found.problems += log.verify(progress, fold)
-        found.problems += fold.problems.told()
-        found.notes += fold.notes
+        report.problems += log.verify(progress, fold)
+        report.problems += fold.problems.told()
+        report.notes += fold.notes
         if lost := remembered.lost(log, claims):
-            found.problems.append(lost)
-        found.events, found.batches = fold.last, len(fold.batches)
+            report.problems.append(lost)
+        report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
         payloads.check(payload_progress)
-        found.problems += payloads.problems.told()
-        found.notes += payloads.notes
-        found.payloads = payloads.read
-    return found
-
+        report.problems += payloads.problems.told()
+        report.notes += payloads.notes
+        report.payloads = payloads.read
+    return report
 
 
 # --- one pass over the events -----------------------------------------------------------------------------------------
 class _Fold:
-    """Takes events in (a `store.verify.Watcher`); knows what the tables must hold, and who needs which payload."""
+    """Fold of all events (a `store.verify.Watcher`) into the expected tables and the payloads needed."""
 
     def __init__(self, log: EventLog, projectors: Sequence[Projector]) -> None:
         self._log = log
         self.problems, self.notes = Problems(), list[str]()
         self.last = 0
         self.batches: dict[str, tuple[str, int]] = {}
-        """State and number of tasks of every batch, by stream."""
+        """(state, number of tasks) of each batch, by stream."""
         self._projectors = projectors
         self._open: dict[str, BatchState] = {}
         self._lost: set[str] = set()
-        """Streams whose events could not be folded to their end."""
+        """Streams with an event that could not be folded."""
         self._folds = True
         self._epochs: dict[str, int] = {}
         self._leases_open: OpenLeases = {}
         self._started: ev.CoordinatorStarted | None = None
         self._starts: list[tuple[int, str]] = []
-        """Position and append of the last coordinator's start before a page of events, and of those in it."""
-        # A name of "" is a file of its own that SQLite deletes when it is closed: beside memory, on disk.
+        """(position, commit id) of each coordinator's start in this page of events, and of the last one before."""
+        # The name "" makes a temporary database that spills to disk and that SQLite deletes on close.
         self.scratch = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
             self.scratch.execute(f"PRAGMA {pragma}")
@@ -186,13 +183,12 @@ class _Fold:
             projector.create(self._connection)
         self._defined = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
         schema.drop_triggers(self._connection)
-        self._of_hosts = False
-        """A host has joined: until one does no task ends elsewhere."""
+        self._has_hosts = False
+        """True if a host has joined; before that, all tasks end on the head's own runners."""
         self.needs = Needs(self.scratch)
-        self.scratch.execute("BEGIN")  # one for all: it is never committed
+        self.scratch.execute("BEGIN")  # never committed
 
     def close(self) -> None:
-        """Let go of the temporary database."""
         self._connection.close()
         self._engine.dispose()
 
@@ -202,12 +198,12 @@ class _Fold:
             if "lease" in item.metadata:
                 self._epochs[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
             if item.stream.startswith("batch/"):
-                self._of_batch(item)
+                self._take_batch_event(item)
             elif isinstance(item.event, ev.CoordinatorStarted):
                 self._started = item.event
                 self._starts.append((item.position, item.commit_id))
             elif item.stream == ev.LeaseTaken.stream:
-                self._of_leases(item)
+                self._take_lease_event(item)
         self.needs.take(recorded)
         if self._folds:
             self._project(recorded)
@@ -215,66 +211,64 @@ class _Fold:
 
     def _project(self, recorded: Sequence[Recorded]) -> None:
         try:
-            self._lend(recorded)
+            self._copy_events_to_read(recorded)
             for projector in self._projectors:
                 projector.apply(self._connection, recorded)
             self._connection.execute(delete(schema.events))
-        except errors.LogUnavailable:  # a database that is away says nothing of the log
+        except errors.LogUnavailable:  # an unreachable database is no problem of the log
             raise
-        except Exception as e:  # of events that were changed, anything
+        except Exception as e:  # changed events may raise anything
             self._folds = False
             self.problems.add(
                 f"positions {recorded[0].position} to {recorded[-1].position}: the read models can't be folded from "
                 f"them, and are not compared: {type(e).__name__}: {e}"
             )
 
-    def _lend(self, recorded: Sequence[Recorded]) -> None:
-        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched, how long a
-        system lasted that ended under them, and where the tasks had ended that are run again.
-        """
-        asked: dict[str, set[str]] = {}
+    def _copy_events_to_read(self, recorded: Sequence[Recorded]) -> None:
+        """Copy the earlier events (dispatches, starts, ends of tasks) that the projectors read."""
+        types_by_stream: dict[str, set[str]] = {}
         queries: list[Select[Any]] = []
         for item in recorded:
             match item.event:
                 case ev.AttemptFailed() if item.event.kind == "runner_lost":
-                    asked.setdefault(item.stream, set()).add("TasksDispatched")
+                    types_by_stream.setdefault(item.stream, set()).add("TasksDispatched")
                     if not queries:
-                        place = schema.events.c.position
-                        queries = [select(schema.events).where(place == position) for position, _ in self._starts]
+                        column = schema.events.c.position
+                        queries = [select(schema.events).where(column == position) for position, _ in self._starts]
                         queries += [runner_history.before_start(*start) for start in self._starts]
                 case ev.HostJoined():
-                    self._of_hosts = True
-                case ev.BatchSubmitted() | ev.TaskReopened() if self._of_hosts and item.version > 1:
-                    asked.setdefault(item.stream, set()).update(host_work.ASKED)
+                    self._has_hosts = True
+                case ev.BatchSubmitted() | ev.TaskReopened() if self._has_hosts and item.version > 1:
+                    types_by_stream.setdefault(item.stream, set()).update(host_work.FORGET_TYPES)
         queries += [
             select(schema.events).where(
                 schema.events.c.stream == stream, schema.events.c.type.in_(sorted(types)),
                 recorded[-1].position >= schema.POSITION_IN_STREAM,
             )
-            for stream, types in asked.items()
+            for stream, types in types_by_stream.items()
         ]
-        lent: dict[int, dict[str, Any]] = {}
+        events: dict[int, dict[str, Any]] = {}
         for query in queries:
-            rows = self._log.query(lambda c, of=query: [dict(row) for row in c.execute(of).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-            lent |= {row["position"]: row for row in rows}
-        if lent:
-            self._connection.execute(insert(schema.events), list(lent.values()))
+            rows = self._log.query(lambda c, query=query: [dict(row) for row in c.execute(query).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            events |= {row["position"]: row for row in rows}
+        if events:
+            self._connection.execute(insert(schema.events), list(events.values()))
 
-    def _of_batch(self, item: Recorded) -> None:
+    def _take_batch_event(self, item: Recorded) -> None:
         if isinstance(item.event, ev.BatchSubmitted):
             self._lost.discard(item.stream)
         if item.stream in self._lost:
             return
         try:
             self._fold_batch(item)
-        except Exception as e:  # of events that were changed, anything
+        except Exception as e:  # changed events may raise anything
             self._lost.add(item.stream)
             self._open.pop(item.stream, None)
             self.problems.add(f"position {item.position} ({item.stream} {item.version}, {item.type}): it can't follow "
                               f"what came before it: {type(e).__name__}: {e}")
 
-    def _of_leases(self, item: Recorded) -> None:
-        """Fold one event about a lease: it follows, and who takes one has an attempt that plays."""
+    def _take_lease_event(self, item: Recorded) -> None:
+        """Fold one lease event, and check that the attempt that takes a lease is running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
             evolve_leases(self._leases_open, item.event)
@@ -285,13 +279,13 @@ class _Fold:
             stream, unit = batch_stream(taken.batch_id), taken.unit
             batch = self._open.get(stream)
             flight = None if batch is None else batch.flights.get((unit.task, unit.run_id_base))
-            its = flight is not None and (flight.runner, flight.incarnation, flight.unit) == (
+            running = flight is not None and (flight.runner, flight.incarnation, flight.unit) == (
                 taken.runner, taken.incarnation, unit)
-            if not its and stream not in self._lost:
-                self.problems.add(f"{where}: the attempt that took it was not with its runner")
+            if not running and stream not in self._lost:
+                self.problems.add(f"{where}: the attempt that took it was not running on that runner")
 
     def _fold_batch(self, item: Recorded) -> None:
-        """Fold one event of a batch. Ended ones are not kept: what comes later changes nothing that is compared."""
+        """Fold one event of a batch. Later events of an ended batch change nothing that is compared."""
         event, stream = item.event, item.stream
         state = self._open.get(stream)
         if state is None and stream in self.batches and not isinstance(event, ev.BatchSubmitted):
@@ -309,7 +303,7 @@ class _Fold:
         else:
             self._open[stream] = state
 
-    # --- tables against it ------------------------------------------------------------------------------------------
+    # --- comparison with the tables ---------------------------------------------------------------------------------
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
@@ -318,8 +312,8 @@ class _Fold:
         query = text("SELECT version FROM es_checkpoint WHERE name = :name")
         older = connection.execute(query, {"name": models.name}).scalar()
         if type(older) is int and 0 < older < models.version:
-            self.problems.add(f"checkpoint {models.name}: it is of version {older}, where {models.version} belongs: an "
-                              f"older release wrote the tables; end its run if it goes on, then {REBUILD}")
+            self.problems.add(f"checkpoint {models.name}: it has version {older}, expected {models.version}: an older "
+                              f"release wrote the tables. End its run if it goes on, then {REBUILD}")
             self._leases(connection, head)
             return
         for part in (self._definitions, self._checkpoints, self._leases):
@@ -336,23 +330,23 @@ class _Fold:
         compare_tables(connection, self.scratch, self.problems)
 
     def _check_batches(self) -> None:
-        """Compare the tables' own fold with the fold of each batch: two ways to the same."""
+        """Compare the read model's fold with the replay of each batch."""
         rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
             "SELECT stream, state, tasks FROM rm_batch")}
-        for stream, told in self.batches.items():
-            if stream not in self._lost and rows.get(stream) != told:
-                self.problems.add(f"{stream}: the read model makes {rows.get(stream)} of its events, a replay {told}")
+        for stream, replayed in self.batches.items():
+            if stream not in self._lost and rows.get(stream) != replayed:
+                self.problems.add(f"{stream}: the read model folds its events to {rows.get(stream)}, a replay to "
+                                  f"{replayed}")
 
     def _definitions(self, connection: Connection, head: Head) -> None:
-        """Check what the tables and triggers of the log are defined as."""
         if connection.dialect.name == "postgresql":
             sound = connection.execute(_GUARD, {"body": schema.REFUSAL}).scalar()
             if not sound:
-                self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing, off or "
-                                  "another")
+                self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing, disabled "
+                                  "or changed")
             keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
             for name in sorted(_NEEDED - keys):
-                self.problems.add(f"index {name}, which keeps what must be unique so, is missing or not valid")
+                self.problems.add(f"index {name} is missing or not valid")
             return
         with raw_text(connection):
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
@@ -361,17 +355,17 @@ class _Fold:
             if name not in stored:
                 if self._may_be_missing(expected[name][1]):
                     continue
-                if name == expected[name][1] or expected[name][1] in stored:  # else its table is, and that is told
+                if name == expected[name][1] or expected[name][1] in stored:  # if not, its missing table is reported
                     self.problems.add(f"{expected[name][0]} {name} is missing")
             elif stored[name] != expected[name]:
-                self.problems.add(f"{expected[name][0]} {name} is defined as {short(stored[name], 300)}, where "
-                                  f"{short(expected[name], 300)} belongs")
+                self.problems.add(f"{expected[name][0]} {name} is defined as {short(stored[name], 300)}, expected "
+                                  f"{short(expected[name], 300)}")
         for name in stored.keys() - expected.keys():
             if not str(name).startswith("sqlite_stat"):
-                self.notes.append(f"{stored[name][0]} {name} is in the database and none of the log's")
+                self.notes.append(f"{stored[name][0]} {name} is in the database but does not belong to the log")
 
     def _may_be_missing(self, table: str) -> bool:
-        """Return True for a table that would be empty: an older release made the log without it."""
+        """Return whether a log of an older release may lack this table, because it would be empty."""
         if table not in NEWER:
             return False
         return self.scratch.execute(f"SELECT 1 FROM {table}").fetchone() is None
@@ -381,45 +375,46 @@ class _Fold:
             rows = connection.execute(text("SELECT name, version, position, hash, generation FROM es_checkpoint")).all()
             at = text("SELECT hash FROM es_event WHERE position = :p")
             hashes = {row[2]: connection.execute(at, {"p": row[2]}).scalar() for row in rows if type(row[2]) is int}
-        known = {p.name: p for p in self._projectors}
+        projectors = {p.name: p for p in self._projectors}
         for name, version, position, stored_hash, generation in rows:
-            what = f"checkpoint {short(name)}"
-            ought = known[name].version if name in known else 0
+            checkpoint = f"checkpoint {short(name)}"
+            expected = projectors[name].version if name in projectors else 0
             if generation != head.generation:
-                self.problems.add(f"{what}: it is of generation {short(generation)}, the log is {head.generation}")
-            if version != ought:
-                self.problems.add(f"{what}: it is of version {short(version)}, where {ought} belongs"
-                                  + (f": {REBUILD}" if name in known else ""))
-            if name in known and position != head.position:
-                self.problems.add(f"{what}: it stands at position {short(position)}, the log at {head.position}: "
+                self.problems.add(f"{checkpoint}: it has generation {short(generation)}, the log has {head.generation}")
+            if version != expected:
+                self.problems.add(f"{checkpoint}: it has version {short(version)}, expected {expected}"
+                                  + (f": {REBUILD}" if name in projectors else ""))
+            if name in projectors and position != head.position:
+                self.problems.add(f"{checkpoint}: it stands at position {short(position)}, the log at {head.position}: "
                                   f"{REBUILD}")
             elif type(position) is not int or not 0 <= position <= head.position:
-                self.problems.add(f"{what}: it stands at position {short(position)}, the log ends at {head.position}")
+                self.problems.add(f"{checkpoint}: it stands at position {short(position)}, the log ends at "
+                                  f"{head.position}")
             elif bytes(hashes.get(position) or schema.GENESIS) != stored_hash:
-                self.problems.add(f"{what}: its hash is not that of position {position}")
-            if name not in known:
-                self.problems.add(f"{what}: nothing of the log has this name")
-        for name in known.keys() - {row[0] for row in rows}:
+                self.problems.add(f"{checkpoint}: its hash is not that of position {position}")
+            if name not in projectors:
+                self.problems.add(f"{checkpoint}: no read model has this name")
+        for name in projectors.keys() - {row[0] for row in rows}:
             self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
 
     def _leases(self, connection: Connection, head: Head) -> None:
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
         for name, epoch, owner in rows:
-            what = f"lease {short(name)}"
+            lease = f"lease {short(name)}"
             wrote = self._epochs.get(name, 0)
             if type(epoch) is not int or epoch < wrote:
-                self.problems.add(f"{what}: it is at epoch {short(epoch)}, and one of epoch {wrote} wrote events")
+                self.problems.add(f"{lease}: it is at epoch {short(epoch)}, but a holder of epoch {wrote} wrote events")
             elif epoch > wrote:
-                self.notes.append(f"{what}: it is at epoch {epoch}, and the last that wrote events is {wrote}: its "
+                self.notes.append(f"{lease}: it is at epoch {epoch}, and the last that wrote events is {wrote}: its "
                                   "holder has written nothing, or it was changed")
             held = orjson.loads(owner)
             if not isinstance(held, dict):
-                self.problems.add(f"{what}: its owner is a {type(held).__name__}, not an object")
+                self.problems.add(f"{lease}: its owner is a {type(held).__name__}, not an object")
             elif held and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
-                told = {"pid": self._started.pid, "host": self._started.host}
-                if differs := {k: held.get(k) for k, v in told.items() if held.get(k) != v}:
-                    self.problems.add(f"{what}: its owner is {short(differs)}, by the events {short(told)}")
+                recorded = {"pid": self._started.pid, "host": self._started.host}
+                if differs := {k: held.get(k) for k, v in recorded.items() if held.get(k) != v}:
+                    self.problems.add(f"{lease}: its owner is {short(differs)}, by the events {short(recorded)}")
         for name in self._epochs.keys() - {row[0] for row in rows}:
             self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")
 

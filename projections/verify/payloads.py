@@ -1,7 +1,7 @@
-"""The payloads of a log against its events: each has its digest, and whatever somebody needs is there.
+"""Check of a log's payloads: each matches its digest, and every payload that an event needs is there.
 
-Used by `verify/log.py`. Neither list is held in memory: digests that are needed lie in a temporary database,
-and both come in the same order.
+Neither list is held in memory: the needed digests lie in a temporary database, and both lists are read in the same
+order.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 __all__ = ["Needs", "Payloads"]
 
 NAMED = 5
-"""Things of one kind that a note names; the others it counts."""
+"""Number of items that a note names before it only counts them."""
 
 
 class Needs:
-    """Which payloads the events so far need, and who needs them. The experiences of batches may be freed."""
+    """Payloads that the events so far need, with the owner of each. Experiences of batches may be freed."""
 
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
         self._submitted: dict[str, int] = {}
         self._freed: dict[str, int] = {}
         self.until = 0
-        """Position of the last event that was taken in."""
+        """Position of the last event taken."""
         scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
         self._open: dict[str, BatchId] = {}
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def take(self, recorded: Iterable[Recorded]) -> None:
-        """Take some more events, in order."""
         rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
-            if isinstance(item.event, ev.TaskReopened):  # what it had is set aside
+            if isinstance(item.event, ev.TaskReopened):  # it no longer needs its payloads
                 self._insert(rows)
                 rows = []
-                its = item.stream, item.event.task
-                self._scratch.execute("DELETE FROM needed WHERE stream = ? AND task = ?", its)
-            rows += ((*row, getattr(item.event, "task", None)) for row in self._of(item))
+                task = item.stream, item.event.task
+                self._scratch.execute("DELETE FROM needed WHERE stream = ? AND task = ?", task)
+            rows += ((*row, getattr(item.event, "task", None)) for row in self._needed_by(item))
             self.until = item.position
         self._insert(rows)
 
@@ -54,22 +53,22 @@ class Needs:
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", rows)
 
     def way_out(self, digest: str) -> str:
-        """Return what makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
+        """Return the command that replaces a lost payload, as the end of a sentence; empty if there is none."""
         rows = self._scratch.execute(
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
             "ORDER BY stream, task", (digest,),
         )
         tasks: dict[BatchId, list[str]] = {}
-        for stream, task, submitted in rows:  # of an earlier try of the same id nothing runs again
+        for stream, task, submitted in rows:  # tasks of an earlier submission can't run again
             if stream in self._open and submitted == self._submitted[stream]:
                 tasks.setdefault(self._open[stream], []).append(str(task))
-        ways = [f"`trinity-es redo {batch_id} {' '.join(of)}`" for batch_id, of in tasks.items()]
-        return f"; {' and '.join(ways)} lets what it held run again" if ways else ""
+        commands = [f"`trinity-es redo {batch_id} {' '.join(numbers)}`" for batch_id, numbers in tasks.items()]
+        return f"; {' and '.join(commands)} lets what it held run again" if commands else ""
 
-    def _of(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
-        """Digest, who, and if it may be freed: the batch's stream and where this submission of it begins."""
+    def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
+        """Yield (digest, owner, stream, position), where stream is set if the batch's payloads may be freed."""
         event, stream = item.event, item.stream
-        who = stream.replace("/", " ", 1)
+        owner = stream.replace("/", " ", 1)
         if isinstance(event, ev.BatchSubmitted):
             self._submitted[stream], self._open[stream] = item.position, event.batch_id
         elif isinstance(event, ev.BatchFinalized | ev.BatchAborted):
@@ -77,16 +76,16 @@ class Needs:
         match event:
             case ev.BatchSubmitted() | ev.TasksAdded():
                 if event.tasks_digest is not None:
-                    yield event.tasks_digest, f"{who} (its tasks)", None, item.position
-            case ev.RunsFinished():  # TaskFinished is one
+                    yield event.tasks_digest, f"{owner} (its tasks)", None, item.position
+            case ev.RunsFinished():  # or its subclass TaskFinished
                 if event.payload is not None:
-                    yield event.payload.digest, who, stream, self._submitted.get(stream, 0)
+                    yield event.payload.digest, owner, stream, self._submitted.get(stream, 0)
             case ev.BatchFinalized():
                 first = self._submitted.get(stream, 0)
-                yield from ((ref.digest, who, stream, first) for ref in event.experiences)
+                yield from ((ref.digest, owner, stream, first) for ref in event.experiences)
             case ev.ExperiencesProcessed():
-                who = f"position {item.position} (experiences handed in)"
-                yield from ((ref.digest, who, None, item.position) for ref in event.experiences)
+                owner = f"position {item.position} (experiences handed in)"
+                yield from ((ref.digest, owner, None, item.position) for ref in event.experiences)
             case ev.AnswersRecorded():
                 for answer in event.answers:
                     if answer.payload is not None:
@@ -95,11 +94,11 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
-        """Note that these streams had their payloads freed at these positions."""
+        """Record the positions at which the payloads of these streams were freed."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:
-        """(digest, who needs it) in order of digests."""
+        """Return (digest, owner) of each needed payload, in order of digests."""
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
         self._scratch.execute(
@@ -113,7 +112,7 @@ class Needs:
 
 
 class Payloads:
-    """Every payload of the store, and every one that is needed: two lists in the same order, walked together."""
+    """Comparison of the payloads in the store with those that are needed, in one pass over both."""
 
     def __init__(self, log: EventLog, url: str, needs: Needs) -> None:
         self._log, self._url, self._needs = log, url, needs
@@ -121,27 +120,27 @@ class Payloads:
         self.read = 0
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
-        """Read them all; `progress(done, of)` counts them."""
-        wanted = self._needs.listed()
+        """Read all payloads; `progress(done, total)` counts them."""
+        needed = self._needs.listed()
         try:
             store = open_payloads(self._url, create=False)
         except LogNotFound as e:
-            if (first := next(wanted, None)) is not None:
+            if (first := next(needed, None)) is not None:
                 self.problems.add(f"{e.message}: {len(self._needs)} payloads are needed, among them {first[0]} by "
                                   f"{first[1]}")
         else:
             with closing(store):
-                self._walk(store, wanted, progress)
+                self._compare(store, needed, progress)
 
-    def _walk(
-        self, store: PayloadStore, wanted: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
+    def _compare(
+        self, store: PayloadStore, needed: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
     ) -> None:
         count, missing, spare = len(self._needs), list[tuple[str, str]](), list[str]()
-        due = next(wanted, None)
+        due = next(needed, None)
         for digest in store.digests():
             while due is not None and due[0] < digest:
                 missing.append(due)
-                due = next(wanted, None)
+                due = next(needed, None)
             self.read += 1
             if due is None or due[0] != digest:
                 spare.append(digest)
@@ -149,35 +148,35 @@ class Payloads:
             else:
                 if not self._read(store, digest, due[1]):
                     missing.append(due)
-                due = next(wanted, None)
+                due = next(needed, None)
             if progress and self.read % 100 == 0:
                 progress(self.read, max(self.read, count))
-        missing += [*([] if due is None else [due]), *wanted]
-        for digest, who in self._still(missing):
-            self.problems.add(f"{who}: payload {digest} is missing{self._needs.way_out(digest)}")
+        missing += [*([] if due is None else [due]), *needed]
+        for digest, owner in self._still_needed(missing):
+            self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
         if progress:
             progress(self.read, self.read)
-        self._note(spare, "payloads are named by no event: their runner ended before its result was recorded, or this "
-                   "is about to happen")
-        self._note(store.strays(), "files lie in the payload store and are no payloads")
+        self._add_note(spare, "payloads are named by no event: their runner ended before its result was recorded, or "
+                       "this is about to happen")
+        self._add_note(store.strays(), "files in the payload store are not payloads")
 
-    def _note(self, names: Sequence[str], what: str) -> None:
+    def _add_note(self, names: Sequence[str], text: str) -> None:
         if names:
             more = ", ..." if len(names) > NAMED else ""
-            self.notes.append(f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}")
+            self.notes.append(f"{len(names)} {text}: {', '.join(names[:NAMED])}{more}")
 
-    def _read(self, store: PayloadStore, digest: str, who: str) -> bool:
-        """Return True if it is there; what is wrong with it is added."""
+    def _read(self, store: PayloadStore, digest: str, owner: str) -> bool:
+        """Return whether the payload exists; add a problem if it is corrupt."""
         try:
             store.get(digest)
         except PayloadNotFound:
             return False
         except CorruptPayload as e:
-            self.problems.add(f"{who}: {e.message}{self._needs.way_out(digest)}" if who else e.message)
+            self.problems.add(f"{owner}: {e.message}{self._needs.way_out(digest)}" if owner else e.message)
         return True
 
-    def _still(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Without those that were freed since the events were read."""
+    def _still_needed(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return those that were not freed since the events were read."""
         if not missing:
             return []
         later = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))

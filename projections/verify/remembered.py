@@ -1,4 +1,4 @@
-"""What this host remembers of a log, and whether the log still has it."""
+"""Check of a log against what this host remembers of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["claims", "lost"]
 
 
 def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
-    """Return what this host remembers of the log: beside the key that its last system had, and beside a file."""
+    """Return what this host remembers of the log, from beside the key of its last system and beside its file."""
     folders = [folder] if folder else []
     with suppress(*UNREADABLE, errors.LogError):
         configured = log.last("system", "SystemConfigured")
@@ -27,16 +27,16 @@ def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
         folders += [system["log_dir"]] if system.get("log_dir") else []
     if (file := file_of(url)) is not None:
         folders.append(str(file.absolute().parent / "logs"))
-    found: list[Claim] = []
+    remembered: list[Claim] = []
     with suppress(*UNREADABLE, errors.LogError):
-        for place in dict.fromkeys(folders):
-            found += log.remembered(Memory.of(url, place))
-    return found
+        for path in dict.fromkeys(folders):
+            remembered += log.remembered(Memory.of(url, path))
+    return remembered
 
 
 def lost(log: EventLog, remembered: Sequence[Claim]) -> str | None:
-    """Return what the log lacks of what is remembered, in words."""
-    with suppress(*UNREADABLE, errors.LogCorrupt):  # its head or its events can't be read: that is told already
+    """Return a text on remembered events that the log lacks, or None."""
+    with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
         head, missing = log.lost(remembered)
         return rewound(log.url, head, missing).message if missing else None
     return None

@@ -1,4 +1,4 @@
-"""The rows of the read models against those that the events make: the work of `verify/log.py` on one database."""
+"""Comparison of the read models' rows with those folded from the events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trinity_es.projections.tables import host_work, open_leases
 __all__ = ["NEWER", "REBUILD", "UNREADABLE", "compare_tables", "short"]
 
 UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
-"""What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
+"""Errors of a damaged file: those of the driver (whose text may not be UTF-8), and of values of other types."""
 NEWER = {open_leases.NAME, host_work.NAME}
-"""Tables that logs of older releases lack: where they would be empty nothing is wrong."""
-REBUILD = "`trinity-es rebuild` makes it again"
+"""Tables that logs of older releases lack, which is no problem if they would be empty."""
+REBUILD = "run `trinity-es rebuild`"
 
 
 def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems: Problems) -> None:
-    """Tell every row of the read models that is another than in `scratch`, where they were folded anew."""
+    """Report every row of the read models that differs from `scratch`, into which the events were folded."""
     for table, columns, key in _tables(scratch):
         try:
             _compare(connection, scratch, problems, table, columns, key)
@@ -36,7 +36,7 @@ def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems
 
 
 def _tables(scratch: sqlite3.Connection) -> Iterator[tuple[str, list[str], list[int]]]:
-    """Name, columns and places of the key among them, of every table of the read models."""
+    """Yield (name, columns, column indices of the key) of every table of the read models."""
     own = {table.name for table in schema.tables.sorted_tables}
     names = [row[0] for row in scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     for name in sorted(set(names) - own):
@@ -50,52 +50,52 @@ def _compare(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
-    there = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
+    stored = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
         connection).has_table(table) else set()
     (count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
-    if not there and table in NEWER and not count:
-        return  # an older release made the log, which knew nothing of what it holds
-    if lacks := [column for column in columns if column not in there]:
-        problems.add(f"table {table} lacks {', '.join(lacks) if there else 'altogether'}: {REBUILD}")
+    if not stored and table in NEWER and not count:
+        return  # the log is of an older release without this table
+    if missing := [column for column in columns if column not in stored]:
+        problems.add(f"table {table} {'lacks ' + ', '.join(missing) if stored else 'is missing'}: {REBUILD}")
         return
-    listed = ", ".join(columns)
-    same = " AND ".join(f"{columns[i]} = ?" for i in key)
-    lookup = f"SELECT {listed} FROM {table} WHERE {same}"
-    exact = connection.dialect.name == "sqlite"  # elsewhere the types of columns are kept, and a bool is no int
-    query, seen, met = text(f"SELECT {listed} FROM {table}"), 0, 0
+    names = ", ".join(columns)
+    condition = " AND ".join(f"{columns[i]} = ?" for i in key)
+    lookup = f"SELECT {names} FROM {table} WHERE {condition}"
+    exact = connection.dialect.name == "sqlite"  # other databases enforce column types, and there a bool is no int
+    query, read, matched = text(f"SELECT {names} FROM {table}"), 0, 0
     options = {"stream_results": True, "yield_per": 1000}
     with raw_text(connection), closing(connection.execute(query, execution_options=options)) as rows:
         for row in rows:
-            seen += 1
+            read += 1
             values = tuple(row)
-            if seen > 2 * count + 1000:
-                problems.add(f"table {table}: it has more than {seen} rows where {count} belong")
+            if read > 2 * count + 1000:
+                problems.add(f"table {table}: it has more than {read} rows, expected {count}")
                 return
-            expected = _row(scratch, lookup, [values[i] for i in key])
-            shown = ", ".join(short(values[i]) for i in key)
+            expected = _expected_row(scratch, lookup, [values[i] for i in key])
+            key_text = ", ".join(short(values[i]) for i in key)
             if expected is None:
-                problems.add(f"table {table}: no event tells of its row {shown}")
+                problems.add(f"table {table}: no event makes its row {key_text}")
                 continue
-            met += 1
-            for column, is_, ought in zip(columns, values, expected, strict=True):
-                if is_ != ought or (exact and type(is_) is not type(ought)):
-                    problems.add(f"table {table}, row {shown}: {column} is {short(is_)}, by the events it is "
-                                      f"{short(ought)}")
-    if met < count:
-        _missing(connection, scratch, problems, table, columns, key)
-    elif met > count:
-        problems.add(f"table {table}: it has {met} rows where {count} belong")
+            matched += 1
+            for column, value, right in zip(columns, values, expected, strict=True):
+                if value != right or (exact and type(value) is not type(right)):
+                    problems.add(f"table {table}, row {key_text}: {column} is {short(value)}, by the events it is "
+                                 f"{short(right)}")
+    if matched < count:
+        _report_missing(connection, scratch, problems, table, columns, key)
+    elif matched > count:
+        problems.add(f"table {table}: it has {matched} rows, expected {count}")
 
 
-def _row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
+def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
     try:
-        found: tuple[Any, ...] | None = scratch.execute(lookup, key).fetchone()
+        row: tuple[Any, ...] | None = scratch.execute(lookup, key).fetchone()
     except (sqlite3.Error, OverflowError, UnicodeEncodeError):
         return None
-    return found
+    return row
 
 
-def _missing(
+def _report_missing(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
@@ -107,5 +107,5 @@ def _missing(
 
 
 def short(value: Any, length: int = 80) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= length else shown[: length - 3] + "..."
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."

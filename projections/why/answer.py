@@ -1,4 +1,4 @@
-"""The answer of `why`: what a batch waits for, in values and in words."""
+"""Answer of `why`: what a batch waits for, as values and as text."""
 
 from __future__ import annotations
 
@@ -17,58 +17,62 @@ __all__ = [
 ]
 
 SHOWN = 5
-"""Things told as text; the JSON has them all."""
+"""Maximum number of lines of each kind in the text; the JSON has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     cause: str
-    """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
-    the system ended), `away` (its host is). Of a host: `draining`, `host_lost`. Of a runner that takes no units:
-    `loading`, `server` (of others, not there), `weights`, `failed`, `quarantined`, `lost`, `ended`. Of one that could
-    not load the current weights: `refused`. Of units without
-    a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`,
-    `grace`, `finalize`, `finalize_failed`, `training`, `nothing`. Of the system: `unwritten` (the log can't be),
-    `no_system`, `ending` (what is left of one), `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on
-    another host). Of the log: `no_database`."""
+    """Cause, one of:
+
+    - of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (the
+      system ended), `away` (its host is not heard of)
+    - of a host: `draining`, `host_lost`
+    - of a runner that gets no units: `loading`, `server` (an external server is not there), `weights`, `failed`,
+      `quarantined`, `lost`, `ended`
+    - of a runner that could not load the current weights: `refused`
+    - of units without a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`
+    - of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`, `all_failed`, `nothing`
+    - of the system: `unwritten` (the log can't be written), `no_system`, `ending`, `restarting`, `no_answer`, `fenced`,
+      `no_coordinator`, `unseen` (on another host)
+    - of the log: `no_database`
+    """
     what: str
-    """The unit, the runner or the step, in words."""
     text: str
-    """One sentence, without a full stop."""
+    """One sentence without a full stop."""
     task: int | None = None
     attempt: int | None = None
     charged_attempt: int | None = None
-    """Its number among those that count against `max_attempts`: one that ended with its runner does not."""
+    """Number of the attempt among those that count against `max_attempts`. Attempts lost with a runner don't count."""
     max_attempts: int | None = None
     runner: str | None = None
     incarnation: int | None = None
     since: float | None = None
     """Unix seconds."""
     seen: float | None = None
-    """The last sign of life of its runner."""
+    """Last sign of life of its runner, unix seconds."""
     limit: float | None = None
-    """Seconds that the attempt may take."""
+    """Limit of the attempt in seconds."""
     host: str = ""
-    """The host that it is about, or that its runner is on; empty: the head's own."""
+    """Host that it is about, or of its runner; empty: the head's own."""
     server: str = ""
-    """URL of the server of others that is its runner's engine, where the system told."""
+    """URL of the external server that is its runner's engine, if the running system reported it."""
     resume: str = ""
-    """Of a system that is gone, and of a step that failed whole: the command that goes on with the `trinity-es run`
-    that its batches are of."""
+    """Command that resumes the `trinity-es run`, if the system is gone or all runs of a step failed."""
     system_up: bool = False
-    """Of a step that failed whole: its system runs, and its runners have loaded what failed."""
+    """If all runs of a step failed: whether its system runs, so that its runners have loaded the code that failed."""
     person: bool = False
-    """It does not pass without a person."""
+    """True if it lasts until a person acts."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The cause: the same while only time goes by."""
+        """Identity, which time alone does not change."""
         cause = "running" if self.cause == "slow" else self.cause
         return (cause, self.task, self.attempt, self.runner, self.incarnation)
 
     @property
     def way_out(self) -> str:
-        """The thing that a person can do about it; empty: none."""
+        """Advice for a person; empty if there is nothing to do."""
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
             return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
         if self.cause in ("no_system", "ending"):
@@ -79,15 +83,15 @@ class Waiting:
             return mend_weights(self.server)
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
-            anew = (f"{mended(self.resume)} generates the step anew" if self.resume else
-                    "start its trainer again: TRL's has the batch generated anew")
-            return f"mend what failed{loaded}, and {anew}"
+            restart = (f"{mended(self.resume)} generates the step again" if self.resume else
+                       "start its trainer again: TRL's trainer submits the batch again")
+            return f"fix what failed{loaded}, and {restart}"
         return _WAYS.get(self.cause, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """What a batch waits for, the most important first. `str()` is the text for a person."""
+    """Answer for one batch, with the most important `Waiting` first. `str()` gives the text for people."""
 
     batch_id: BatchId
     batch_type: str
@@ -101,7 +105,7 @@ class Why:
     """Unix seconds of its last event."""
     now: float
     stalled: bool
-    """Nothing will come of it without a person, or nothing has come for longer than it should."""
+    """True if it needs a person, or has made no progress for too long."""
     waiting: tuple[Waiting, ...]
 
     @property
@@ -110,12 +114,11 @@ class Why:
 
     @property
     def of_trainer(self) -> bool:
-        """It is the trainer's turn, or nobody's: no stall is made of it."""
+        """True if the batch waits for its trainer or for nothing, which never counts as a stall."""
         return self.cause in OF_TRAINER
 
     @property
     def sentence(self) -> str:
-        """The first thing that it waits for."""
         return self.waiting[0].text
 
     @property
@@ -123,9 +126,7 @@ class Why:
         return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
 
     def sentences(self) -> list[str]:
-        """Return a line on the batch, a line on each thing that it waits for, and the way out where there is one to
-        take.
-        """
+        """Return a line on the batch, a line on each `Waiting`, and lines on what to do."""
         ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {counted(self.running_units, 'unit')} with runners, {self.pending_units} without"
         moved = (
@@ -140,8 +141,8 @@ class Why:
         out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
         if len(self.waiting) > SHOWN:
             out.append(f"  and {len(self.waiting) - SHOWN} more like these")
-        ways = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
-        out += [f"what to do: {way}" for way in ways[:SHOWN]]
+        advice = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
+        out += [f"what to do: {text}" for text in advice[:SHOWN]]
         return out
 
     def __str__(self) -> str:
@@ -153,32 +154,32 @@ class Why:
 
 
 def mend(runner: str, server: str) -> str:
-    """Return what to do about a runner that is not started again by itself. `server`: URL of its engine's, if any."""
-    return f"mend what it names, then {another_life(runner, server)}"
+    """Return what to do about a runner that is not restarted by itself. `server`: URL of its server, if any."""
+    return f"fix what it names, then {another_life(runner, server)}"
 
 
 def another_life(runner: str, server: str) -> str:
-    """Return how a runner gets another life, or its server is taken away. `server`: URL of its engine's, if any."""
-    way = f"`trinity-es restart-runner {runner}`"
-    return way + (f", or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
+    """Return how to restart a runner or remove its server. `server`: URL of its server, if any."""
+    command = f"`trinity-es restart-runner {runner}`"
+    return command + (f", or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
 def mend_weights(server: str) -> str:
-    """Return what to do about a runner that can't load the current weights. `server`: URL of its engine's, if any."""
-    way = "mend what it names, or publish a newer version: it tries again by itself"
-    return way + (f"; or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
+    """Return what to do about a runner that can't load the current weights. `server`: URL of its server, if any."""
+    advice = "fix what it names, or publish a newer version: it tries again by itself"
+    return advice + (f"; or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
 def start_server(url: str) -> str:
-    """Return what to do about a server of others that is not there, or can't be used as it is."""
-    return f"start or mend the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
+    """Return what to do about an external server that is not there or can't be used."""
+    return f"start or fix the server {url}, or remove it: `trinity-es scale CONFIG --remove {url}`"
 
 
 def resume_command(store: str) -> str:
-    """Return the command that goes on with the `trinity-es run` of a store, by its URL.
+    """Return the command that resumes the `trinity-es run` of a store.
 
-    The log is named itself: the config file may be that of another run, where `--set` gave this one its name. Where a
-    password is left out of a database's URL, or the log does not say where it lies, the config file is what one has.
+    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the
+    log's URL is unknown or lacks its password, the command names the config file.
     """
     if not store or "***" in store:
         return "trinity-es resume CONFIG"
@@ -188,56 +189,54 @@ def resume_command(store: str) -> str:
 
 
 def mended(resume: str) -> str:
-    """Return the command that goes on with a run of which something was mended. `resume`: `resume_command`'s."""
+    """Return the command that resumes a run after a fix. `resume`: from `resume_command`."""
     if resume.endswith(" CONFIG"):
         return f"`{resume}`"
-    return f"`{resume}` (`trinity-es resume CONFIG` where the config file was mended: a log holds it as it was)"
+    return f"`{resume}` (`trinity-es resume CONFIG` if you changed the config file: the log holds the old one)"
 
 
 def go_on(resume: str) -> str:
-    """Return how what a dead system left open is gone on with. `resume`: of a `trinity-es run`, its command."""
-    way = (f"`{resume}` goes on with the run where it stopped" if resume else
-           "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
-    return f"{way}; finished tasks are not run again"
+    """Return how to go on after a system died. `resume`: command that resumes its `trinity-es run`, if it was one."""
+    command = (f"`{resume}` goes on with the run where it stopped" if resume else
+               "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
+    return f"{command}; finished tasks are not run again"
 
 
 ADD_SERVER = "`trinity-es scale CONFIG --add URL` adds a server"
 _WAYS = {
-    "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
-    "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
-    "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
-    "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
-    "unseen": "ask on that host: `trinity-es why` there sees its processes",
-    "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
-    "failed": "mend what it names, then `trinity-es down` and `trinity-es up`; nothing of the batch is lost",
+    "no_database": "check the database and the network to it: everything goes on by itself when it answers again",
+    "no_answer": "`trinity-es status` shows more; `trinity-es down` and `trinity-es up` go on with what is open",
+    "unwritten": "do what it says: acknowledged data is safe, and everything goes on by itself after that",
+    "unstored": "do what it says: the runner keeps what it finished, and stores it by itself after that",
+    "unseen": "run `trinity-es why` on that host, where it sees the processes",
+    "fenced": "stop the unwanted system with `trinity-es down` on its own host; the other one has the batch",
+    "failed": "fix what it names, then `trinity-es down` and `trinity-es up`; nothing of the batch is lost",
     "no_server": ADD_SERVER,
-    "away": "nothing, where the host comes back in time; else see to its network, or to the machine: `trinity-es "
-            "hosts` tells how it is",
-    "host_lost": "`trinity-es join` on it brings it back, where it does not come by itself",
-    "draining": "nothing, where other hosts work; else `trinity-es join` on another, or start it there again",
+    "away": "nothing if the host comes back in time; if not, check its machine and network: `trinity-es hosts` shows "
+            "its state",
+    "host_lost": "`trinity-es join` on it brings it back, if it does not come by itself",
+    "draining": "nothing if other hosts work; if not, `trinity-es join` on another host, or on this one again",
     "ended": "`trinity-es down` and `trinity-es up` start runners again",
-    "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
-            "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
+    "hung": "the guardian ends a silent runner after system.heartbeat_timeout or hang_timeout, and its units are "
+            "attempted again; if it does not, the workflow blocks: see the runner's text log, or give up the batch "
             "with abort_batch",
     "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
-    "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
-    "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
-    "training": "nothing where no trainer takes part; a trainer calls acknowledge(batch_id, step) when it has used it, "
-                "TRL's and `trinity-es run` by themselves: one that has ended is started again",
-    "loading": "nothing, while the engine loads: its runner's text log in system.log_dir tells how far it is",
+    "paused": "start a Scheduler on this store, or ask one for its results: it dispatches the waiting units",
+    "finalize_failed": "fix the pipeline (buffer.pipeline), then finalize the batch again: it has all its experiences",
+    "training": "nothing if there is no trainer; a trainer calls acknowledge(batch_id, step) when it has used a batch "
+                "(TRL's and `trinity-es run` do so by themselves): start it again if it has ended",
+    "loading": "nothing while the engine loads: its runner's text log in system.log_dir shows how far it is",
 }
 
 
 OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "all_failed", "nothing"}
-"""Causes that no stall is made of: it is the trainer's turn."""
+"""Causes that are never a stall, because the batch waits for its trainer or for nothing."""
 
 
 def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
-    """Return what the open batches wait for while the log can't be read, as the running system says; `error` where it
-    does not say what is wrong.
-    """
-    said = str(live.get("trouble") or error)
-    waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
+    """Return answers from the running system's status while the log can't be read, because of `error`."""
+    text = str(live.get("trouble") or error)
+    waiting = (Waiting(cause="no_database", what="the database", text=text, person=True),)
     return [
         Why(
             batch_id=row["batch_id"], batch_type=str(row.get("batch_type", "of some type")), state=row["state"],
@@ -250,7 +249,7 @@ def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
 
 
 def span(seconds: float) -> str:
-    """Return a length of time as a person says it."""
+    """Return a duration as text for people, such as `2 h 5 min`."""
     seconds = max(0.0, seconds)
     if seconds < 10:
         return f"{seconds:.1f} s"

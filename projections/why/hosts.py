@@ -1,4 +1,4 @@
-"""What a batch waits for because of a host: one that is away, that leaves, or that is lost. Pure."""
+"""Waits of a batch because of a host that is away, draining or lost. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trinity_es.projections.why.situation import HostSnapshot, RunnerSnapshot, S
 __all__ = ["hosts_now", "idle_hosts", "on_its_host"]
 
 SHOWN_SECONDS = 600.0
-"""How long a host that was lost is told of, while others work."""
+"""Seconds for which a lost host is reported while others work."""
 
 
-def hosts_now(situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
-    """Return the hosts of the log, with what the system says of them laid over."""
-    hosts = {name: replace(host) for name, host in situation.hosts.items()}
+def hosts_now(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
+    """Return the hosts of the log, updated from the running system's status."""
+    hosts = {name: replace(host) for name, host in snapshot.hosts.items()}
     for row in (live or {}).get("hosts", []):
         host = hosts.setdefault(row["host"], HostSnapshot(name=row["host"], state=row["state"]))
-        if host.state != row["state"]:  # the log was read before, or after
+        if host.state != row["state"]:  # the log was read at another moment
             host.state, host.since = row["state"], None
         host.reason = row.get("reason") or host.reason
         if host.there and not row["connected"]:
@@ -31,18 +31,18 @@ def hosts_now(situation: SystemSnapshot, live: Mapping[str, Any] | None, now: fl
 
 
 def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
-    """Return a unit that a runner has, with what there is to say of the runner's host."""
+    """Add the state of a runner's host to the `Waiting` for a unit on it."""
     if host is None or w.cause == "interrupted":
         return w
     w = replace(w, host=host.name)
-    begin = w.text.partition(": ")[0]
+    unit = w.text.partition(": ")[0]
     if not host.there:
         how = "is lost" if host.state == "lost" else "left"
-        text = f"{begin}: its host {host.name} {how}{_since(host)}{_because(host.reason)}, so it is attempted again"
+        text = f"{unit}: its host {host.name} {how}{_since(host)}{_because(host.reason)}, so it is attempted again"
         return replace(w, cause="lost", text=text)
     if host.heard is not None:
         after = "" if timeout is None else f" after {span(timeout)}"
-        text = (f"{begin}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
+        text = (f"{unit}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
                 f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
                 "attempted elsewhere then")
         return replace(w, cause="away", text=text, since=host.heard)
@@ -54,7 +54,7 @@ def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: floa
 def idle_hosts(
     hosts: Iterable[HostSnapshot], lives: Mapping[str, RunnerSnapshot], now: float, others: bool
 ) -> Iterator[Waiting]:
-    """Yield the hosts that get no units. `others`: there are runners that may."""
+    """Yield a `Waiting` for each host that gets no units. `others`: whether other runners can get them."""
     for host in hosts:
         runners = sum(host_of(name) == host.name for name in lives)
         if host.state == "draining":

@@ -1,4 +1,4 @@
-"""The states of a runner in words, for what a batch waits for and for what is wrong with a system. Pure."""
+"""Texts on the states of runners, for `why` and for the problems of a system. Pure."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ __all__ = [
 ]
 
 SILENT_SECONDS = 10.0
-"""How long a runner, which beats every two seconds, is not heard of, or its loop answers not, until it is silent."""
+"""Seconds without a heartbeat (sent every two) or answer of the engine's loop after which a runner is silent."""
 AWAITED_SECONDS = 10.0
-"""How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
+"""Seconds after which it is a problem that an engine waits for something external, such as its server."""
 LOADING_SECONDS = 300.0
-"""How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
+"""Seconds after which loading weights is a problem. Nothing else detects an external server that hangs in it."""
 
 
-def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
-    """Return the version that a runner is loading: as it was told, or as the log has it."""
+def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
+    """Return the weights version that a runner is loading, by the system's status or else by the log."""
     if runner.loading is not None:
         return runner.loading
-    behind = situation.published_at is not None and runner.model_version != situation.weights
-    return situation.weights if behind and not refuses(situation, runner) else None
+    behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
+    return snapshot.weights if behind and not refuses(snapshot, runner) else None
 
 
-def refuses(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return True if a runner could not load the current weights, and has what it had before."""
-    return runner.refused is not None and runner.refused[0] == situation.weights
+def refuses(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return whether a runner failed to load the current weights and keeps the previous ones."""
+    return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
-def serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    return runner.state == "ready" and _loading(situation, runner) is None
+def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    return runner.state == "ready" and _loading(snapshot, runner) is None
 
 
-def has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return True if no server is to be an engine, as the system says, or else as the log has it. `gone`: one left."""
-    told = (live or {}).get("servers")
-    return situation.of_servers and (gone if told is None else not any(s["wanted"] for s in told))
+def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
+    """Return whether no server should be an engine, by the system's status or else by the log. `gone`: one left."""
+    servers = (live or {}).get("servers")
+    return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 
 
-def idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
-    return _waiting(runner, *_state(situation, runner, now))
+def idle(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    return _waiting(runner, *_state(snapshot, runner, now))
 
 
 def behind(runner: RunnerSnapshot) -> Waiting:
-    """Return a runner that takes units, and makes tokens with older weights than the current ones."""
-    version, why = runner.refused or (None, "")
-    text = f"goes on with weights version {runner.model_version}: it can't load version {version}: {short(why)}"
+    """Return a `Waiting` for a runner that gets units but generates with older weights than the current ones."""
+    version, error = runner.refused or (None, "")
+    text = f"goes on with weights version {runner.model_version}: it can't load version {version}: {short(error)}"
     return _waiting(runner, "refused", text, None, person=False)
 
 
-def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
-    """Return what is wrong with a runner, and the way out, to be said after its name; None: nothing."""
+def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
+    """Return what is wrong with a runner and what to do, as a text to follow its name; None if nothing is."""
     waits, wrong = "", None
     match runner.state:
-        case "retired":  # it was let go: that it says nothing any more is as it should be
+        case "retired":
             return None
         case "failed" | "quarantined" | "lost" | "down":
-            wrong = idle(situation, runner, now)
-        case "ready" if refuses(situation, runner):
+            wrong = idle(snapshot, runner, now)
+        case "ready" if refuses(snapshot, runner):
             wrong = behind(runner)
         case "started" if runner.waits_for and now - (runner.progressed or 0.0) > AWAITED_SECONDS:
-            wrong = None if runner.leaving else idle(situation, runner, now)
+            wrong = None if runner.leaving else idle(snapshot, runner, now)
         case "ready" if runner.loading is not None:
             waits = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
     if wrong is not None:
-        served = wrong.cause == "failed" and runner.places  # its process ends, and another follows
-        way = "it is started again" if served else "" if wrong.cause in ("lost", "loading") else wrong.way_out
-        return wrong.text.removeprefix(f"{runner} ") + (f"; {way}" if way else "")
+        restarts = wrong.cause == "failed" and runner.places  # it served before, so its process ends and restarts
+        advice = "it is started again" if restarts else "" if wrong.cause in ("lost", "loading") else wrong.way_out
+        return wrong.text.removeprefix(f"{runner} ") + (f"; {advice}" if advice else "")
     loads = now - (runner.loading_since or now) if runner.state == "ready" and runner.loading is not None else 0.0
     if loads > LOADING_SECONDS:
         return (f"has been loading weights version {runner.loading} for {span(loads)}{waits}, and gets no work "
-                f"meanwhile: see whether {runner.server or 'its engine'} does something, else "
+                f"meanwhile: see whether {runner.server or 'its engine'} is working, else "
                 f"{another_life(runner.name, runner.server)}")
     if runner.trouble:
         return f"can't store what it finished, keeps it and tries again: {runner.trouble}"
@@ -86,19 +86,19 @@ def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> st
     return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
 
 
-def _state(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
-    """Return the cause, what to say after the runner's name, since when, and whether it needs a person."""
+def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
+    """Return (cause, text to follow the runner's name, start, whether it needs a person)."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"
     reason, waits = short(runner.reason), short(runner.waits_for)
     match runner.state:
         case "ready":
-            since = situation.published_at
+            since = snapshot.published_at
             ago = "" if since is None else f", published {span(now - since)} ago"
-            text = f"is loading weights version {_loading(situation, runner)}{ago}; it has version "
+            text = f"is loading weights version {_loading(snapshot, runner)}{ago}; it has version "
             return "weights", f"{text}{runner.model_version}{waits and f' and waits for {waits}'}", since, False
         case "failed":
-            return "refused" if refuses(situation, runner) else "failed", f"failed{ago}: {reason}", since, True
+            return "refused" if refuses(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
         case "quarantined":
             return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
         case "lost":
@@ -119,15 +119,15 @@ def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None,
 
 
 def coordinator_away(child: Mapping[str, Any]) -> str:
-    """Return why there is no coordinator, and when there is one again. `child`: what the guardian says of it."""
+    """Return why there is no coordinator and when it starts again. `child`: its row in the guardian's status."""
     again, reason = child.get("restart_in"), short(child.get("reason") or "")
     soon = "it is being started" if again is None else f"it is started in {span(again)}"
     return f"there is no coordinator now{reason and f' ({reason})'}: {soon}"
 
 
 def short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line, of printable characters: of one with a traceback as `said_and_where`."""
-    said, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+    """Return an error's text on one line of printable characters; a traceback is shortened by `said_and_where`."""
+    message, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
                    for part in said_and_where(text))
     where, room = where and f" {where}", width - len(where)
-    return (said if len(said) <= room else said[: room - 1] + "…") + where
+    return (message if len(message) <= room else message[: room - 1] + "…") + where

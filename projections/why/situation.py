@@ -1,8 +1,7 @@
-"""What is known that a batch may wait for: batches with the times of their units, runners, weights.
+"""State of a system for `projections.why.explain`: batches with the times of their units, runners, hosts, weights.
 
-`observe` folds it from the log, where a stream may come after the other; the coordinator makes one of what it has in
-memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure, but for
-`read_situation`. `projections.why.explain` explains from it. `Followed` keeps the fold between two questions.
+`observe` folds it from the log; the coordinator builds it from memory. `with_live` updates it from the running system's
+status, which is newer than the log. `Followed` keeps the fold between two calls. Pure, except for `read_situation`.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "S
            "read_situation", "with_live"]
 
 NEWEST = ("WeightsLoaded", "WeightsFailed", "ConcurrencyChanged")
-"""Events of a runner of which the last one says all."""
+"""Types of a runner's events that replace the one before."""
 Key = tuple[int, int]
-"""A unit of a batch: task, first run."""
+"""(task, first run) of a unit."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchTimes:
-    """One batch, and the times that its state does not hold."""
+    """State of one batch, and times that the state does not hold."""
 
     state: BatchState
     moved_at: float
-    """Its last event; a StallDetected moves nothing."""
+    """Unix seconds of its last event other than StallDetected."""
     pending_since: dict[Key, float] = field(default_factory=dict)
     flying_since: dict[Key, float] = field(default_factory=dict)
     took: list[float] = field(default_factory=list)
-    """Seconds of the units that finished."""
+    """Seconds of finished units."""
     finalizing_since: float | None = None
     error: str = ""
     """Why it was aborted, or why its last finalize failed."""
     finished_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When each life of a runner (name, incarnation) last finished one of its units, whenever it was submitted."""
+    """When each life of a runner, by (name, incarnation), last finished a unit of it, in any submission."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,56 +52,56 @@ class RunnerSnapshot:
     name: str
     incarnation: int = 0
     state: str = ""
-    """`started`, `ready`, `failed`, `lost`, `quarantined`, `retired`, `down`."""
+    """`started`, `ready`, `failed`, `lost`, `quarantined`, `retired` or `down`."""
     since: float | None = None
-    """When it came into this state."""
+    """When this state began. All times are unix seconds."""
     reason: str = ""
     places: int = 0
     model_version: int = 0
     loading: int | None = None
-    """The version of the weights that it is loading now."""
+    """Weights version that it is loading now."""
     loading_since: float | None = None
-    """When it was told to, where the system told."""
+    """When that load began. The running system reports this, and the fields marked with (live)."""
     refused: tuple[int, str] | None = None
-    """The version that it could not load, and why: it goes on with what it had."""
+    """(version, error) of weights that it failed to load; it keeps the previous ones."""
     seen: float | None = None
-    """Its last sign of life, where the system told."""
+    """Last sign of life (live)."""
     progressed: float | None = None
-    """When it last finished a unit or came up."""
+    """When it last finished a unit or became ready."""
     finished: float | None = None
-    """When it last finished a unit, in whatever life."""
+    """When it last finished a unit, in any life."""
     silent: float | None = None
-    """Seconds that its engine's loop had not answered, where the system told."""
+    """Seconds for which its engine's loop has not answered (live)."""
     trouble: str = ""
-    """Why it can't store what it finished, where the system told."""
+    """Why it can't store what it finished (live)."""
     restart_in: float | None = None
-    """Seconds until it is started again."""
+    """Seconds until it is restarted (live)."""
     waits_for: str = ""
-    """What its engine waits for before it can start, or answer, in words, where the system told."""
+    """Text on what its engine waits for before it can start or answer (live)."""
     runs_wait: str = ""
-    """What some of its runs wait for outside of the system, in words, where the system told."""
+    """Text on what some of its runs wait for outside of the system (live)."""
     server: str = ""
-    """URL of the server of others that is its engine, where the system told."""
+    """URL of the external server that is its engine (live)."""
     leaving: bool = False
-    """That server was taken away: it gets no units any more."""
+    """True if that server was removed, so that it gets no more units (live)."""
     model: str = "rollout"
-    """Which model it serves: a batch's units are for runners of the rollout model, its workflows ask the others."""
+    """Model that it serves. Units run on runners of the rollout model; their workflows may ask the others."""
 
     def __str__(self) -> str:
-        of = "" if self.model == "rollout" else f" of model {self.model}"
-        return f"{self.name} #{self.incarnation}{of}" if self.incarnation else f"{self.name}{of}"
+        model = "" if self.model == "rollout" else f" of model {self.model}"
+        return f"{self.name} #{self.incarnation}{model}" if self.incarnation else f"{self.name}{model}"
 
 
 @dataclass(slots=True, kw_only=True)
 class HostSnapshot:
     name: str
     state: str
-    """`joined`, `draining`, `lost`, `left`."""
+    """`joined`, `draining`, `lost` or `left`."""
     since: float | None = None
-    """When it came into this state."""
+    """When this state began."""
     reason: str = ""
     heard: float | None = None
-    """When it was last heard of, where it has no connection and the system told."""
+    """When it was last heard of, if it is not connected to the running system."""
     why_away: str = ""
 
     @property
@@ -112,27 +111,27 @@ class HostSnapshot:
 
 @dataclass(slots=True, kw_only=True)
 class SystemSnapshot:
-    """Everything that a batch may wait for. Made by `observe`, or by who knows it already."""
+    """Everything that a batch may wait for."""
 
-    courses: dict[BatchId, BatchTimes] = field(default_factory=dict)
+    batches: dict[BatchId, BatchTimes] = field(default_factory=dict)
     runners: dict[str, RunnerSnapshot] = field(default_factory=dict)
     hosts: dict[str, HostSnapshot] = field(default_factory=dict)
     host_timeout: float | None = None
-    """hosts.timeout: seconds after which one that is not heard of is lost."""
+    """`hosts.timeout`: seconds after which a silent host is lost."""
     weights: int = 0
-    """The current version."""
+    """Current weights version."""
     published_at: float | None = None
     limit: float | None = None
-    """explorer.max_timeout."""
+    """`explorer.max_timeout`."""
     sequential: bool = False
-    """The runs of a unit go one after the other, each with the whole limit."""
+    """True if the runs of a unit run one after the other, each with the whole limit."""
     of_servers: bool = False
-    """Engines are servers of others, which come and go."""
+    """True if engines are external servers, which come and go."""
     stall_after: float | None = None
     of_run: bool = False
-    """`trinity-es run` submits its batches, and can go on with them."""
+    """True if `trinity-es run` submits its batches and can resume."""
     store: str = ""
-    """URL of the log, without a password, as its config names it."""
+    """URL of the log from its config, without a password."""
     last_at: float | None = None
 
 
@@ -140,51 +139,51 @@ _HOST_STATES: dict[type[ev.Event], str] = {
     ev.HostJoined: "joined", ev.HostDraining: "draining", ev.HostLost: "lost", ev.HostLeft: "left"}
 
 
-def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
-    """Return the situation after these events, in the order of the log, or stream by stream: runners before batches."""
-    batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
+def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
+    """Fold these events in place. They come in log order, or stream by stream with runners before batches."""
+    batches = {batch_stream(batch_id): batch_id for batch_id in snapshot.batches}
     for item in recorded:
         at, event = item.recorded_at, item.event
-        situation.last_at = max(at, situation.last_at or at)
+        snapshot.last_at = max(at, snapshot.last_at or at)
         match event:
             case ev.SystemConfigured():
                 explorer = event.config.get("explorer", {})
-                situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
-                situation.sequential = explorer.get("concurrent_mode") == "sequential"
-                situation.store = event.config.get("store", {}).get("url", "")
-                situation.host_timeout = event.config.get("hosts", {}).get("timeout")
-                situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
+                snapshot.limit, snapshot.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
+                snapshot.sequential = explorer.get("concurrent_mode") == "sequential"
+                snapshot.store = event.config.get("store", {}).get("url", "")
+                snapshot.host_timeout = event.config.get("hosts", {}).get("timeout")
+                snapshot.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
             case ev.TasksetAdvanced():
-                situation.of_run = True
+                snapshot.of_run = True
             case ev.WeightsPublished():
-                situation.weights, situation.published_at = event.version, at
+                snapshot.weights, snapshot.published_at = event.version, at
             case ev.HostJoined() | ev.HostDraining() | ev.HostLost() | ev.HostLeft():
                 reason = "" if isinstance(event, ev.HostJoined) else event.reason
-                situation.hosts[event.host] = HostSnapshot(
+                snapshot.hosts[event.host] = HostSnapshot(
                     name=event.host, state=_HOST_STATES[type(event)], since=at, reason=reason)
             case _ if item.stream.startswith("runner/"):
-                _observe_runner(situation, event, at)
+                _observe_runner(snapshot, event, at)
             case ev.BatchSubmitted():
                 batches[item.stream] = event.batch_id
-                old = situation.courses.get(event.batch_id)
+                old = snapshot.batches.get(event.batch_id)
                 state = evolve(old.state if old else None, event)
                 since = dict.fromkeys(state.pending, at)
-                situation.courses[event.batch_id] = BatchTimes(
+                snapshot.batches[event.batch_id] = BatchTimes(
                     state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
                 )
             case _ if item.stream in batches:
-                _observe_batch(situation, situation.courses[batches[item.stream]], event, at)
-    return situation
+                _observe_batch(snapshot, snapshot.batches[batches[item.stream]], event, at)
+    return snapshot
 
 
-def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> None:
+def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> None:
     if isinstance(event, ev.RunnerStarted):
-        situation.runners[event.runner] = RunnerSnapshot(
+        snapshot.runners[event.runner] = RunnerSnapshot(
             name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
         )
         return
     name = getattr(event, "runner", "")
-    runner = situation.runners.setdefault(name, RunnerSnapshot(name=name))
+    runner = snapshot.runners.setdefault(name, RunnerSnapshot(name=name))
     runner.incarnation = getattr(event, "incarnation", 0)
     match event:
         case ev.RunnerReady():
@@ -207,59 +206,59 @@ def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> No
             runner.refused = event.version, event.error
 
 
-def _progress(situation: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
-    runner = situation.runners.get(name)
+def _note_progress(snapshot: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
+    runner = snapshot.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
         runner.finished = max(at, runner.finished or at)
 
 
-def _observe_batch(situation: SystemSnapshot, course: BatchTimes, event: ev.Event, at: float) -> None:
-    course.state = evolve(course.state, event)
+def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event, at: float) -> None:
+    batch.state = evolve(batch.state, event)
     if not isinstance(event, ev.StallDetected):
-        course.moved_at = at
+        batch.moved_at = at
     match event:
         case ev.TasksAdded() | ev.TaskReopened():
-            for key in course.state.pending:
-                course.pending_since.setdefault(key, at)
+            for key in batch.state.pending:
+                batch.pending_since.setdefault(key, at)
         case ev.TasksDispatched():
             for unit in event.units:
-                course.flying_since[unit.task, unit.run_id_base] = at
-        case ev.RunsFinished():  # TaskFinished is one
-            course.took.append(event.seconds)
-            course.finished_at[event.runner, event.incarnation] = at
-            _progress(situation, event.runner, event.incarnation, at)
+                batch.flying_since[unit.task, unit.run_id_base] = at
+        case ev.RunsFinished():  # or its subclass TaskFinished
+            batch.took.append(event.seconds)
+            batch.finished_at[event.runner, event.incarnation] = at
+            _note_progress(snapshot, event.runner, event.incarnation, at)
         case ev.AttemptFailed():
             for base, _ in contiguous(event.failed_runs):
-                course.pending_since[event.task, base] = at
+                batch.pending_since[event.task, base] = at
         case ev.BatchFinalizing():
-            course.finalizing_since, course.error = at, ""
+            batch.finalizing_since, batch.error = at, ""
         case ev.FinalizeFailed():
-            course.error = event.error
+            batch.error = event.error
         case ev.BatchAborted():
-            course.error = event.reason
+            batch.error = event.reason
 
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
-    """Return what a log knows: open batches too where only one is asked for, since they take its places."""
-    situation, straight = SystemSnapshot(), Straightener()
+    """Read the state of a system from its log. Include all open batches, since they take the places of the others."""
+    snapshot, straight = SystemSnapshot(), Straightener()
     followed.seen_from(straight.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-        observe(situation, map(straight, filter(None, [events.last(stream, type_name)])))
-    observe(situation, map(straight, events.read(stream=ev.HostJoined.stream)))
+        observe(snapshot, map(straight, filter(None, [events.last(stream, type_name)])))
+    observe(snapshot, map(straight, events.read(stream=ev.HostJoined.stream)))
     for stream, _ in events.streams("runner/"):
-        observe(situation, map(straight, _last_life(events, stream)))
+        observe(snapshot, map(straight, _last_life(events, stream)))
     followed.follow(
-        situation, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
+        snapshot, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
     )
     last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
-    situation.of_run = bool(events.streams("taskset/"))
-    situation.last_at = situation.last_at if last is None else straight(last).recorded_at
-    return situation
+    snapshot.of_run = bool(events.streams("taskset/"))
+    snapshot.last_at = snapshot.last_at if last is None else straight(last).recorded_at
+    return snapshot
 
 
 def _last_life(events: EventLog, stream: str) -> list[Recorded]:
-    """Return what is known of a runner since it was last started; of loads and places, the last."""
+    """Return a runner's events since its last start, but only the newest of each type in `NEWEST`."""
     started = events.last(stream, "RunnerStarted")
     after = 0 if started is None else started.position - 1
     newest = [events.last(stream, name, after=after) for name in NEWEST]
@@ -268,10 +267,10 @@ def _last_life(events: EventLog, stream: str) -> list[Recorded]:
 
 
 class Followed:
-    """Courses of batches, folded once and kept: whoever asks again and again reads only what came since.
+    """Folds of batches that are kept between calls, so that each call reads only new events.
 
-    For a process that lives long (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. Who calls
-    holds `lock`, also while the situation is looked at: its courses are those that are kept.
+    For long-lived processes (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. The caller holds
+    `lock`, also while it uses the snapshot, which shares the kept batches.
     """
 
     def __init__(self) -> None:
@@ -280,56 +279,56 @@ class Followed:
         self._offset: float | None = None
 
     def seen_from(self, offset: float) -> None:
-        """Forget what was folded where the clock, so far ahead of the monotonic one, was set since."""
+        """Drop the folds if the clock was set since. `offset`: difference of the clock and the monotonic clock."""
         if self._offset is None or abs(offset - self._offset) > STEP_SECONDS:
             self._kept, self._offset = {}, offset
 
     def follow(
-        self, situation: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
+        self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
         Iterable[Recorded]]
     ) -> SystemSnapshot:
-        """Return the situation, whose runners are known, with these batches; what other batches were is forgotten.
+        """Add these batches to a snapshot that has its runners, as `observe` of all their events would.
 
-        `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
+        Drops the folds of other batches. `read(batch_id, position)` returns a batch's events after a position.
         """
         before, self._kept = self._kept, {}
         for batch_id in batch_ids:
-            kept = before.get(batch_id) or KeptFold(partial(_course_of, batch_id))
-            course = kept.follow(partial(read, batch_id))
-            if course is None:
+            kept = before.get(batch_id) or KeptFold(partial(_fold_batch, batch_id))
+            batch = kept.follow(partial(read, batch_id))
+            if batch is None:
                 continue
             self._kept[batch_id] = kept
-            situation.courses[batch_id] = course
-            for (name, incarnation), at in course.finished_at.items():
-                _progress(situation, name, incarnation, at)
-        return situation
+            snapshot.batches[batch_id] = batch
+            for (name, incarnation), at in batch.finished_at.items():
+                _note_progress(snapshot, name, incarnation, at)
+        return snapshot
 
 
-def _course_of(batch_id: BatchId, recorded: Iterable[Recorded], course: BatchTimes | None) -> BatchTimes | None:
-    alone = SystemSnapshot() if course is None else SystemSnapshot(courses={batch_id: course})
-    return observe(alone, recorded).courses.get(batch_id)
+def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
+    alone = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
+    return observe(alone, recorded).batches.get(batch_id)
 
 
 STEP_SECONDS = 5.0
-"""Minimum difference of two clocks that is a step of one of them, and not the time that an answer was under way."""
+"""Minimum difference of two clocks that means a clock step; less may be the delay of an answer."""
 
 
 def with_live(
-    situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float
+    snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float
 ) -> Iterator[tuple[str, RunnerSnapshot]]:
-    """Yield the runners of the log, with what the system says of them laid over."""
-    told = live or {}
-    shift = now - told["clock"] if told.get("clock") else 0.0
+    """Yield (name, snapshot) of each runner of the log, updated from the running system's status."""
+    status = live or {}
+    shift = now - status["clock"] if status.get("clock") else 0.0
     shift = shift if abs(shift) > STEP_SECONDS else 0.0
-    rows = {row["runner"]: row for row in told.get("runners", [])}
-    servers = {s["runner"]: s for s in told.get("servers", [])}
-    children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
-    # Slots of this system only, and those of other hosts: their guardians say nothing here.
+    rows = {row["runner"]: row for row in status.get("runners", [])}
+    servers = {s["runner"]: s for s in status.get("servers", [])}
+    children = {c["name"]: c for c in status.get("system", {}).get("children", []) if c["name"] != "coordinator"}
+    # The guardian reports the slots of this machine only; those of other hosts come from the runners' rows.
     own = {host_of(name) for name in children}
     far = {name: row for name, row in rows.items() if host_of(name) not in own}
-    names = {**situation.runners, **rows} if not children else {**children, **far}
+    names = {**snapshot.runners, **rows} if not children else {**children, **far}
     for name in sorted(names):
-        life = replace(situation.runners.get(name, RunnerSnapshot(name=name)))
+        life = replace(snapshot.runners.get(name, RunnerSnapshot(name=name)))
         row, child = rows.get(name, {}), children.get(name, {})
         if row:
             if row.get("incarnation") != life.incarnation or row.get("state") != life.state:
@@ -340,35 +339,35 @@ def with_live(
             for key in ("seen", "progressed", "finished", "loading_since"):
                 if row.get(key):
                     setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
-            if life.since is None or not life.reason:  # else the log tells more
+            if life.since is None or not life.reason:  # if not, the log has the better reason
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
             life.waits_for, life.runs_wait = row.get("waits_for") or "", row.get("runs_wait") or ""
             if "refused" in row:
-                life.refused = (told["weights_version"], row["refused"]) if row["refused"] else None
+                life.refused = (status["weights_version"], row["refused"]) if row["refused"] else None
             if life.seen is not None and life.silent:
-                life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
+                life.silent += max(0.0, now - life.seen)  # and it has been silent since then
         if name in servers:
             life.server, life.leaving = servers[name]["url"], not servers[name]["wanted"]
-        _lay_child(life, child, now)
+        _apply_child(life, child, now)
         yield name, life
 
 
-def _lay_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> None:
-    """Lay what the guardian knows over the log: who is gone, who is started again and when."""
+def _apply_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> None:
+    """Update a runner from its row in the guardian's status."""
     state = child.get("state")
     if state is None:
         return
     life.model = child.get("model") or life.model
-    becomes = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
+    new_state = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
     newer = child.get("incarnation", 0) > life.incarnation
     if state in ("starting", "up") and (newer or life.state in ("", "lost")):
-        becomes = "started"
-    if becomes is not None and becomes != life.state:
-        life.state, life.since = becomes, None
+        new_state = "started"
+    if new_state is not None and new_state != life.state:
+        life.state, life.since = new_state, None
     if newer:
         life.incarnation, life.waits_for = child["incarnation"], ""
-    if becomes in ("lost", "failed", "down") or not life.reason:
+    if new_state in ("lost", "failed", "down") or not life.reason:
         life.reason = child.get("reason") or life.reason
     life.restart_in = child.get("restart_in")
     if child.get("seen_ago") is not None and state not in ("waiting", "quarantined", "down"):

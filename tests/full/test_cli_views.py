@@ -68,8 +68,8 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
     said = said.format(log=path)
-    assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
-    assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
+    assert f"no batch is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
+    assert "no batch is open: `trinity-es status` shows" in cli("why", "--log", path).stdout
 
 
 def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
@@ -151,7 +151,7 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
     of_trl(path, *FINALIZED, ev.BatchTrained(step=1), log_dir=elsewhere)
     ended = cli("status", "--log", path)
     assert ended.exit_code == 0, ended.output
-    assert "nothing is open: batch 1/trl-train-0, the last, was finalized " in ended.stdout
+    assert "no batch is open: batch 1/trl-train-0, the last, was finalized " in ended.stdout
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}, "system": {"log_dir": str(elsewhere)}})
     running_system.lock_file(config, "trainer").write_text("7")
     for words in (["--log", path], [path]):
@@ -162,7 +162,7 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
 
 def test_status_says_where_a_run_has_no_batch_yet(path: Path) -> None:
     write(path, [("system", [ev.SystemConfigured(config={"mode": "both"})])])
-    assert "nothing is open: no batch has ended yet" in cli("status", "--log", path).stdout
+    assert "no batch is open: no batch has ended yet" in cli("status", "--log", path).stdout
 
 
 def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path: Path) -> None:
@@ -180,7 +180,7 @@ def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(pa
     sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)
     of_trl(path, sent, failed, *FINALIZED)
     told = cli("why", "1/trl-train-0", "--log", path).stdout
-    assert "what to do: mend what failed, and start its trainer again: TRL's has the batch generated anew" in told
+    assert "what to do: fix what failed, and start its trainer again: TRL's trainer submits the batch again" in told
     assert "restart-runner" not in told, "nothing runs"
 
 

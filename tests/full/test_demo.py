@@ -83,7 +83,7 @@ def test_each_run_of_the_demo_has_its_own_tokens(demo: tuple[Path, dict[str, Any
     rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["runner-0", "#1"]]
     assert [(row[0], row[-3]) for row in rows] == [(str(i), "8") for i in range(8)], shown
     assert len({row[-4] for row in rows}) == 1, "they have one prompt"
-    assert "prompt tokens less were read" in shown
+    assert "prompt tokens were not read again" in shown
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import name_as_ours
+from trinity_es import errors
 from trinity_es.actors import commands
 from trinity_es.actors.commands import command_docs as command_docs
 from trinity_es.events import event_docs
@@ -41,6 +42,35 @@ def test_the_code_in_a_page_runs_beside_modules_named_as_our_rooms(
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == printed
     assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == outputs
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_page_links_to_and_each_module_that_it_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    named = re.findall(r"`((?:[a-z_]+/)+\w+\.py)`", text)
+    modules = [path.as_posix() for path in (p.relative_to(ROOT) for p in ROOT.glob("[a-z]*/**/*.py"))]
+    assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in modules)] == []
+
+
+def test_the_index_has_every_page_and_none_that_is_written_is_long() -> None:
+    index = ROOT / "docs" / "README.md"
+    written, made = (
+        {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", part)}
+        for part in index.read_text().split("**Made from the code**")
+    )
+    assert written | made == {*PAGES} - {ROOT / "README.md", index}
+    assert [page for page in written if len(page.read_text().splitlines()) > 300] == []
+
+
+def test_the_page_of_troubles_has_every_error() -> None:
+    page = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+)`", page))
+    assert named == set(errors.__all__) - {"TrinityError", "LogError"}
 
 
 def test_the_glossary_has_twenty_words_once_each() -> None:

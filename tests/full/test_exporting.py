@@ -115,7 +115,7 @@ def test_a_missing_payload_is_named_and_exits_1_and_a_freed_one_is_named(tmp_pat
     write(path, [("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=9)])])
     told = exported(path, "--experiences", file, "--force")
     assert (told["experiences"]["freed"], told["experiences"]["missing"]) == ([3], [])
-    assert "freed, so not in the file" in cli("export", "--experiences", file, "--force", "--log", path).stderr
+    assert "because they were freed" in cli("export", "--experiences", file, "--force", "--log", path).stderr
 
 
 def test_a_file_is_there_whole_or_not_at_all(log: Path, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_nothing_that_is_there_is_written_over_by_mistake(tmp_path: Path) -> Non
     (tmp_path / "link.jsonl").symlink_to(there)
     before = path.read_bytes()
     for wrong, why in (
-        (["--events", path, "--force"], "the log itself"), (["--events", there], "--force writes over it"),
+        (["--events", path, "--force"], "the log itself"), (["--events", there], "--force overwrites it"),
         (["--events", tmp_path / "link.jsonl", "--force"], "no plain file"),
         (["--events", tmp_path / "a.jsonl", "--experiences", tmp_path / "a.jsonl"], "named twice"),
     ):

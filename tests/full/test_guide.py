@@ -18,7 +18,7 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.cli import app
 from trinity_es.config.config import ConfigError, load_config
 
-GUIDE = (ROOT / "docs" / "FROM_TRINITY_RFT.md").read_text()
+GUIDE = "".join((ROOT / "docs" / page).read_text() for page in ("FROM_TRINITY_RFT.md", "CARRIED_OVER.md"))
 BLOCKS = dict(re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE, re.DOTALL))
 
 

@@ -119,7 +119,7 @@ def test_p37_a_run_that_goes_on_writes_the_file_anew_and_keeps_what_is_not_its_o
         path.write_text(mine)
         assert followed(conf, 1) == whole
         assert path.with_name(f"metrics.jsonl.{n}").read_text() == mine
-    assert "not of this run" in caplog.text
+    assert "has lines of another run" in caplog.text
 
 
 @pytest.mark.parametrize("room", [0, 10])

@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(path: P
         append(path, batch_stream(1), [ev.BatchTrained(step=1)])
         append(path, batch_stream(2), [*step(2), ev.BatchTrained(step=2)])
     first, second = out.getvalue().splitlines()
-    assert first == "step 1/2  trained on what the log had of it"
+    assert first == "step 1/2  trained on the experiences that the log had"
     assert second.startswith("step 2/2  1/1 tasks")
 
 

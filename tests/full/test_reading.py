@@ -21,7 +21,7 @@ import pytest
 from benchmarks.sample_ground import TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import ROOT, cli, history, unit, write
-from trinity_es.cli.commands.events import _Chosen
+from trinity_es.cli.commands.events import _Selection
 from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, LogUnavailable
@@ -56,7 +56,7 @@ def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
         ], commit_id="all")
     lines = cli("batches", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [str(i) for i in range(180, 230)]
-    assert "180 before them" in lines[-1]
+    assert "180 earlier ones" in lines[-1]
     every = cli("batches", "--all", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in every] == ["id", *map(str, range(230))]
     assert len(told("batches", "--log", path)) == 230
@@ -81,15 +81,15 @@ def test_what_comes_while_the_last_events_are_read_is_printed_once(
     write(path, history("d" * 64))
     with open_log(str(path)) as opened:
         end = opened.head().position
-    read = _Chosen.last
+    read = _Selection.last
 
-    def last(chosen: _Chosen, count: int, after: int) -> list[Recorded]:
+    def last(chosen: _Selection, count: int, after: int) -> list[Recorded]:
         found = read(chosen, count, after) if when == "after" else []
         write(path, [("weights", [ev.WeightsPublished(version=9, path="late")])])
         return found or read(chosen, count, after)
 
-    monkeypatch.setattr(_Chosen, "last", last)
-    monkeypatch.setattr(_Chosen, "follow", _Chosen.read)  # as far as there is something
+    monkeypatch.setattr(_Selection, "last", last)
+    monkeypatch.setattr(_Selection, "follow", _Selection.read)  # as far as there is something
     lines = cli("events", "-f", "--last", 2, "--json", "--log", path).stdout.splitlines()
     last_two_and_on = [end, end + 1] if when == "before" else [end - 1, end, end + 1]
     assert [json.loads(line)["position"] for line in lines] == last_two_and_on
@@ -158,7 +158,7 @@ def test_an_hour_that_comes_twice_is_asked_for_with_its_offset(path: Path, monke
 
 def test_who_reads_is_not_told_of_commits() -> None:
     url = "postgresql://nobody@127.0.0.1:1/run"
-    for read_only, says in ((True, "see that its server runs"), (False, "the same commit can be tried again")):
+    for read_only, says in ((True, "check that its server runs"), (False, "the same commit can be tried again")):
         database = Database(url, read_only=read_only, patience=0.0)
         with contextlib.closing(database), pytest.raises(LogUnavailable, match=says):
             database.read(lambda connection: None)

@@ -164,7 +164,7 @@ def test_an_eval_that_gave_nothing_is_counted_and_named(
     assert [e["reward"] for e in told["evals"]] == [None, 0.4, 0.5]
     print_summary(told)
     said = capsys.readouterr().out
-    assert "batches          6 (3 to train on, 3 evals, 1 of which gave no reward)\n" in said
+    assert "batches          6 (3 to train on, 3 evals, 1 without a reward)\n" in said
     assert "eval reward      none in the first eval, 0.500 in the last\n" in said
     assert "tokens           900 generated, 60 a second while engines served\n" in said
     for log, named in (

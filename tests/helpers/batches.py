@@ -39,7 +39,7 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
     while not state.is_complete:
         capacities = [
             batches.Capacity(name=n, incarnation=i, model_version=1, places=3, limit=3,
-                               load=batches.loads([state]).get((n, i), 0))
+                               load=sum((f.runner, f.incarnation) == (n, i) for f in state.flights.values()))
             for n, i in lives.items()
         ]
         for _, event in batches.dispatch([state], capacities):

@@ -65,7 +65,7 @@ def test_an_old_log_is_listed_replayed_shown_and_sound(old: Path, name: str) -> 
     url = f"sqlite:///{old}/{name}/log.sqlite"
     with trinity_es.open_log(url) as log:
         [problem] = log.verify()  # the tables are as that release made them, the events are sound
-        assert problem.startswith("checkpoint read_models: it is of version 5, where 6 belongs: an older release wrote")
+        assert problem.startswith("checkpoint read_models: it has version 5, expected 6: an older release wrote")
         before = log.batches(), [life.runner for life in log.runner_lives()]
     assert cli("rebuild", "--log", url).exit_code == 0
     with trinity_es.open_log(url) as log:

@@ -191,7 +191,7 @@ NAMED = "explorer: {auxiliary_models: [%s]}"
     (HTTP % ("", ", server_args: {tool_call_parser: hermes}"), [], "has server_args"),
     (HTTP % ("", ""), ["synchronizer.sync_method=nccl"],
      "rollout_model.engine_type is http, and synchronizer.sync_method is nccl: "),
-    (NAMED % "{name: judge, lora: {}}", [], "adapters are published for the rollout model"),
+    (NAMED % "{name: judge, lora: {}}", [], "has lora, which only the rollout model can have"),
     (NAMED % "{name: a}, {name: a}", [], "two models with the name 'a'"),
     (NAMED % "{name: rollout}", [], "two models with the name 'rollout'"),
     (NAMED % "{name: runner}", [], "two models with the name 'runner'"),
@@ -230,7 +230,7 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         "engine runs so many units at once",
         "line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
-        "line 5: explorer.rollout_model.engine_type must be one of vllm, http, scripted, \"module:Class\", "
+        "line 5: explorer.rollout_model.engine_type must be one of http, scripted, vllm, \"module:Class\", "
         "not 'tgi'",
         "line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
         "line 5: explorer.rollout_model.dtype must be text, not on; put it in quotes: \"on\"",

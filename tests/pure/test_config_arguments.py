@@ -156,7 +156,7 @@ def test_a_file_where_checkpoints_are_to_lie_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"tempreture": 0.7}, "no sampling is called tempreture; known are temperature, top_p"),
+    ({"tempreture": 0.7}, "no sampling option is called tempreture; known are temperature, top_p"),
     ({"temperature": -1.0}, "temperature is -1.0: give a number, 0 (greedy) or more"),
     ({"n": True}, "n is True: give an integer, 1 to 4,096"),
 ])

@@ -124,7 +124,7 @@ def test_p38_the_first_taskset_is_meant_and_a_person_reads_it(config: Path, tmp_
     assert "run 1 step 0: reward 5, 3 prompt tokens, 5 response tokens, response_truncated" in done.stdout
     assert "    q0" in done.stdout
     assert "    length = 5" in done.stdout
-    assert f"kept in {tmp_path / 'here'}" in done.stdout
+    assert f"results are in {tmp_path / 'here'}" in done.stdout
     assert json.loads((tmp_path / "here/result.json").read_text())["completed_runs"] == 2
 
 

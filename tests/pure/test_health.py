@@ -83,18 +83,18 @@ LOADS: dict[str, Any] = {"places": 4, "model_version": 0, "loading": 1}
 
 @pytest.mark.parametrize(("row", "ago", "begins", "says"), [
     ({"state": "started", "waits_for": AWAITED}, {"progressed": 60.0},
-     f"waits to start its engine: {AWAITED}; start or mend the server {URL}, or take it away", [AWAY]),
+     f"waits to start its engine: {AWAITED}; start or fix the server {URL}, or remove it", [AWAY]),
     ({"state": "started", "waits_for": AWAITED}, {"progressed": 1.0}, None, []),
-    ({"state": "failed"}, {}, "failed: it broke; mend what it names", [AGAIN, AWAY]),
+    ({"state": "failed"}, {}, "failed: it broke; fix what it names", [AGAIN, AWAY]),
     ({"state": "failed", "places": 4}, {}, "failed: it broke; it is started again", []),
-    ({"state": "quarantined"}, {}, "was quarantined and is not started again: it broke; mend", [AGAIN, AWAY]),
-    (REFUSES, {}, f"goes on with weights version 0: it can't load version 0: {REFUSAL}; mend what it names, or publish "
-     "a newer version: it tries again by itself; or take its server away", [AWAY]),
+    ({"state": "quarantined"}, {}, "was quarantined and is not started again: it broke; fix", [AGAIN, AWAY]),
+    (REFUSES, {}, f"goes on with weights version 0: it can't load version 0: {REFUSAL}; fix what it names, or publish "
+     "a newer version: it tries again by itself; or remove its server", [AWAY]),
     (REFUSES | {"state": "failed", "reason": f"it could not load weights 1: {REFUSAL}"}, {},
-     f"failed: it could not load weights 1: {REFUSAL}; mend what it names, or publish a newer version", [AWAY]),
+     f"failed: it could not load weights 1: {REFUSAL}; fix what it names, or publish a newer version", [AWAY]),
     (REFUSES | {"refused": ""}, {}, None, []),
     (LOADS, {"loading_since": 3600.0}, "has been loading weights version 1 for 60 min, and gets no work meanwhile: "
-     f"see whether {URL} does something, else `trinity-es", [AGAIN, AWAY]),
+     f"see whether {URL} is working, else `trinity-es", [AGAIN, AWAY]),
     (LOADS, {"loading_since": 30.0}, None, []), (LOADS | {"loading": None}, {}, None, []),
 ])
 def test_what_is_wrong_with_a_runner_is_told_with_the_way_out(
@@ -132,10 +132,10 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    (None, "nothing runs, and nothing is open: no batch has ended yet"),
-    ({"step": 5, "total_steps": 5, "complete": True}, "nothing is open: the run is complete, with step 5"),
+    (None, "nothing runs, and no batch is open: no batch has ended yet"),
+    ({"step": 5, "total_steps": 5, "complete": True}, "no batch is open: the run is complete, with step 5"),
     ({"step": 5, "total_steps": 9, "complete": False},
-     "nothing is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
+     "no batch is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
     ({"step": 5, "total_steps": None, "complete": None},
      "the run's last step is 5, and `trinity-es resume s` goes on with it, or says that it is complete"),
 ])
@@ -244,7 +244,7 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 
 @pytest.mark.parametrize(("run", "way"), [
     ({"step": 3, "total_steps": None, "complete": None},
-     "`trinity-es resume s` (`trinity-es resume CONFIG` where the config file was mended: a log holds it as it was) "
+     "`trinity-es resume s` (`trinity-es resume CONFIG` if you changed the config file: the log holds the old one) "
      "generates it anew"),
     (None, "start its trainer again"),
 ])

@@ -91,7 +91,7 @@ def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.
     (pa.array([dt.timedelta(1)] * 2), "column 'x' has the type duration"),
     (pa.array([{"d": dt.timedelta(1)}] * 2), "column 'x' has the type duration"),
     (pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
-     "row 1: column 'x': the key 'k' stands twice: mend"),
+     "row 1: column 'x': the key 'k' appears twice: mend"),
 ])
 def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened(
     tmp_path: Path, column: pa.Array, said: str
@@ -139,7 +139,7 @@ def test_a_row_of_many_keys_is_read_in_the_time_of_its_length(tmp_path: Path) ->
     opened(tmp_path / "t.jsonl")
     assert time.process_time() - began < 10
     (tmp_path / "t.jsonl").write_text('{"prompt": "p", ' + ", ".join([*keys, keys[7]]) + "}\n")
-    with pytest.raises(TasksetError, match="line 1: the key 'k7' stands twice"):
+    with pytest.raises(TasksetError, match="line 1: the key 'k7' appears twice"):
         opened(tmp_path / "t.jsonl")
 
 

@@ -157,5 +157,5 @@ async def test_p36_frames_are_what_was_put_into_them_however_they_are_cut() -> N
 
 def test_feedback_with_two_rewards_is_refused() -> None:
     assert read_object(b'{"reward": 1}', {"reward"}) == {"reward": 1}
-    with pytest.raises(ApiError, match="the key 'reward' stands twice"):
+    with pytest.raises(ApiError, match="the key 'reward' appears twice"):
         read_object(b'{"reward": 1, "reward": 0}', {"reward"})

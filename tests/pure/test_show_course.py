@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from tests.helpers.story import Story, configured
-from trinity_es.cli.render.tables import print_story
+from trinity_es.cli.render.tables import print_timeline
 from trinity_es.projections.history.attempts import BatchTimeline, tell_one
 
 
@@ -23,7 +23,7 @@ def test_an_error_is_told_once_a_task_and_the_seconds_are_said_to_be_of_the_last
         told = tell_one(told, item) if item.stream == "batch/3" else told
     assert told is not None
     out = io.StringIO()
-    print_story(Console(file=out, width=10_000), told, [""], None)
+    print_timeline(Console(file=out, width=10_000), told, [""], None)
     lines = out.getvalue().splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("task "))
     head, line = lines[at : at + 2]

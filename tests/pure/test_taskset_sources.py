@@ -24,7 +24,7 @@ from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
 from trinity_es.run.trainer_loop import TrainerProcess
-from trinity_es.tasksets import source as source_module
+from trinity_es.tasksets import hub
 from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.text import summary
 
@@ -85,8 +85,9 @@ def test_a_hub_id_that_is_written_as_a_path_is_told_how(tmp_path: Path) -> None:
 class Rows:
     """A split of the hub with three rows, at the commit that is asked for, or else at another one."""
 
-    def __init__(self, config: TasksetConfig, commit: str | None = None, subset: str | None = None) -> None:
-        self.revision, self.subset = commit or "f" * 40, subset or config.subset or "easy"
+    def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
+        self.revision = recorded.revision if recorded else "f" * 40
+        self.subset = (recorded and recorded.subset) or config.subset or "easy"
 
     def __len__(self) -> int:
         return 3
@@ -97,7 +98,7 @@ class Rows:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(source_module, "HubRows", Rows)
+    monkeypatch.setattr(hub, "HubRows", Rows)
     return lambda recorded=None, **keys: Taskset(TasksetConfig.model_validate(HUB | keys), recorded=recorded)
 
 

@@ -17,7 +17,6 @@ from tests.simulation.doubles import SimCoordinator, SimRunner
 from tests.simulation.engine import reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
-from trinity_es.actors.coordinator.decisions.batch_decisions import loads
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
@@ -331,7 +330,8 @@ class Invariants:
             if live[stream] != opened[stream]:
                 self.violated(f"live state of {stream} is not the log's (promise 6): {live[stream]} {opened[stream]}")
 
-        in_flight, counted = actor.live.in_flight, loads(actor.live.batches.values())
+        in_flight = actor.live.in_flight
+        counted = Counter((f.runner, f.incarnation) for b in actor.live.batches.values() for f in b.flights.values())
         self.require(in_flight.loads == counted, f"units in flight: {in_flight.loads}, of the batches: {counted}")
         for batch in actor.live.batches.values():
             for life in counted:

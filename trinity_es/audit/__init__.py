@@ -1,1 +1,1 @@
-"""What a log can be asked beyond reading it: exports, traces, runs played again, what could have been."""
+"""Uses of a log beyond reading it: exports, traces, regenerated rollouts and what-if predictions."""

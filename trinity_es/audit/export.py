@@ -1,9 +1,8 @@
-"""A log as files for other tools: experiences as rows, events as lines.
+"""Export of a log for other tools: experiences as rows, events as lines.
 
-What a rollout wrote goes out as it is, as data: JSON escapes what could move a terminal, parquet keeps text as text.
-Everything is streamed, a payload or a page of events at a time, and a file is there whole or not at all. What can't be
-exported (payloads that were freed, are missing or were changed) is named, never skipped without a word. The trace of a
-run for Perfetto is in `trinity_es.audit.perfetto`.
+Texts of rollouts are exported unchanged, as data: JSON escapes terminal control characters, parquet keeps text as text.
+Exports stream one payload or page of events at a time, and a file is written whole or not at all. Payloads that can't
+be exported (freed, missing or changed) are reported.
 """
 
 from __future__ import annotations
@@ -26,48 +25,50 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import event_document, harmless_json
 
 __all__ = ["Exported", "experience_rows", "export_file", "write_events", "write_experiences"]
 
 ROWS = 256
-"""Number of experiences that are turned into rows, and written, at once."""
+"""Number of experiences that are converted and written at once."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """What an export did: how much was written, and what could not be."""
+    """Result of an export: how much was written, and what could not be."""
 
     written: int = 0
     batches: int = 0
     freed: list[BatchId] = field(default_factory=list)
-    """Batches whose payloads were deleted on purpose (`store.retention`): their events are all that is left."""
+    """Batches whose payloads `store.retention` deleted."""
     missing: list[str] = field(default_factory=list)
-    """Payloads that should be there and are not, or are not what was written: a sentence each."""
+    """One sentence for each payload that is missing or corrupt."""
 
 
 # --- experiences ----------------------------------------------------------------------------------------------------
 def experience_rows(
     log: Log, done: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows by COLUMNS, at most `ROWS` at a time, batch after batch in the order of submission; arrays are numpy.
+    """Yield rows by COLUMNS, at most `ROWS` at a time, batch by batch in the order of submission; arrays are numpy.
 
-    What the pipeline delivered, in every try of a batch id that was submitted again; with `as_made` what the runners
-    brought in, before any filter, also of batches that have not ended. `done` is counted up meanwhile. Raises
-    LogNotFound where there is no payload store.
+    The rows are the experiences that the pipeline delivered, in every submission of a batch id. With `as_made` they are
+    those that the runners produced, before any filter, also of open batches. Updates `done` meanwhile.
+    Raises LogNotFound if there is no payload store.
     """
     freed, store = log.freed(), None
+    streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
     try:
-        for row in _rows_of(log, batch_ids):
+        for row in log.batches():
+            if streams is not None and batch_stream(row.batch_id) not in streams:
+                continue
             taken = set[ev.PayloadRef]()
-            for batch in _tries(log, row.batch_id):
+            for batch in _submissions(log, row.batch_id):
                 made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
                 refs = batch.state.experiences
-                if as_made:  # what a later try took over is not made twice
-                    found = [run.payload for run in batch.rows if run.payload is not None and run.payload not in taken]
-                    taken.update(found)
-                    refs = _in_one(found)
+                if as_made:  # a later submission may reuse payloads, which count once
+                    payloads = [r.payload for r in batch.rows if r.payload is not None and r.payload not in taken]
+                    taken.update(payloads)
+                    refs = _merged(payloads)
                 if not refs:
                     continue
                 if freed.get(batch_stream(row.batch_id), 0) > batch.first_position:
@@ -86,19 +87,19 @@ def experience_rows(
             store.close()
 
 
-def _tries(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
-    """Yield every submission of a batch's id, each as it was when the next one began anew."""
-    story: BatchTimeline | None = None
+def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
+    """Yield each submission of a batch id, in its state before the next submission."""
+    timeline: BatchTimeline | None = None
     for item in log.events(batch_id):
-        if story is not None and isinstance(item.event, ev.BatchSubmitted):
-            yield story
-        story = tell_one(story, item)
-    if story is not None:
-        yield story
+        if timeline is not None and isinstance(item.event, ev.BatchSubmitted):
+            yield timeline
+        timeline = tell_one(timeline, item)
+    if timeline is not None:
+        yield timeline
 
 
-def _in_one(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
-    """Return what these name, each once: what lies side by side in one payload as one."""
+def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
+    """Return these references without repeats, merging those that are adjacent in one payload."""
     out: list[ev.PayloadRef] = []
     for ref, _ in groupby(refs):
         if out and (ref.digest, ref.first) == (out[-1].digest, out[-1].first + out[-1].count):
@@ -108,35 +109,30 @@ def _in_one(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
     return out
 
 
-def _rows_of(log: Log, batch_ids: Sequence[BatchId] | None) -> Iterator[BatchRow]:
-    wanted = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
-    return (row for row in log.batches() if wanted is None or batch_stream(row.batch_id) in wanted)
-
-
 def _read(
-    store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], RunRow],
+    store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, made: dict[tuple[int, int], RunRow],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
-    reader = ExperienceReader(store)  # a delivery is mostly one payload, and many refs may name it
+    reader = ExperienceReader(store)  # caches the payload, since many refs of a delivery name the same one
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, ROWS):
             try:
-                found = reader.read(ref.digest, first, min(ROWS, ref.first + ref.count - first))
+                experiences = reader.read(ref.digest, first, min(ROWS, ref.first + ref.count - first))
             except (PayloadNotFound, CorruptPayload) as e:
-                done.missing.append(f"{whose}: {e.message}")
+                done.missing.append(f"{owner}: {e.message}")
                 break
-            done.written += len(found)
-            yield [_row(e, made, trained_step) for e in found]
+            done.written += len(experiences)
+            yield [_row(e, made, trained_step) for e in experiences]
 
 
 def _row(e: Experience, made: dict[tuple[int, int], RunRow], trained_step: int | None) -> dict[str, Any]:
-    who = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
-    if who is None:
-        # An answer of mode `serve` is of no batch, so its runner stands in its info alone.
+    run = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
+    if run is None:
+        # An answer of mode `serve` belongs to no batch, so only its info names its runner.
         runner = e.info.get("runner") if "message_id" in e.info else None
         return row_of(e, runner=runner if isinstance(runner, str) else None, trained_step=trained_step)
-    # The event's versions are those of the attempt: what the runner stamped is of this experience.
-    return row_of(e, versions=(who.model_version, who.model_version_end), runner=who.runner, attempt=who.attempt,
+    # These versions are the attempt's; the runner recorded those of this experience in its info.
+    return row_of(e, versions=(run.model_version, run.model_version_end), runner=run.runner, attempt=run.attempt,
                   trained_step=trained_step)
 
 
@@ -144,11 +140,11 @@ def write_experiences(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Exported:
-    """Write all experiences (or those of these batches) into a `.parquet` or `.jsonl` file; `progress` counts them.
+    """Write all experiences (or those of these batches) to a `.parquet` or `.jsonl` file; `progress` counts them.
 
     In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
-    (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending,
-    and where pyarrow is not installed; LogNotFound where the log has no payload store.
+    (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending or if pyarrow is not
+    installed, LogNotFound if the log lacks a payload store.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
@@ -185,7 +181,7 @@ def write_events(
 
 
 def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
-    """Give a file to write, which is there whole or not at all. Raises ConfigError, LogNotFound for no such place."""
+    """Open a file that is written whole or not at all. Raises ConfigError, LogNotFound (no such folder)."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():

@@ -1,9 +1,9 @@
-"""A run as a trace: the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+"""Trace of a run in the Chrome trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Runners are processes; an attempt is a slice in the first free lane of its runner, loading an engine or weights one in
-its lane `engine`. Batches, and the trainer's weights and steps, are processes of their own; what happened at a moment
-(weights published, a stall, a death, a dropped task) is an instant. Times are microseconds since the first event.
-Streamed: only what is under way is held in memory.
+Each runner is a process of the trace. An attempt is a slice in the first free lane of its runner; loading an engine or
+weights is a slice in its lane `engine`. Batches form a process, as do the trainer's weights and steps. Momentary events
+(weights published, a stall, a death, a dropped task) are instants. Times are microseconds since the first event. The
+trace is streamed: only open slices are held in memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trinity_es.text import plain, summary
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 
 MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
-"""What a trace shows beside the events of batches."""
+"""Types of events that a trace shows besides those of batches."""
 
 BATCHES, TRAINER = 1, 2
-"""The processes that are no runners."""
+"""Process ids that are not runners."""
 ENGINE = 0
-"""The lane of a runner in which its engine and its weights are loaded."""
+"""Lane of a runner for loading its engine and weights."""
 _WIDTH = 500
-"""Characters of a text from outside."""
+"""Maximum number of characters of a text from outside."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Lanes:
-    """The lanes of a process: the lowest that is free is taken first."""
+    """Lanes of a process; the lowest free one is taken first."""
 
     used: int
     free: list[int] = field(default_factory=list)
@@ -65,17 +65,17 @@ class _Lanes:
 
 
 def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callable[[int], None] | None = None) -> int:
-    """Write the trace of these events; returns how many slices and instants it has. `progress(position)`."""
+    """Write the trace of these events, calling `progress(position)`, and return the number of its entries."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-    for entry in trace_events(_counted(recorded, progress)):
+    for entry in trace_events(_with_progress(recorded, progress)):
         file.write((b"," if count else b"") + b"\n" + orjson.dumps(entry))
         count += 1
     file.write(b"\n]}\n")
     return count
 
 
-def _counted(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
+def _with_progress(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
     for item in recorded:
         if progress is not None and item.position % 1000 == 0:
             progress(item.position)
@@ -83,9 +83,7 @@ def _counted(recorded: Iterable[Recorded], progress: Callable[[int], None] | Non
 
 
 def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the trace, as they are known: a slice when it ends; what never ended lasts to the last
-    event.
-    """
+    """Yield the entries of the trace: a slice when it ends, and open slices at the last event."""
     trace = _Trace()
     yield trace.process(BATCHES, "batches")
     yield trace.process(TRAINER, "trainer and weights")
@@ -102,7 +100,7 @@ class _Trace:
         self._lanes: dict[int, _Lanes] = {BATCHES: _Lanes(0)}
         self._named: set[tuple[int, int]] = set()
         self._attempts: dict[str, dict[tuple[int, int], _Attempt]] = {}
-        """By the batch's stream, then by task and first run."""
+        """Open attempts by batch stream, then by (task, first run)."""
         self._batches: dict[str, tuple[float, int, dict[str, Any]]] = {}
         self._finalizing: dict[str, float] = {}
         self._loading: dict[str, tuple[float, int]] = {}
@@ -115,7 +113,7 @@ class _Trace:
         return round((at - (self._start or 0.0)) * 1e6, 1)
 
     def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
-        start = max(start, self._start or start)  # a load may have begun before; Perfetto drops what is below 0
+        start = max(start, self._start or start)  # a load may begin before the trace, and Perfetto drops negative times
         return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),
                 "dur": round(max(0.0, end - start) * 1e6, 1), "args": args}
 
@@ -124,7 +122,7 @@ class _Trace:
                 "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _WIDTH)}}
 
     def _runner(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the process of a runner that is met for the first time."""
+        """Yield the process of a runner at its first event."""
         if name not in self._pids:
             pid = self._pids[name] = TRAINER + 1 + len(self._pids)
             self._lanes[pid] = _Lanes(ENGINE + 1)
@@ -140,38 +138,38 @@ class _Trace:
         if isinstance(runner := getattr(event, "runner", None), str):
             yield from self._runner(runner)
         if item.stream.startswith("batch/"):
-            yield from self._of_batch(item, event)
+            yield from self._batch_event(item, event)
             return
         match event:
             case ev.RunnerStarted():
-                yield from self._loaded(event.runner, at, "loading, cut short")
+                yield from self._loading_ended(event.runner, at, "loading, cut short")
                 self._loading[event.runner] = at, event.incarnation
             case ev.RunnerReady():
-                yield from self._loaded(event.runner, at, "loading the engine")
+                yield from self._loading_ended(event.runner, at, "loading the engine")
             case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerRetired() | ev.RunnerQuarantined():
-                yield from self._loaded(event.runner, at, "loading, cut short")
-                what = type(event).__name__.removeprefix("Runner").lower()
-                yield self._instant(f"{what}", "runner", self._pids[event.runner], "p", item)
+                yield from self._loading_ended(event.runner, at, "loading, cut short")
+                name = type(event).__name__.removeprefix("Runner").lower()
+                yield self._instant(name, "runner", self._pids[event.runner], "p", item)
             case ev.WeightsLoaded() | ev.AdapterLoaded():
                 adapter = {"adapter": event.adapter} if isinstance(event, ev.AdapterLoaded) else {}
-                yield self._slice(_weights(event), "weights", self._pids[event.runner], ENGINE, at - event.seconds, at,
-                                  **adapter, version=event.version)
+                yield self._slice(_weights_text(event), "weights", self._pids[event.runner], ENGINE, at - event.seconds,
+                                  at, **adapter, version=event.version)
             case ev.WeightsFailed() | ev.AdapterFailed():
-                yield self._instant(f"{_weights(event)} failed", "weights", self._pids[event.runner], "p", item)
+                yield self._instant(f"{_weights_text(event)} failed", "weights", self._pids[event.runner], "p", item)
             case ev.WeightsPublished() | ev.AdapterPublished():
-                yield self._instant(_weights(event), "weights", TRAINER, "g", item)
+                yield self._instant(_weights_text(event), "weights", TRAINER, "g", item)
             case ev.AdapterRemoved():
                 yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
-    def _loaded(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+    def _loading_ended(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
         if (began := self._loading.pop(runner, None)) is not None:
             yield self._slice(name, "runner", self._pids[runner], ENGINE, began[0], at, incarnation=began[1])
 
-    def _of_batch(self, item: Recorded, event: ev.Event) -> Iterator[dict[str, Any]]:
+    def _batch_event(self, item: Recorded, event: ev.Event) -> Iterator[dict[str, Any]]:
         stream, at = item.stream, item.recorded_at
         match event:
             case ev.BatchSubmitted():
-                yield from self._batch_ended(stream, at, "submitted anew")
+                yield from self._batch_ended(stream, at, "submitted again")
                 self._batches[stream] = at, self._lanes[BATCHES].take(), {
                     "type": event.batch_type, "tasks": len(event.repeat_times), "position": item.position}
             case ev.TasksDispatched():
@@ -185,10 +183,10 @@ class _Trace:
             case ev.RunsFinished() | ev.AttemptFailed():
                 yield from self._runs_ended(stream, event, at)
             case ev.TaskDropped():
-                gone = set(event.tasks)
-                for key in [k for k in self._attempts.get(stream, ()) if k[0] in gone]:
+                tasks = set(event.tasks)
+                for key in [k for k in self._attempts.get(stream, ()) if k[0] in tasks]:
                     yield from self._attempt_ended(stream, key, at, "dropped")
-                yield self._instant(f"{len(gone)} tasks dropped", "batch", BATCHES, "t", item)
+                yield self._instant(f"{len(tasks)} tasks dropped", "batch", BATCHES, "t", item)
             case ev.TaskReopened():
                 yield self._instant(f"task {event.task} is run again", "batch", BATCHES, "t", item)
             case ev.StallDetected():
@@ -196,10 +194,10 @@ class _Trace:
             case ev.BatchFinalizing():
                 self._finalizing[stream] = at
             case ev.FinalizeFailed():
-                yield from self._finalized(stream, at, "finalize, failed")
+                yield from self._finalizing_ended(stream, at, "finalize, failed")
                 yield self._instant("finalize failed", "batch", BATCHES, "p", item)
             case ev.BatchFinalized():
-                yield from self._finalized(stream, at, "finalize")
+                yield from self._finalizing_ended(stream, at, "finalize")
                 yield from self._batch_ended(stream, at, "finalized")
             case ev.BatchAborted():
                 yield from self._batch_ended(stream, at, f"aborted: {plain(event.reason, _WIDTH)}")
@@ -236,7 +234,7 @@ class _Trace:
             name += f" attempt {attempt.unit.attempt}"
         yield self._slice(name, outcome, attempt.pid, attempt.lane, attempt.dispatched_at, at, **args)
 
-    def _finalized(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+    def _finalizing_ended(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
         began = self._finalizing.pop(stream, None)
         if began is not None and stream in self._batches:
             yield self._slice(name, "batch", BATCHES, self._batches[stream][1], began, at)
@@ -254,13 +252,13 @@ class _Trace:
             yield self._slice(name, "batch", BATCHES, lane, began, at, **args, outcome=outcome)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield what is under way at the last event."""
+        """Yield the slices that are open at the last event."""
         for stream in [*self._batches, *self._attempts]:
             yield from self._batch_ended(stream, self._now, "running")
         for runner in list(self._loading):
-            yield from self._loaded(runner, self._now, "loading the engine")
+            yield from self._loading_ended(runner, self._now, "loading the engine")
 
 
-def _weights(event: Any) -> str:
-    """Return the weights, or the LoRA adapter, that an event is about."""
+def _weights_text(event: Any) -> str:
+    """Name the weights or the LoRA adapter of an event."""
     return f"adapter {event.adapter} {event.version}" if hasattr(event, "adapter") else f"weights {event.version}"

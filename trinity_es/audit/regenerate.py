@@ -1,12 +1,12 @@
-"""A recorded rollout, generated again: the same prompt, sampling, seed and weights, and how far the tokens agree.
+"""Regeneration of a recorded rollout with the same prompt, sampling, seed and weights, and comparison of the tokens.
 
-What it needs stands in the log and the payload store: token ids, `info["sampling"]` and `info["version_spans"]` of the
-experience, the config of the system that made it, where its weights were published. It builds one engine of that
-config, here, loads the weights and asks what was asked; the log is not written.
+The log and the payload store hold all it needs: token ids, `info["sampling"]` and `info["version_spans"]` of the
+experience, the config of its system, and the path of its weights. It starts an engine with that config in this process,
+loads the weights and repeats the requests. It does not write to the log.
 
-A turn is a stretch of tokens that the model made: the answer of an experience, or each of the assistant's turns in a
-conversation that is one experience (`info["turn_sampling"]` where they were asked for differently). Each is generated
-from the recorded tokens before it, so one that differs does not spoil the next.
+A turn is a stretch of generated tokens: the answer of an experience, or one of the assistant's turns if an experience
+is a whole conversation (`info["turn_sampling"]` has their samplings if they differ). Each turn is generated from the
+recorded tokens before it, so a different turn does not affect the next.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["Regeneration", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
 
 WRITTEN_LATER_SECONDS = 5.0
-"""How long after a version was published its files may change and still be taken for its weights."""
+"""Seconds after the publication of a version within which a change of its files is ignored."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """Tokens that the model made in a row, recorded and generated again."""
+    """Stretch of generated tokens, recorded and regenerated."""
 
     experience: str
-    """Its `eid.uid`."""
+    """`eid.uid` of its experience."""
     start: int
-    """The first of them, in the experience's tokens."""
+    """Index of its first token in the experience."""
     recorded: list[int]
     regenerated: list[int]
     sampling: dict[str, Any]
     first_difference: int | None = None
-    """The first token, counted from 0 in this turn, at which they differ (or one of them ends); None: equal."""
+    """Index in this turn of the first token that differs or that one of them lacks; None if they are equal."""
     agreement: float = 1.0
-    """Share of positions with the same token, of the longer one's."""
+    """Share of equal tokens, of the length of the longer one."""
     logprob_tokens: int = 0
-    """Tokens before the first difference whose logprobs both have."""
+    """Number of tokens before the first difference for which both have logprobs."""
     logprob_max: float | None = None
-    """Largest difference of their logprobs, nats."""
+    """Largest difference of these logprobs, in nats."""
     logprob_mean: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """What the log has of one run of a task."""
+    """Record of one run of a task."""
 
     batch_id: BatchId
     task: int
@@ -73,19 +73,19 @@ class Rollout:
     incarnation: int
     attempt: int
     at: float
-    """When it was recorded, unix seconds."""
+    """Unix seconds of its record."""
     engine_version: str
-    """Empty where the log does not say."""
+    """Empty if it is not recorded."""
     host: str
     config: dict[str, Any]
     rollout_args: dict[str, Any]
     version: int
-    """The weights that are loaded: those of its first token."""
+    """Weights version of its first token, which is loaded."""
     weights: str
-    """Where they were published; empty: the model as it was given."""
+    """Path of these weights; empty: the original model."""
     published_at: float | None
     adapters: dict[tuple[str, int], ev.AdapterPublished] = field(default_factory=dict)
-    """The LoRA adapters that made tokens of it, by name and version."""
+    """LoRA adapters of its tokens, by (name, version)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,9 +95,9 @@ class Regeneration:
     engine_version: str
     model: str
     weights: str
-    """What was loaded: the place of the published weights, or the model's."""
+    """Path that was loaded, of the published weights or the model."""
     why: list[str] = field(default_factory=list)
-    """Why they may differ, a sentence each."""
+    """Reasons for a difference, one sentence each."""
 
     @property
     def equal(self) -> bool:
@@ -105,18 +105,18 @@ class Regeneration:
 
 
 def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
-    """Return what the log and the payload store have of it. Raises BatchNotFound, DataError, PayloadNotFound."""
+    """Read the record of a run. Raises BatchNotFound, DataError, PayloadNotFound."""
     state = log.current(batch_id)
     if state is None:
         raise BatchNotFound(f"no batch {batch_id!r} in {log.url}")
     if not 0 <= task < len(state.tasks) or not 0 <= run < state.tasks[task].total_runs:
-        of = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
+        numbers = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
             f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}")
-        raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {of}")
+        raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {numbers}")
     made = tell(log.events(batch_id)).row(task, run)
     if made is None or made.outcome != "finished":
-        told = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
-        raise DataError(f"run {run} of task {task} in batch {batch_id!r} made nothing to compare: {told[:300]}")
+        reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
+        raise DataError(f"run {run} of task {task} in batch {batch_id!r} made nothing to compare: {reason[:300]}")
     if made.payload is None:
         raise DataError(f"task {task} of batch {batch_id!r} is an eval: its tokens were not kept")
     try:
@@ -128,9 +128,9 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed (store.retention)") from e
     config = log.config(made.finish_position)[1]
     if "explorer" not in config:
-        raise DataError(f"{log.url} holds no config of the run: which engine made it is not known")
+        raise DataError(f"{log.url} holds no config of the run, so its engine is not known")
     version = min((_first_version(e) for e in experiences), default=made.model_version or 0)
-    weights, published_at = _published(log, version)
+    weights, published_at = _publication(log, version)
     engine_version, host = _engine_of(log, made)
     return Rollout(
         batch_id=batch_id, task=task, run=run, experiences=experiences, runner=made.runner,
@@ -141,12 +141,12 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
 
 
 def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
-    found = {}
+    adapters = {}
     for name in {str(span[0]) for e in experiences for span in e.info.get("adapter_spans") or []}:
         for recorded in log.read(stream=ev.AdapterPublished.stream_of(name), types=["AdapterPublished"]):
             event = cast(ev.AdapterPublished, recorded.event)
-            found[name, event.version] = event
-    return found
+            adapters[name, event.version] = event
+    return adapters
 
 
 def _first_version(experience: Experience) -> int:
@@ -154,18 +154,17 @@ def _first_version(experience: Experience) -> int:
     return int(spans[0][0] if spans else experience.info.get("model_version", 0))
 
 
-def _published(log: Log, version: int) -> tuple[str, float | None]:
-    """Return where this version was published: the last place that is still there, or the last; "" where it never was.
-    """
-    places = [r for r in log.read(stream="weights", types=["WeightsPublished"])
+def _publication(log: Log, version: int) -> tuple[str, float | None]:
+    """Return (path, time) of the last publication whose path exists, else of the last; ("", None) if there is none."""
+    publications = [r for r in log.read(stream="weights", types=["WeightsPublished"])
               if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
-    there = [r for r in places if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # a WeightsPublished
-    chosen = (there or places)[-1:]
-    return (chosen[0].event.path, chosen[0].recorded_at) if chosen else ("", None)  # type: ignore[attr-defined]  # as above
+    existing = [r for r in publications if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # a WeightsPublished
+    last = (existing or publications)[-1:]
+    return (last[0].event.path, last[0].recorded_at) if last else ("", None)  # type: ignore[attr-defined]  # as above
 
 
 def _engine_of(log: Log, made: RunRow) -> tuple[str, str]:
-    """(engine version, host) of the life of the runner that made it."""
+    """Return (engine version, host) of the runner's life that made it."""
     version, host = "", ""
     for recorded in log.read(stream=f"runner/{made.runner}", types=["RunnerStarted", "RunnerReady"]):
         event = recorded.event
@@ -178,59 +177,57 @@ def _engine_of(log: Log, made: RunRow) -> tuple[str, str]:
 
 # --- generating -----------------------------------------------------------------------------------------------------
 def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | None = None) -> Regeneration:
-    """Generate it again in an engine of its own, in this process and those that the engine starts; ends it.
+    """Generate the rollout again in a new engine, in this process and those that the engine starts, and end it.
 
-    `model`, `weights`: where the model and the published weights lie now, if elsewhere. Raises ConfigError,
-    EngineError, SyncError for an engine that can't do it, WeightNotFound where the weights are gone, DataError for a
-    rollout whose tokens no model made.
+    `model`, `weights`: current paths of the model and the published weights, if they were moved. Raises ConfigError,
+    EngineError or SyncError if the engine fails, WeightNotFound if the weights are gone, and DataError for a rollout
+    whose tokens no model generated.
     """
     config = _engine_settings(rollout)
     engine_config = config.engine_config(initial_version=0 if weights or rollout.weights else rollout.version)
     if model is not None:
         engine_config = replace(engine_config, model_path=model)
-    place = weights or rollout.weights
-    if place and not Path(place).exists():
+    path = weights or rollout.weights
+    if path and not Path(path).exists():
         raise WeightNotFound(
-            f"weights {rollout.version} were published at {place}, and are not there any more: say where they are with "
-            "--weights", path=place,
+            f"weights {rollout.version} were published at {path} and are no longer there: give their path with "
+            "--weights", path=path,
         )
-    _parts(rollout)
+    _turn_spans(rollout)
     if rollout.config.get("code_path"):
-        look_in(rollout.config["code_path"], first=False)  # an engine class of the user's
+        look_in(rollout.config["code_path"], first=False)  # the engine class may be the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
 
-    async def generated() -> list[Turn]:
+    async def play() -> list[Turn]:
         try:
             await engine.start()
-            if place:
-                await engine.load_weights(rollout.version, place)
+            if path:
+                await engine.load_weights(rollout.version, path)
             return await played(engine, rollout)
         finally:
             await engine.stop()
 
-    return compared(rollout, engine, asyncio.run(generated()), model=engine_config.model_path,
-                    weights=place or engine_config.model_path)
+    return compared(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
+                    weights=path or engine_config.model_path)
 
 
 def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
     return RolloutModelConfig.model_validate(rollout.config["explorer"]["rollout_model"])
 
 
-def _parts(rollout: Rollout) -> list[tuple[Experience, int, int]]:
-    """Return what the model made: experiences and [start, stop) in their tokens. Raises DataError where it made
-    nothing.
-    """
+def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
+    """Return (experience, start, stop) of each turn. Raises DataError if the model generated none."""
     parts = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
     if not parts or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in parts):
         raise DataError(
-            f"nothing in run {rollout.run} of task {rollout.task} says that the rollout model made its tokens: its "
+            f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
             "workflow asked no model, or made the experiences itself"
         )
     return parts
 
 
 def _stretches(experience: Experience) -> list[tuple[int, int]]:
-    """[start, stop) of what the model made, in the experience's tokens."""
+    """Return (start, stop) of each stretch of generated tokens in the experience."""
     first, size = experience.prompt_length, int(experience.tokens.size)
     if experience.action_mask is None or bool(experience.action_mask.all()):
         return [(first, size)] if size > first else []
@@ -240,9 +237,9 @@ def _stretches(experience: Experience) -> list[tuple[int, int]]:
 
 
 async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
-    """Ask an engine that serves these weights what was asked, turn by turn. Raises DataError, EngineError."""
+    """Regenerate each turn in an engine that serves these weights. Raises DataError, EngineError."""
     config, turns = _engine_settings(rollout), []
-    for experience, start, stop in _parts(rollout):
+    for experience, start, stop in _turn_spans(rollout):
         sampling, choice = _sampling(experience, config, rollout, start, stop)
         sampling = replace(sampling, adapter=await _load_adapter(engine, rollout, experience, start))
         answers = await engine.generate([int(t) for t in experience.tokens[:start]], sampling)
@@ -251,39 +248,39 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
 
 
 async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience, start: int) -> str:
-    """Load the adapter that made the token at `start`, and return its name; "" where the model itself made it."""
+    """Load the adapter that made the token at `start`, and return its name; "" if no adapter did."""
     at = start - experience.prompt_length
     for name, version, first, stop in experience.info.get("adapter_spans") or []:
         if first <= at < stop:
             published = rollout.adapters[name, version]
             if getattr(engine, "adapters", {}).get(name) != version:
-                await serve_adapters(engine, [], lambda _, e: str(e))  # or it would not go back to an earlier one
-            done = await serve_adapters(engine, [published], lambda _, e: str(e))
-            if done.errors:
-                raise WeightNotFound(f"version {version} of adapter {name!r}: {done.errors[0][2]}", path=published.path)
+                await serve_adapters(engine, [], lambda _, e: str(e))  # an older version loads only after removal
+            load = await serve_adapters(engine, [published], lambda _, e: str(e))
+            if load.errors:
+                raise WeightNotFound(f"version {version} of adapter {name!r}: {load.errors[0][2]}", path=published.path)
             return str(name)
     return ""
 
 
 def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
-    """Return what came of it, and why it may differ."""
-    again = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")), model=model,
-                  weights=weights)
-    again.why = _why(again, _engine_settings(rollout), rollout.experiences)
-    return again
+    """Return the comparison with the reasons for a difference."""
+    regeneration = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
+                                model=model, weights=weights)
+    regeneration.why = _why(regeneration, _engine_settings(rollout), rollout.experiences)
+    return regeneration
 
 
 def _sampling(
     experience: Experience, config: RolloutModelConfig, rollout: Rollout, start: int, stop: int
 ) -> tuple[Sampling, int]:
-    """Return what was asked for, and which of the answers it was; where that is not known, what config and task say."""
+    """Return the recorded sampling and the index of the answer; if not recorded, the sampling of config and task."""
     recorded: Mapping[str, Any] | None = experience.info.get("sampling")
     each, parts = experience.info.get("turn_sampling") or (), _stretches(experience)
     if len(each) == len(parts):
         recorded = each[parts.index((start, stop))]
     if recorded is not None:
-        asked = {k: v for k, v in recorded.items() if k != "choice"}
-        return merged(Sampling(), asked, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
+        settings = {k: v for k, v in recorded.items() if k != "choice"}
+        return merged(Sampling(), settings, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
     args = {**config.rollout_args(), **rollout.rollout_args, "n": 1, "max_tokens": stop - start}
     if args.get("seed") is not None:
         args["seed"] += rollout.run
@@ -291,67 +288,69 @@ def _sampling(
 
 
 def compare(experience: Experience, start: int, stop: int, answer: Completion, sampling: Sampling) -> Turn:
-    """Return how far an answer agrees with `experience.tokens[start:stop]`."""
-    was, now = [int(t) for t in experience.tokens[start:stop]], list(answer.token_ids)
-    same = [a == b for a, b in zip(was, now, strict=False)]
-    first = same.index(False) if False in same else None if len(was) == len(now) else len(same)
+    """Compare an answer with `experience.tokens[start:stop]`."""
+    recorded, tokens = [int(t) for t in experience.tokens[start:stop]], list(answer.token_ids)
+    same = [a == b for a, b in zip(recorded, tokens, strict=False)]
+    first = same.index(False) if False in same else None if len(recorded) == len(tokens) else len(same)
     turn = Turn(
-        experience=experience.eid.uid, start=start, recorded=was, regenerated=now, sampling=asdict(sampling),
-        first_difference=first, agreement=sum(same) / max(len(was), len(now), 1),
+        experience=experience.eid.uid, start=start, recorded=recorded, regenerated=tokens,
+        sampling=asdict(sampling), first_difference=first,
+        agreement=sum(same) / max(len(recorded), len(tokens), 1),
     )
     if experience.logprobs is not None and answer.logprobs is not None:
         offset = start - experience.prompt_length
-        told = [float(x) for x in experience.logprobs[offset : offset + len(was)]]
+        old = [float(x) for x in experience.logprobs[offset : offset + len(recorded)]]
         count = len(same) if first is None else first
-        again = np.asarray(answer.logprobs[:count], dtype=np.float32)  # as they are recorded
-        off = [abs(a - float(b)) for a, b in zip(told[:count], again, strict=True)]
-        if off:
-            turn.logprob_tokens, turn.logprob_max, turn.logprob_mean = len(off), max(off), sum(off) / len(off)
+        new = np.asarray(answer.logprobs[:count], dtype=np.float32)  # recorded logprobs are float32
+        diffs = [abs(a - float(b)) for a, b in zip(old[:count], new, strict=True)]
+        if diffs:
+            turn.logprob_tokens, turn.logprob_max, turn.logprob_mean = len(diffs), max(diffs), sum(diffs) / len(diffs)
     return turn
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
-    rollout, found = again.rollout, []
+def _why(regeneration: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
+    rollout, reasons = regeneration.rollout, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
-        told = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
-        found.append(f"the weights changed while it was generated: tokens {told}; here all are by {rollout.version}")
+        tokens = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
+        reasons.append(f"the weights changed while it was generated: tokens {tokens}; here all are by "
+                       f"{rollout.version}")
     elif not spans and any(e.info.get("model_version_drift") for e in experiences):
-        found.append("the weights changed while it ran, and which of its tokens are older is not recorded")
+        reasons.append("the weights changed while it ran, and which of its tokens are older is not recorded")
     if any("sampling" not in e.info for e in experiences):
-        found.append("how it was sampled is not recorded: config and task were asked, its workflow may have asked "
-                     "for something else")
+        reasons.append("how it was sampled is not recorded: this used the sampling of config and task, but its "
+                       "workflow may have used another")
     further = sorted({name for e in experiences for name in e.info.get("further_sampling", ())})
     if further:
-        found.append(f"its client asked for {', '.join(further)} as well, which is not asked for again")
-    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in again.turns):
-        found.append("it was sampled without a seed: at a temperature above 0 every generation is another draw "
-                     "(rollout_args.seed makes it repeatable)")
+        reasons.append(f"its client also set {', '.join(further)}, which is not repeated here")
+    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in regeneration.turns):
+        reasons.append("it was sampled without a seed: at a temperature above 0 each generation is a new draw "
+                       "(rollout_args.seed makes it repeatable)")
     if any("sampling" not in e.info and e.messages and len(_stretches(e)) > 1 for e in experiences):
-        found.append("it is a conversation: each turn is generated from the recorded tokens before it, which a chat "
-                     "template may have put together otherwise when it was asked; its logprobs are of one pass over "
-                     "the whole, not of its sampling")
+        reasons.append("it is a conversation: each turn is generated from the recorded tokens before it, which the "
+                       "chat template may have rendered differently at the time; its logprobs come from one pass over "
+                       "the whole, not from its sampling")
     if not rollout.engine_version:
-        found.append("which version of the engine made it is not recorded")
-    elif again.engine_version != rollout.engine_version:
-        found.append(f"another engine: it was made by {rollout.engine_version}, and again by {again.engine_version}")
-    later = _written_later(again)
+        reasons.append("which version of the engine made it is not recorded")
+    elif regeneration.engine_version != rollout.engine_version:
+        reasons.append(f"another engine: {rollout.engine_version} made it, {regeneration.engine_version} generated it "
+                       "again")
+    later = _written_later(regeneration)
     if later:
-        found.append(later)
+        reasons.append(later)
     if config.engine_type != "scripted":
-        found.append("an engine computes what it is asked at the same time together, and that was other company: sums "
-                     "of floating-point numbers differ in their last digits, and a near tie goes the other way")
-    return found
+        reasons.append("an engine computes concurrent requests in one batch, and these were other requests: sums of "
+                       "floating-point numbers differ in their last digits, and a near tie goes the other way")
+    return reasons
 
 
-def _written_later(again: Regeneration) -> str | None:
-    """Return the log holds where weights lie, not what they are."""
-    folder, since = Path(again.weights), again.rollout.published_at or again.rollout.at
-    if not again.weights or not folder.is_dir():
+def _written_later(regeneration: Regeneration) -> str | None:
+    """Return a reason if the files of the weights are newer than the rollout. The log has their path, not a hash."""
+    folder, since = Path(regeneration.weights), regeneration.rollout.published_at or regeneration.rollout.at
+    if not regeneration.weights or not folder.is_dir():
         return None
     newest = max((f.stat().st_mtime for f in folder.glob("*.safetensors")), default=0.0)
     if newest <= since + WRITTEN_LATER_SECONDS:
         return None
-    return (f"the files in {folder} were written at {local_time(newest)}, after it was "
-            "made: they may be other weights")
+    return f"the files in {folder} were written at {local_time(newest)}, after it was made: they may be other weights"

@@ -1,7 +1,7 @@
-"""Reading single rollouts: from the events of a batch to what its payloads hold.
+"""Reading of single rollouts, from a batch's events to its payloads.
 
-What was freed (`store.retention`), is missing or corrupt is told in words, not raised: the events around it are still
-worth showing.
+A payload that was freed (`store.retention`), is missing or corrupt is reported as text and not raised, since the events
+are still worth showing.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ FREED = "its payload was freed (store.retention)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The experiences of one run, or why there are none."""
+    """Experiences of one run, or the reason why there are none."""
 
     experiences: list[Experience] = field(default_factory=list)
-    """In order of their step: as the runner wrote them; where the pipeline delivered one, as it left it."""
+    """Experiences in order of their step, in the form that the pipeline delivered, else as the runner wrote them."""
     delivered: dict[str, ev.PayloadRef] = field(default_factory=dict)
-    """`eid.uid` -> where it lies as the pipeline left it."""
+    """Reference to each delivered experience, by `eid.uid`."""
     missing: str = ""
-    """Why there are none: NOT_KEPT, FREED, or what is wrong with their payload."""
+    """Why there are none: NOT_KEPT, FREED, or the error of their payload."""
     trouble: str = ""
-    """Why what the pipeline delivered can't be read."""
+    """Why the delivered experiences can't be read."""
 
 
 def task_asked(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
-    """Return a task as it was handed in, workflow and data sample; None where the log does not hold it (any more)."""
+    """Return a submitted task, with workflow and data sample; None if the log does not hold it (any more)."""
     with contextlib.suppress(TrinityError):
         return log.task(batch_id, task) or None
     return None
 
 
 def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
-    """Return what the runner wrote of a run. Raises PayloadNotFound, CorruptPayload."""
+    """Return the experiences that the runner wrote for a run. Raises PayloadNotFound, CorruptPayload."""
     assert row.payload is not None
-    found = [e for e in read_experiences(payloads, [row.payload]) if e.eid.run == row.run]
-    return sorted(found, key=lambda e: e.eid.step)
+    experiences = [e for e in read_experiences(payloads, [row.payload]) if e.eid.run == row.run]
+    return sorted(experiences, key=lambda e: e.eid.step)
 
 
 def read_runs(
     log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef], tasks: int = 0
 ) -> list[Found]:
-    """Return what each of these runs of a batch produced, and what became of it in what the batch `delivered`.
+    """Return the experiences of these runs of a batch, in the form in which the batch `delivered` them.
 
-    With `tasks`, how many the batch has, a run's deliveries are looked for only until all that it wrote was found;
-    without, what an operator of the pipeline added for it is found too.
+    With `tasks`, the number of tasks in the batch, the search stops when all that the run wrote is found. Without, it
+    also finds experiences that a pipeline operator added for the run.
     """
     with ExitStack() as stack:
         payloads, missing = None, ""
@@ -87,25 +87,25 @@ def _read_run(
         written = experiences_of(payloads, row)
     except TrinityError as error:
         return Found(missing=error.message)
-    wanted, own = {e.eid.uid for e in written}, {(e.eid.task, e.eid.run) for e in written}
-    where: dict[str, ev.PayloadRef] = {}
-    changed: dict[str, Experience] = {}
+    uids, runs = {e.eid.uid for e in written}, {(e.eid.task, e.eid.run) for e in written}
+    refs: dict[str, ev.PayloadRef] = {}
+    processed: dict[str, Experience] = {}
     trouble = ""
     try:
-        for ref in _likely_first(delivered, written[0].eid.task if written else 0, tasks):
-            if tasks and wanted <= changed.keys():
+        for ref in _sorted_by_guess(delivered, written[0].eid.task if written else 0, tasks):
+            if tasks and uids <= processed.keys():
                 break
             for i, e in enumerate(read_experiences(payloads, [ref])):
-                if e.eid.uid in wanted or (not tasks and (e.eid.task, e.eid.run) in own):
-                    where[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
-                    changed[e.eid.uid] = e
+                if e.eid.uid in uids or (not tasks and (e.eid.task, e.eid.run) in runs):
+                    refs[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
+                    processed[e.eid.uid] = e
     except TrinityError as error:
         trouble = error.message
-    ours = [changed.pop(e.eid.uid, e) for e in written]
-    return Found(experiences=[*ours, *changed.values()], delivered=where, trouble=trouble)
+    experiences = [processed.pop(e.eid.uid, e) for e in written]
+    return Found(experiences=[*experiences, *processed.values()], delivered=refs, trouble=trouble)
 
 
-def _likely_first(refs: Sequence[ev.PayloadRef], task: Any, tasks: int) -> Sequence[ev.PayloadRef]:
-    """Begin where this task probably is, since deliveries are in order of tasks: so one payload is read, not all."""
+def _sorted_by_guess(refs: Sequence[ev.PayloadRef], task: Any, tasks: int) -> Sequence[ev.PayloadRef]:
+    """Sort references by their distance from the task's likely place: deliveries are in order of tasks."""
     guess = int(task / tasks * len(refs)) if tasks and isinstance(task, int) else 0
     return [ref for _, ref in sorted(enumerate(refs), key=lambda numbered: abs(numbered[0] - guess))]

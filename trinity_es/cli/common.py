@@ -1,7 +1,7 @@
-"""What every command shares: which log is meant, which batch, how data goes out.
+"""Shared parts of the commands: choosing a log and a batch, parsing moments, printing data.
 
-With `--json` stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing
-here imports thespian, torch or vllm, so that a log can be read where they are not installed.
+With `--json` stdout holds one JSON document and nothing else; messages for people go to stderr. Nothing here imports
+thespian, torch or vllm, so a log can be read without them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import batch_named, harmless_json, name_of
 
-if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
+if TYPE_CHECKING:  # slow to import, and reading a log does not need it
     from trinity_es.config.config import Config
 
 __all__ = [
@@ -37,15 +37,13 @@ __all__ = [
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?")
 
 MOST = 2**63 - 1
-"""Maximum number that a database holds."""
+"""Largest integer that a database holds."""
 MOST_DIGITS = 18
-"""Maximum number of digits of a batch's number that others are compared with."""
+"""Longest batch number, in digits, for which the nearest batches are looked up."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
-"""Where runs lie under the working directory: those of a trainer and of a config there, and of `trinity-es demo`."""
-
+"""Logs of runs under the working directory: of a trainer there, of a config there, and of `trinity-es demo`."""
 HERE = ("*.sqlite", "*.db")
-"""Where a log lies whose `store.url` names a file in the working directory."""
 
 LogOption = Annotated[
     str | None,
@@ -53,7 +51,7 @@ LogOption = Annotated[
                  f"environment's {LOG_VARIABLE}, else the newest run under ./runs, else the log in this folder."),
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="CONFIG", help="Config file of the run; its store is meant.")
+    Path | None, typer.Option("--config", "-c", metavar="CONFIG", help="Config file of the run, which names its log.")
 ]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
 SetOption = Annotated[
@@ -64,7 +62,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 def note(text: str) -> None:
-    """Something a person wants to know that is not the answer."""
+    """Print to stderr, beside a command's answer on stdout."""
     print(text, file=sys.stderr)
 
 
@@ -74,13 +72,13 @@ def print_json(value: Any) -> None:
 
 
 def write_json(line: str) -> None:
-    """Write JSON to stdout, with its own escapes for what the output's encoding does not have."""
+    """Write JSON to stdout, with JSON escapes for characters that the output's encoding lacks."""
     try:
         line.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         line = json.dumps(json.loads(line))
     sys.stdout.write(line + "\n")
-    sys.stdout.flush()  # a command that goes on may be read by a program, through a pipe
+    sys.stdout.flush()  # a program may be reading from a pipe while the command continues
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -90,10 +88,7 @@ def read_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """Return the URL or path of the log that is meant; says on stderr which, where it was not named.
-
-    Raises LogNotFound.
-    """
+    """Return the log's URL or path. A log that no option names is chosen, and named on stderr. Raises LogNotFound."""
     if log is not None:
         return log
     if config is not None:
@@ -101,21 +96,21 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if os.environ.get(LOG_VARIABLE):
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
-    found = [path for pattern in NEWEST for path in Path().glob(pattern)]
-    if not found:
+    logs = [path for pattern in NEWEST for path in Path().glob(pattern)]
+    if not logs:
         return _only_log_here()
-    newest = max(found, key=_last_written)
+    newest = max(logs, key=_last_written)
     note(f"log: {newest} (the newest run here; --log chooses another)")
     return str(newest)
 
 
 def _only_log_here() -> str:
-    """Return the log that lies in the working directory itself. Raises LogNotFound where there is none, or several."""
-    here = sorted(path for pattern in HERE for path in Path().glob(pattern) if _is_log(path))
-    if len(here) == 1:
-        note(f"log: {here[0]} (the one in this folder; --log chooses another)")
-        return str(here[0])
-    several = f", and {len(here)} logs in this folder ({', '.join(map(str, here[:3]))})" if here else ""
+    """Return the only log in the working directory itself. Raises LogNotFound if there is none, or more than one."""
+    logs = sorted(path for pattern in HERE for path in Path().glob(pattern) if _is_log(path))
+    if len(logs) == 1:
+        note(f"log: {logs[0]} (the one in this folder; --log chooses another)")
+        return str(logs[0])
+    several = f", and {len(logs)} logs in this folder ({', '.join(map(str, logs[:3]))})" if logs else ""
     raise LogNotFound(
         f"no run under {Path.cwd() / 'runs'} (in log.sqlite, NAME/log.sqlite or PROJECT/NAME/log.sqlite there)"
         f"{several}: name a log with --log, or its config with --config")
@@ -124,7 +119,7 @@ def _only_log_here() -> str:
 def _is_log(path: Path) -> bool:
     try:
         open_log(str(path)).close()
-    except LogUnavailable:  # it is one, and locked
+    except LogUnavailable:  # a log, but locked
         return True
     except (LogError, OSError):
         return False
@@ -137,33 +132,31 @@ def _last_written(path: Path) -> float:
 
 
 def open_chosen(log: str | None, config: Path | None = None) -> Log:
-    """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
+    """Open the log that `choose_log` names. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
     return open_log(choose_log(log, config))
 
 
 def find_batch(log: Log, text: str) -> BatchId:
-    """Return the id that a person typed: 3 is the number where there is a batch 3, else the text; '3', as it is listed,
-    always the text. Raises BatchNotFound.
-    """
-    if not _is_text(text):
-        raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
-    if (found := batch_named(log, text)) is not None:
-        return found
+    """Return the id of a batch from its name (see `batch_named`). Raises BatchNotFound, which suggests near ones."""
+    if not _is_utf8(text):
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8")
+    if (batch_id := batch_named(log, text)) is not None:
+        return batch_id
     same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
     near = same_step[:3] or _nearest(log, text)
-    meant = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
-    raise BatchNotFound(f"no batch {text} in {log.url}:{meant} `trinity-es batches` lists what there is")
+    hint = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
+    raise BatchNotFound(f"no batch {text} in {log.url}:{hint} `trinity-es batches` lists what there is")
 
 
 def require_runner(log: Log, runner: str, option: str) -> None:
-    """Raise typer.BadParameter, which names those there are, where the log has no such runner."""
-    known = sorted({life.runner for life in log.runner_lives()}, key=natural)
-    if runner not in known:
-        raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(known) or 'none'}", param_hint=option)
+    """Raise typer.BadParameter, which lists the log's runners, if it has no such runner."""
+    runners = sorted({life.runner for life in log.runner_lives()}, key=natural)
+    if runner not in runners:
+        raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(runners) or 'none'}", param_hint=option)
 
 
 def _nearest(log: Log, text: str) -> list[str]:
-    """Return the batches whose numbers are this one or next to it, below and above; [] where it is no number."""
+    """Return the batches with the nearest numbers, at most one at or below this one and one above."""
     if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
         return []
     numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
@@ -171,8 +164,7 @@ def _nearest(log: Log, text: str) -> list[str]:
     return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
 
 
-def _is_text(argument: str) -> bool:
-    """Return True if bytes of a command line were UTF-8."""
+def _is_utf8(argument: str) -> bool:
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -183,17 +175,17 @@ def _is_text(argument: str) -> bool:
 def parse_at(
     text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
 ) -> int | datetime | None:
-    """Return a position or a moment. A time without an offset is local; one without a date is the first since the batch
-    began, or without a batch of the day of the log's last event.
+    """Return a position or a moment.
 
-    Says where the clock was stepped, so that the moment may be another one. Raises typer.BadParameter, also for a
-    position that `log` does not have.
+    A time without an offset is local. A time without a date is the first such time since the batch began; without a
+    batch it is on the day of the log's last event. If the clock was stepped around the moment, a note says so. Raises
+    typer.BadParameter, also for a position after the log's last.
     """
     if text is None:
         return None
     at = _position_or_moment(text, log, batch_id, option)
-    if log is not None and isinstance(at, datetime) and (told := log.clock_note(at)):
-        note(told)
+    if log is not None and isinstance(at, datetime) and (clock_note := log.clock_note(at)):
+        note(clock_note)
     return at
 
 
@@ -215,7 +207,7 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         if last is None:
             return moment
         next_day = with_offset(datetime.fromisoformat(f"{day + timedelta(days=1)}T{text}"))
-        # of a batch that went on after midnight: whichever is nearer to it
+        # before the batch began, or after midnight of a batch that crossed it: whichever is nearer to the batch
         return next_day if next_day.timestamp() - last.recorded_at < (began - moment).total_seconds() else moment
     except DataError as e:
         raise typer.BadParameter(e.message, param_hint=option) from e
@@ -226,10 +218,10 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         ) from None
 
 
-def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
-    """Return a progress callback `(done, of)`, or `(done)` where the end is not known.
+def counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+    """Return a progress callback `(done, of)`, or `(done)` if the total is unknown.
 
-    On a terminal one line that counts, else a line every ten seconds.
+    It keeps one line up to date on a terminal, and else prints a line every ten seconds.
     """
     out = stream or sys.stderr
     begun = last = time.monotonic()
@@ -242,8 +234,8 @@ def counter(what: str, of_what: str = "events", stream: TextIO | None = None) ->
             return
         last = now
         rate = done / max(now - begun, 1e-6)
-        whole = "" if of is None else f" of {of:,}"
-        line = f"{what} {done:,}{whole} {of_what}, {rate:,.0f} a second"
+        total = "" if of is None else f" of {of:,}"
+        line = f"{verb} {done:,}{total} {unit}, {rate:,.0f} a second"
         out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
         out.flush()
 

@@ -1,7 +1,7 @@
-"""The demo: a folder with everything a run needs, made from nothing, and the judgement on what came of it.
+"""The folder of a demo: everything its run needs, made from nothing, and the verdict on the run.
 
-The code in it is the user's own from then on: `grpo/` in the folder is a copy of examples/grpo, found beside a checkout
-or inside the installed package, and the config names its classes. `trinity_es.cli.commands.demo.demo` runs it.
+`grpo/` in it is a copy of examples/grpo (of the checkout or the installed package) for the user to change. The config
+names its classes. `trinity_es.cli.commands.demo.demo` runs the demo.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["STEPS", "EngineName", "Place", "Verdict", "draw", "find", "find_exam
 
 EngineName = Literal["vllm", "http", "scripted"]
 SERVE = "serve.sh"
-"""The script that starts the server of a demo whose engine is one, in its folder."""
+"""Script in the folder that starts the vLLM server of a demo with engine http."""
 STEPS = 160
 SERVER_END_SECONDS = 10.0
-"""How long the server of a demo may take to end."""
+"""Maximum time for that server to end after SIGTERM; then it is killed."""
 CHANCE, LEARNED = 0.05, 0.7
-"""A model that learned has an eval reward below the first before, and at least the second after."""
+"""The model has learned if its eval reward was below the first before training, and is at least the second after."""
 
 MOST_EVALS = 10
 
@@ -50,53 +50,52 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether it learned; None where nothing was to be learnt."""
+    """Result of a demo; `learned` is None if it says nothing about learning."""
 
     learned: bool | None
     text: str
 
 
 def find_examples() -> Path:
-    """Return the folder of the demo's code: of a checkout it is examples/grpo. Raises TrinityError."""
-    place = Path(__file__).parents[1] / "_demo"
-    if not (place / "tiny_model.py").is_file():
-        raise TrinityError(f"the demo's code is not in this installation (looked in {place}): install trinity-es "
+    """Return the folder of the demo's code, examples/grpo in a checkout. Raises TrinityError."""
+    folder = Path(__file__).parents[1] / "_demo"
+    if not (folder / "tiny_model.py").is_file():
+        raise TrinityError(f"the demo's code is not in this installation (looked in {folder}): install trinity-es "
                            "again, or run from a checkout")
-    return place
+    return folder
 
 
 def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineName) -> Place:
-    """Make the folder, with model, tasksets, code and config. Raises ConfigError when it is there already."""
+    """Make the folder with model, tasksets, code and config. Raises ConfigError if it exists and is not empty."""
     folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already: choose a new folder with --dir")
+        raise ConfigError(f"{folder} exists already: choose a new folder with --dir")
     source = find_examples()
     lacking = [name for name in ("vllm", "torch") if engine != "scripted" and importlib.util.find_spec(name) is None]
     if lacking:
-        raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` tells what to install, "
+        raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` says what to install, "
                            "`--engine scripted` needs none of it")
-    number = steps or STEPS
+    step_count = steps or STEPS
     (folder / "grpo").mkdir(parents=True)
     for file in sorted(source.glob("*.py")):
         shutil.copy(file, folder / "grpo" / file.name)
     (folder / "grpo" / "__init__.py").touch()
-    name = "grpo"  # the copy just made: no module of this package
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        importlib.import_module(f"{name}.taskset").write_taskset(folder / "data", seed=seed)
+        importlib.import_module("grpo.taskset").write_taskset(folder / "data", seed=seed)
         if engine != "scripted":
-            importlib.import_module(f"{name}.tiny_model").make_tiny_model(folder / "model", seed=seed)
+            importlib.import_module("grpo.tiny_model").make_tiny_model(folder / "model", seed=seed)
     finally:
         sys.path.remove(str(folder))
     config = folder / "config.yaml"
     port = _free_port() if engine == "http" else 0
-    config.write_text(_config(seed=seed, steps=number, engine=engine, port=port))
+    config.write_text(_config(seed=seed, steps=step_count, engine=engine, port=port))
     if engine == "http":
         script = folder / SERVE
         script.write_text(_SERVE.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(folder)), port=port))
         script.chmod(0o755)
-    return Place(folder=folder, config=config, steps=number, learns=engine != "scripted")
+    return Place(folder=folder, config=config, steps=step_count, learns=engine != "scripted")
 
 
 def _free_port() -> int:
@@ -107,7 +106,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def serving(place: Place) -> Iterator[None]:
-    """Have the server of a demo whose engine is one run inside; others need none."""
+    """Keep the server of a demo with engine http running inside; do nothing for other engines."""
     script = place.folder / SERVE
     if not script.is_file():
         yield
@@ -127,20 +126,20 @@ def serving(place: Place) -> Iterator[None]:
 
 
 def find(settings: Config) -> Place | None:
-    """Return the demo whose run this is; None where it is another's."""
+    """Return the demo that this config belongs to; None if it is not a demo's."""
     folder = Path(settings.code_path)
     config = folder / "config.yaml"
-    named = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
-    if not (named and config.is_file() and config.read_text().startswith(MADE)):
+    may_be_demo = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
+    if not (may_be_demo and config.is_file() and config.read_text().startswith(MADE)):
         return None
     engine = settings.explorer.rollout_model.engine_type
     return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine != "scripted")
 
 
 def eval_interval(steps: int) -> int:
-    """Choose the steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
-    fitting = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
-    return min(fitting, key=lambda d: abs(d - 20))
+    """Choose the steps between evals, about 20. It divides `steps`, so the last eval measures the last weights."""
+    divisors = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
+    return min(divisors, key=lambda d: abs(d - 20))
 
 
 _ENGINE = """\
@@ -168,9 +167,9 @@ _HTTP = """\
 
 _SERVE = """\
 #!/bin/sh
-# Starts the server of this demo. The first line of variables lets weights be loaded into it while it runs, and
-# --enable-scale-out has it tell which weights made which token. On a CPU a model whose head is its embedding needs the
-# extension of its workers.
+# Starts the vLLM server of this demo. VLLM_SERVER_DEV_MODE lets it load new weights while it runs, and
+# --enable-scale-out makes it report which weights made which token. On a CPU, a model that shares its embedding with
+# its output layer needs --worker-extension-cls.
 cd {folder}
 export VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
@@ -182,7 +181,7 @@ exec {python} -W ignore -m vllm.entrypoints.openai.api_server --model {folder}/m
 
 _SCRIPT = """\
   rollout_model:
-    engine_type: scripted      # plays a script: nothing is learnt
+    engine_type: scripted      # plays a script: nothing is learned
     seed: {seed}
     max_response_tokens: 8
 """
@@ -197,7 +196,7 @@ model:
 
 PROJECT, NAME = "letters", "first"
 MADE = "# Made by `trinity-es demo`."
-_CONFIG = MADE + """ Everything that it names lies in this folder, and is yours to change.
+_CONFIG = MADE + """ All files that it names are in this folder, and yours to change.
 # Run it again under another name: trinity-es run config.yaml --set name=second
 project: {project}
 name: {name}
@@ -216,7 +215,7 @@ explorer:
         reward_fn: grpo.reward:letter_share
         shuffle: true
         seed: {seed}
-        epochs: null             # read it again and again, until total_steps
+        epochs: null             # repeat it until total_steps
     eval_tasksets:
       - name: letters
         path: data/eval.jsonl
@@ -238,7 +237,7 @@ def _config(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
 
 
 def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
-    """Return the reward curve as a picture; its path, or None where matplotlib is missing."""
+    """Draw the reward curve as a picture and return its path, or None if matplotlib is missing."""
     try:
         import matplotlib as mpl
 
@@ -260,16 +259,17 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
     return str(path)
 
 
-def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Judge whether the model learned its task, from the summary of its run."""
-    before, after = told["eval_reward_before"], told["eval_reward_after"]
+def judge(run: dict[str, Any], *, steps: int, engine: str) -> Verdict:
+    """Judge from its `run_summary` whether the model learned its task."""
+    before, after = run["eval_reward_before"], run["eval_reward_after"]
     if engine != "vllm":
-        return Verdict(None, "The scripted engine learns nothing: this showed the way, not the learning.")
+        return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")
     if before is None or after is None:
-        return Verdict(False, "THE MODEL WAS NOT JUDGED: the evals before and after are not both in the log.")
+        return Verdict(False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training.")
     rose = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
     if before < CHANCE and after >= LEARNED:
         return Verdict(True, f"The model learned its task: {rose}.")
     if steps < STEPS:
-        return Verdict(None, f"So few steps are not enough to learn the task: {rose}. {STEPS} are the default.")
-    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {rose}; wanted: below {CHANCE} to at least {LEARNED}.")
+        return Verdict(None, f"{steps} steps are too few to learn the task: {rose}. The default is {STEPS}.")
+    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {rose}. Expected: from below {CHANCE} to at least "
+                   f"{LEARNED}.")

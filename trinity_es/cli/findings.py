@@ -1,4 +1,4 @@
-"""What `doctor` finds."""
+"""Findings of `doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """Result of one check; its fields are the keys of `doctor --json`."""
+
     what: str
     verdict: Literal["ok", "note", "missing", "wrong"]
     told: str
@@ -17,5 +19,5 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """It keeps a run, or a host, from working."""
+        """Return True if a run, or a host, cannot work with it."""
         return self.verdict in ("missing", "wrong")

@@ -1,6 +1,6 @@
-"""A run in view: what `run`, `resume`, `demo` and `bench` share, and the summary at its end.
+"""A run with a live view, for `run`, `resume`, `demo` and `bench`, and the summary at its end.
 
-A system that a command started, it also ends: when it is done, on an error and on Ctrl-C, down to the last process.
+A command that starts an actor system ends it, to the last process, when it is done, on an error and on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summa
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TQDM_DISABLE": "1",
-    # Python's tracker removes what an engine that was killed left in shared memory, and need not say so at our end.
+    # When the command ends, Python's tracker warns of shared memory that a killed engine left, and removes it.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
-"""A trainer that runs here shares the terminal with the progress view."""
+"""Environment that silences a trainer in this process, which shares the terminal with the view."""
 
 
 def quiet() -> None:
@@ -55,7 +55,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Do the same for what runs in here alone: the environment is as it was afterwards."""
+    """Apply `quiet` inside only; the environment is restored afterwards."""
     mine = _QUIET.keys() - os.environ.keys()
     quiet()
     try:
@@ -66,13 +66,13 @@ def quietly() -> Iterator[None]:
 
 
 def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> None:
-    """Take this config's part in its run (explore, train or both) to its end, in view.
+    """Play this config's part in its run (explore, train or both) to its end, with a live view.
 
-    On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
-    With `as_json` the view goes to stderr. Raises what the part raises.
+    If the store already holds the run, continue it. With `resuming` the store must hold a run, which may be complete.
+    With `as_json` the view goes to stderr. Raises ConfigError, and what the part raises.
     """
     quiet()
-    remembered_log_end.require(settings)  # before the log is believed
+    remembered_log_end.require(settings)  # before anything relies on the log
     if resuming:
         _require_led_here(settings)
     part: RunProcess
@@ -83,18 +83,18 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         part = explorer = Explorer(settings)
         work = explorer.explore
     try:
-        unfinished = part.locate()  # before anything is started: an engine takes a while
+        unfinished = part.locate()  # before the engines start, which is slow
         where = settings.masked()["store"]["url"]
         if resuming and not part.resumed:
             raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not unfinished:
-            note(": ".join(part_of for part_of in (f"the run in {where} is complete", part.said_of_end()) if part_of))
-            if part.owns_system:  # its command was killed before it could
+            note(": ".join(text for text in (f"the run in {where} is complete", part.said_of_end()) if text))
+            if part.owns_system:  # its command was killed before it could end the system
                 end_system(settings)
             return
         part.require_unfinished()
         if part.resumed:
-            begun = f"; steps up to {part.step} are begun" if part.step > part.done else ""
+            begun = f"; steps up to {part.step} have begun" if part.step > part.done else ""
             note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
             if changed := other_settings(settings):
                 note(f"changed since its last start: {said_of(changed)}")
@@ -106,14 +106,14 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
 
 
 def _require_led_here(settings: Config) -> None:
-    """Require a log that `trinity-es run` led, where it holds a run. Raises ConfigError."""
+    """Raise ConfigError if the log's run was led by another program than `trinity-es run`."""
     with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
-        others = any(log.count_batches(batch_type=kind) for kind in ("train", "collect"))
-        if others and not log.streams("taskset/"):
+        has_batches = any(log.count_batches(batch_type=kind) for kind in ("train", "collect"))
+        if has_batches and not log.streams("taskset/"):
             raise ConfigError(
                 f"the run in {settings.masked()['store']['url']} is led by a program of its own, TRL's trainer or one "
-                "that uses `connect`: start that again (TRL's with `resume_from_checkpoint=True`), and it goes on "
-                "where the log ends"
+                "that uses `connect`. Start that program again (TRL's with `resume_from_checkpoint=True`): it "
+                "continues where the log ends"
             )
 
 
@@ -121,9 +121,9 @@ def in_view(
     settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool,
     total_steps: int | None = None,
 ) -> Any:
-    """Prepare a part, do this and shut it down, in view; return what `work` returned.
+    """Prepare a part, await `work` and shut the part down, with a live view; return the result of `work`.
 
-    Whatever happens, what was started here is ended.
+    However it ends, the system that the part started is ended too.
     """
     out = console(stderr=as_json)
     signals: list[int] = []
@@ -136,7 +136,7 @@ def in_view(
                     resume = resume_command(settings.masked()["store"]["url"])
                     with contextlib.suppress(OSError):  # the terminal may be gone
                         note(f"interrupted: `{resume}` goes on where it was")
-                if part.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+                if part.owns_system:  # again at exit: on Ctrl-C a thread may still be starting the system
                     atexit.register(end_system, settings)
                 raise
             finally:
@@ -147,7 +147,7 @@ def in_view(
 
 
 async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
-    """Prepare a part, do this and shut it down; a signal that ends that is added to `signals`."""
+    """Prepare a part, await `work` and shut the part down; SIGTERM or SIGHUP cancels it and is added to `signals`."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -156,7 +156,7 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signa
         task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
         await part.prepare()
@@ -166,7 +166,6 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signa
 
 
 def _position(settings: Config) -> int:
-    """Return the last position of the store's log; 0 where there is none."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
@@ -176,14 +175,14 @@ def _position(settings: Config) -> int:
 
 # --- the summary ----------------------------------------------------------------------------------------------------
 def run_summary(settings: Config, log: Log) -> dict[str, Any]:
-    """Return what came of a run, from its log, as plain JSON."""
+    """Return a run's figures from its log, as plain JSON."""
     rows, first, last = log.batches(), log.at(1), log.at(log.head().position)
     train = [b for b in rows if b.batch_type == "train" and b.reward is not None]
     evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing(log, b)}
              for b in rows if b.batch_type == "eval" and b.ended_at is not None]
-    of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
+    of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # before and after are of the same taskset
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
-    earlier = list(_earlier(log, rows))
+    earlier = list(_events_before_resubmission(log, rows))
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
     busy, versions = _serving_seconds(log, ended_at), log.count_weights()
     return {
@@ -199,14 +198,14 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
 
 
 def _missing(log: Log, row: BatchRow) -> int:
-    """Return how many runs the mean reward of an eval is not over."""
+    """Return the number of runs that an eval's mean reward leaves out."""
     last = log.last(batch_stream(row.batch_id), "BatchFinalized")
     result = last.event.result if last and isinstance(last.event, ev.BatchFinalized) else {}
     return missing_runs(row.batch_id, row.batch_type, result.get("metrics", {}))
 
 
-def _earlier(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
-    """Yield what came of units of batches before their ids were submitted again: the rows are of the last tries."""
+def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
+    """Yield the outcomes of units from before a batch's id was submitted again; its row counts only what came since."""
     firsts = {batch_stream(row.batch_id): row.first_position for row in rows}
     for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < firsts[r.stream]}:
         for recorded in log.read(stream=stream, types=["RunsFinished", "TaskFinished", "AttemptFailed"]):
@@ -216,19 +215,19 @@ def _earlier(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
 
 def _serving_seconds(log: Log, end: float) -> float:
     """Return the seconds in which a batch was open, an engine of the rollout model served, and a coordinator led."""
-    began, opened = dict[str, float](), list[tuple[float, float]]()
+    began, open_spans = dict[str, float](), list[tuple[float, float]]()
     for r in log.rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
         if (since := began.pop(r.stream, None)) is not None:
-            opened.append((since, r.recorded_at))
+            open_spans.append((since, r.recorded_at))
         if r.type == "BatchSubmitted":
             began[r.stream] = r.recorded_at
-    opened += [(since, end) for since in began.values()]
+    open_spans += [(since, end) for since in began.values()]
     serving = [(life.ready_at, end if life.ended_at is None else life.ended_at)
                for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
-    away = log.without_coordinator() + [
+    without = log.without_coordinator() + [
         (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.rare(["ClockStepped"])
         if isinstance(step.event, ev.ClockStepped) and step.event.seconds > 0]
-    edges = sorted((at, which, change) for which, spans in enumerate((opened, serving, away)) for span in spans
+    edges = sorted((at, which, change) for which, spans in enumerate((open_spans, serving, without)) for span in spans
                    for at, change in zip(span, (1, -1), strict=True))
     busy, before, counts = 0.0, 0.0, [0, 0, 0]
     for at, which, change in edges:
@@ -237,13 +236,13 @@ def _serving_seconds(log: Log, end: float) -> float:
     return busy
 
 
-def _taskset(told: dict[str, Any]) -> str:
-    """`letters` of the eval `12/letters`."""
-    return str(told["batch_id"]).partition("/")[2]
+def _taskset(evaluation: dict[str, Any]) -> str:
+    """Return `letters` of the eval `12/letters`."""
+    return str(evaluation["batch_id"]).partition("/")[2]
 
 
 def _short_url(settings: Config) -> str:
-    """Return the log as a person types it: a path where it is a file."""
+    """Return the store's URL, or the path if it is a file."""
     url = str(settings.masked()["store"]["url"])
     file = file_of(url)
     return url if file is None else short_path(file)
@@ -253,37 +252,37 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def print_summary(told: dict[str, Any]) -> None:
-    """Print the end of a run, for a person: what came of it, and what to ask next."""
+def print_summary(run: dict[str, Any]) -> None:
+    """Print a `run_summary` for a person, with commands to look further."""
     def number(value: float | None) -> str:
         return "none" if value is None else f"{value:z.3f}"
 
-    evals, without = counted(len(told["evals"]), "eval"), sum(e["reward"] is None for e in told["evals"])
+    evals, without = counted(len(run["evals"]), "eval"), sum(e["reward"] is None for e in run["evals"])
     if without:
-        evals += f", {without} of which gave no reward"
-    print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {evals})")
-    print(f"tokens           {told['response_tokens']:,} generated, {told['tokens_per_second']:,.0f} a second "
+        evals += f", {without} without a reward"
+    print(f"\nbatches          {run['batches']} ({run['train_batches']} to train on, {evals})")
+    print(f"tokens           {run['response_tokens']:,} generated, {run['tokens_per_second']:,.0f} a second "
           "while engines served")
-    versions = counted(told["weight_versions"] or 1, "version")
-    print(f"weights          {versions}, the last is {told['model_version']}")
-    print(f"failed attempts  {told['failed_attempts']}")
-    print(f"time             {told['seconds']:.0f} s")
-    if told["rewards"]:
-        first, last = number(told["rewards"][0]), number(told["rewards"][-1])
-        of = f", {last} in the last" if len(told["rewards"]) > 1 else ""
-        print(f"reward           {first} in the first step{of}  {sparkline(told['rewards'])}")
-    if told["evals"]:
-        of = f"{number(told['eval_reward_before'])} in the first eval"
-        if sum(_taskset(e) == _taskset(told["evals"][0]) for e in told["evals"]) > 1:
-            of += f", {number(told['eval_reward_after'])} in the last"
-        missing = sum(e["missing_runs"] for e in told["evals"])
-        print(f"eval reward      {of}" + (f" ({missing} runs of evals are missing)" if missing else ""))
-    if told.get("picture"):
-        print(f"picture          {told['picture']}")
-    print(f"log              {told['log']}")
-    some = min(3, told["train_batches"])
-    if some:
-        named = "--config CONFIG" if "***" in told["log"] else f"--log {shlex.quote(told['log'])}"
+    versions = counted(run["weight_versions"] or 1, "version")
+    print(f"weights          {versions}, the last is {run['model_version']}")
+    print(f"failed attempts  {run['failed_attempts']}")
+    print(f"time             {run['seconds']:.0f} s")
+    if run["rewards"]:
+        first, last = number(run["rewards"][0]), number(run["rewards"][-1])
+        rewards = f"{first} in the first step" + (f", {last} in the last" if len(run["rewards"]) > 1 else "")
+        print(f"reward           {rewards}  {sparkline(run['rewards'])}")
+    if run["evals"]:
+        rewards = f"{number(run['eval_reward_before'])} in the first eval"
+        if sum(_taskset(e) == _taskset(run["evals"][0]) for e in run["evals"]) > 1:
+            rewards += f", {number(run['eval_reward_after'])} in the last"
+        missing = sum(e["missing_runs"] for e in run["evals"])
+        print(f"eval reward      {rewards}" + (f" ({missing} runs of evals are missing)" if missing else ""))
+    if run.get("picture"):
+        print(f"picture          {run['picture']}")
+    print(f"log              {run['log']}")
+    batch = min(3, run["train_batches"])
+    if batch:
+        option = "--config CONFIG" if "***" in run["log"] else f"--log {shlex.quote(run['log'])}"
         print("\nnext:")
-        for command in ("batches", f"show {some}", f"events {some}", f"replay {some}", "verify"):
-            print(f"  trinity-es {command} {named}")
+        for command in ("batches", f"show {batch}", f"events {batch}", f"replay {batch}", "verify"):
+            print(f"  trinity-es {command} {option}")

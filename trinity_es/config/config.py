@@ -21,7 +21,7 @@ import operator
 import os
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -33,15 +33,14 @@ from sqlalchemy.engine import make_url
 
 from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.actors.config.config import RunConfig
-from trinity_es.actors.config.schema import ENGINES, MONITORS, RolloutModelConfig
+from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.config.section import Section
 from trinity_es.actors.error_lines import Path_, dotted
-from trinity_es.actors.plugins import lacking, load, look_in, way_out
+from trinity_es.actors.plugins import lacking, load, look_in, registered, way_out
 from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
 from trinity_es.config.error_lines import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
-from trinity_es.environments.verifiers_tasks import tasks_file
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.store.database.urls import file_of, file_url
 
@@ -177,8 +176,8 @@ class Config(RunConfig):
             for key, taskset in ((f"buffer.explorer_input.{group}[{i}]", taskset) for group in _TASKSETS
                                  for i, taskset in enumerate(getattr(inputs, group))):
                 problems += _taskset_problem(key, taskset)
-                unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
-                wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
+                unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.paths)
+                wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
                 if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                     wrong = [f"{key}: {missing}"]
                 rows = taskset.format  # where they name their own, the arguments are those'
@@ -190,7 +189,7 @@ class Config(RunConfig):
                 wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
                 workflows += unknown
                 problems += wrong
-            built: list[tuple[str, str, str, Iterable[str], Callable[[], Any]]] = [
+            built: list[tuple[str, str, str, Mapping[str, Any], Callable[[], Any]]] = [
                 *((f"buffer.pipeline.operators[{i}]", "name", one.name, OPERATORS,
                    partial(Pipeline, [one.model_dump()])) for i, one in enumerate(pipeline.operators)),
                 *((f"buffer.pipeline.outputs[{i}]", "name", one.name, OUTPUTS,
@@ -198,17 +197,17 @@ class Config(RunConfig):
                 ("buffer.queue", "priority_fn", queue.priority_fn, PRIORITIES,
                  partial(priority_of, queue.priority_fn, queue.priority_fn_args)),
             ]
-            for key, leaf, name, registered, build in built:
-                problems += _import_problem(f"{key}.{leaf}", name, registered) or _told_by(build, key)
+            for key, leaf, name, known, build in built:
+                problems += _import_problem(f"{key}.{leaf}", name, known) or _told_by(build, key)
             for name in self.monitor.monitor_type:
-                problems += _import_problem("monitor.monitor_type", name, MONITORS)
+                problems += _import_problem("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
             unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
             if self.trainer.trainer_class is not None and not unbuilt:
                 trainer = load(self.trainer.trainer_class)
                 unbuilt = call_problems("trainer.args", trainer, self.trainer.args, first=1)  # after model_path
             problems += unbuilt
             for key, m in models.items():
-                problems += _import_problem(f"{key}.engine_type", m.engine_type, ENGINES)
+                problems += _import_problem(f"{key}.engine_type", m.engine_type, registered("engine"))
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 
@@ -225,29 +224,26 @@ class Config(RunConfig):
 
 def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
     """Return what is wrong with where a taskset is read from, as far as this machine alone can tell."""
-    if taskset.kind == "verifiers":
-        return _told_by(partial(tasks_file, taskset.workflow_args), f"{key}.path")
     if taskset.kind != "file":
-        package, extra = ("datasets",) * 2 if taskset.kind == "hub" else ("reasoning_gym", "reasoning-gym")
-        missing = importlib.util.find_spec(package) is None
-        return [f"{key}.path: {taskset.path} needs {package}, which is not installed: `pip install "
-                f"'trinity-es[{extra}]'`"] if missing else []
+        path = registered("environment")[taskset.kind]
+        check = None if (problems := _import_problem(f"{key}.path", path)) else getattr(load(path), "check", None)
+        return _told_by(partial(check, taskset), f"{key}.path") if check is not None else problems
     file = taskset.file
     if file.is_dir() and not (file / "state.json").is_file():
         return [f"{key}.path: {file} is a folder: choose <split>.jsonl in it with {key}.split (or .parquet, or a "
                 "dataset's split)"]
     if file.is_file() or file.is_dir():
         return []
-    hint = "" if file.suffix else " (a dataset of the Hugging Face hub is written hub:owner/name)"
-    return [f"{key}.path: no file {file}{hint}"]
+    return [f"{key}.path: no file {file}{taskset.other_meaning}"]
 
 
-def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) -> list[str]:
-    if name is None or name in registered:
+def _import_problem(key: str, given: str | None, known: Mapping[str, Any] = {}) -> list[str]:
+    name = given if given is None else known.get(given, given)
+    if not isinstance(name, str) or (given in known and name.startswith("trinity_es.")):
         return []
     if ":" not in name:
-        known = ", ".join(sorted(registered)) or "none"
-        return [f"{key}: there is no {name!r} (known: {known}){way_out(name, registered)}"]
+        names = ", ".join(sorted(known)) or "none"
+        return [f"{key}: there is no {name!r} (known: {names}){way_out(name, known)}"]
     module = name.partition(":")[0]
     try:
         load(module)

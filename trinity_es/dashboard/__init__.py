@@ -1,16 +1,13 @@
-"""`trinity-es dashboard`: a log in a browser, live or of a run that ended long ago.
+"""The dashboard: a log in a browser, of a live run or of one that ended long ago.
 
-Everything it shows it reads from the log (`log_reader.Log`, for reading only), so it needs no actor, GPU or
-torch, and harms no run. The rooms of this package:
+It reads only the log, so it needs no actor, GPU or torch and cannot disturb a run.
 
-| module | what it does |
+| module | content |
 |---|---|
-| `page.py` | what a page is: a function from an `Ask` to a `Page`, run in a thread; links between pages |
-| `pages/` | the pages, a module each; a new one is a module there, a template, and a name in `pages.MODULES` |
-| `rendering.py` | jinja2, which escapes everything, and how numbers and times look |
+| `page.py` | pages, requests for them, and links between them |
+| `pages/` | the pages, a module each; its docstring says how to add one |
+| `rendering.py` | jinja2 with autoescape; formats of numbers and times |
 | `live.py` | one tail of the log for all open pages; server-sent events |
-| `access.py` | who may read: the Host header, the token, the headers of every answer |
-| `app.py`, `serving.py` | the routes, and the server |
-
-How to add a page is told in `pages/__init__.py`.
+| `access.py` | access: the Host header, the token, the headers of every answer |
+| `app.py`, `server.py` | the routes and the server |
 """

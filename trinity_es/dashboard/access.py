@@ -1,11 +1,11 @@
-"""Who may read, and what a browser may do with what it gets. An ASGI middleware, around everything.
+"""Access control of the dashboard, as an ASGI middleware around the app.
 
-- The Host header must name this server: an IP address, localhost, this machine's name, or a name that was given. So a
-  page elsewhere can't read it by pointing a name of its own here (DNS rebinding).
-- Where there is a token, it must come with the request: `Authorization: Bearer`, a cookie, or once as `?token=`, which
-  is answered by the cookie and a redirect to the same page without it, so that it stays in no address bar or Referer.
-- Nothing can be changed here: every method but GET and HEAD is refused, but for posting the token to `/enter`.
-- Headers: no inline script or style, nothing from elsewhere, no frame, no sniffing, no Referer, no cache.
+- The Host header must be an IP address, localhost, this machine's name, or a name from `--host`. Otherwise another
+  website could point a name of its own here and read the pages (DNS rebinding).
+- A token, if set, must come with each request as `Authorization: Bearer` or cookie, or once as `?token=`. The answer
+  to the latter sets the cookie and redirects to the page without the token, so no address bar or Referer has it.
+- Only GET and HEAD are allowed, and POST of the token to `/enter`.
+- Headers forbid inline scripts and styles, other origins, frames, sniffing, the Referer and caching.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class AccessMiddleware:
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
-                kept = "no-cache" if scope["path"].startswith("/static/") else "no-store"
-                added = {**HEADERS, "cache-control": kept}
+                caching = "no-cache" if scope["path"].startswith("/static/") else "no-store"
+                added = {**HEADERS, "cache-control": caching}
                 message["headers"] = [
                     *message["headers"],
                     *((k.encode(), v.encode()) for k, v in added.items() if k.encode() not in present),
@@ -67,45 +67,45 @@ class AccessMiddleware:
         await (answer or self.app)(scope, receive, with_headers)
 
     async def _refusal(self, scope: Any, receive: Any) -> Any:
-        """Return the answer to a request that goes no further; None: let it in."""
+        """Return the answer to a request that is refused or logs in; None lets the request through."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._known(_name_of(headers.get(b"host", ""))):
-            return _page(421, "this server is not called that",
-                         "The Host header names another machine. Start the dashboard with --host NAME for a name that "
-                         "leads here.")
+        if not self._is_own_name(_name_of(headers.get(b"host", ""))):
+            return _page(421, "this server has another name",
+                         "The Host header names another machine. Start the dashboard with --host NAME to allow a name "
+                         "that leads here.")
         if scope["path"] == "/enter" and scope["method"] == "POST" and self.token is not None:
             return await self._enter(receive, secure=scope["scheme"] == "https")
         if scope["method"] not in ("GET", "HEAD"):
-            return _page(405, "nothing can be changed here", "The dashboard only reads.")
+            return _page(405, "nothing can be changed here", "The dashboard is read-only.")
         if self.token is None or scope["path"].startswith("/static/"):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = [value for name, value in query if name == "token"]
-        if given:
-            if not self._right(given[0]):
+        tokens = [value for name, value in query if name == "token"]
+        if tokens:
+            if not self._is_token(tokens[0]):
                 return _login("That token is wrong.")
             rest = urlencode([(n, v) for n, v in query if n != "token"])
             return self._let_in(_local(scope["path"]) + (f"?{rest}" if rest else ""), secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
-        if self._right(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
+        if self._is_token(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
             return None
         return _login("")
 
-    def _known(self, name: str) -> bool:
+    def _is_own_name(self, name: str) -> bool:
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return name in self.hosts
-        return True  # nobody can make an address lead elsewhere
+        return True  # an address, unlike a name, can't be pointed elsewhere
 
-    def _right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), (self.token or "").encode())
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(errors="replace"), (self.token or "").encode())
 
     def _ticket_of(self, header: str) -> str:
         from starlette.requests import cookie_parser
 
-        found = cookie_parser(header).get(self.cookie, "")  # SimpleCookie gives up at another server's odd cookie
-        return found if found.isascii() else ""
+        ticket = cookie_parser(header).get(self.cookie, "")  # SimpleCookie stops at a malformed cookie
+        return ticket if ticket.isascii() else ""
 
     async def _enter(self, receive: Any, *, secure: bool) -> Any:
         body = b""
@@ -114,8 +114,8 @@ class AccessMiddleware:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        given = dict(parse_qsl(body.decode("latin-1"))).get("token", "")
-        return self._let_in("/", secure=secure) if self._right(given) else _login("That token is wrong.")
+        token = dict(parse_qsl(body.decode("latin-1"))).get("token", "")
+        return self._let_in("/", secure=secure) if self._is_token(token) else _login("That token is wrong.")
 
     def _let_in(self, where: str, *, secure: bool) -> Any:
         from starlette.responses import RedirectResponse
@@ -127,7 +127,7 @@ class AccessMiddleware:
 
 
 def _local(path: str) -> str:
-    """Return a path that stays on this server: `//elsewhere` would not."""
+    """Return a path that stays on this server, unlike `//elsewhere`."""
     from urllib.parse import quote
 
     return "/" + quote(path.lstrip("/\\"))
@@ -140,4 +140,4 @@ def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:
 
 
 def _login(text: str) -> Any:
-    return _page(401, "a token is needed", text or "It was printed where the dashboard was started.", form=True)
+    return _page(401, "a token is needed", text or "The command that started the dashboard printed it.", form=True)

@@ -1,7 +1,7 @@
-"""The dashboard as an ASGI app: its pages, its static files, `/live`.
+"""The dashboard as an ASGI app: its pages, static files, `/live` and `/metrics`.
 
-No database is read on the event loop: the function of a page runs in one of a few threads, and so does its template.
-What goes wrong with a log (gone, locked, damaged, too new) is a page that says so, and the next one may work.
+The function of a page and its template run in one of a few threads, so the event loop reads no database. If a log
+can't be read (gone, locked, damaged, too new), the page says so, and the next request may work.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def create_app(
     url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
     closing: Callable[[], bool] = lambda: False, other: str | None = None,
 ) -> Any:
-    """Return the app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
+    """Return the app for the log at `url`.
 
-    `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen
-    are let go then.
+    `hosts` are names, besides this machine's own, that the Host header may have. `other` is the URL of a second log to
+    compare batches with. Event streams to pages end once `closing` returns True.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -48,7 +48,7 @@ def create_app(
     from starlette.staticfiles import StaticFiles
 
     tail = Tail(url)
-    second = None if other is None else Tail(other)  # never started: it is opened when it is looked at
+    second = None if other is None else Tail(other)  # not started: the log is opened when a page reads it
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
     nav = pages.navigation()
     kept: dict[str, Any] = {}
@@ -61,37 +61,37 @@ def create_app(
             return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
         return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
 
-    def show(page: Page, ask: PageRequest | None, path: str, status: int = 200) -> tuple[int, str]:
-        position = tail.position if ask is None else min(ask.position, tail.position)
+    def show(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
+        position = tail.position if page_request is None else min(page_request.position, tail.position)
         values = {
-            "page": page, "nav": nav, "ask": ask, "path": path, "position": position, "generation": tail.generation,
-            "notice": tail.notice, "shown_url": masked(url), "here": path if ask is None else ask.url(),
+            "page": page, "nav": nav, "request": page_request, "position": position, "generation": tail.generation,
+            "notice": tail.notice, "shown_url": masked(url),
         }
         return status, render(page.template, {**values, **page.values})
 
     def make(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
-        """In a thread."""
+        """Make a page, in a thread."""
         try:
             log = tail.log()
-            ask = PageRequest(
+            page_request = PageRequest(
                 log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept,
                 other=None if second is None else second.log,
             )
-            made = route.make(ask)
-            return made if isinstance(made, Attachment) else show(made, ask, path)
+            made = route.make(page_request)
+            return made if isinstance(made, Attachment) else show(made, page_request)
         except (errors.BatchNotFound, errors.RunnerNotFound, errors.PayloadNotFound, errors.WeightNotFound) as e:
-            return trouble(404, "Not found", e.message, path)
+            return trouble(404, "Not found", e.message)
         except errors.LogNotFound as e:
-            return trouble(503, "No log yet", f"{e.message}. This page comes up when it is there.", path)
+            return trouble(503, "No log yet", f"{e.message}. This page appears when the log exists.")
         except errors.TrinityError as e:
-            return trouble(503 if isinstance(e, errors.LogError) else 400, "This can't be shown now", e.message, path)
+            return trouble(503 if isinstance(e, errors.LogError) else 400, "This can't be shown now", e.message)
         except Exception as e:
             _log.exception("%s could not be shown", path)
-            return trouble(500, "A fault of this page", f"{type(e).__name__}: {e}", path)
+            return trouble(500, "This page failed", f"{type(e).__name__}: {e}")
 
-    def trouble(status: int, title: str, text: str, path: str) -> tuple[int, str]:
+    def trouble(status: int, title: str, text: str) -> tuple[int, str]:
         page = Page(template="trouble.html", title=title, values={"status": status, "text": plain(text, 2000)})
-        return show(page, None, path, status)
+        return show(page, None, status)
 
     def handler(route: Route) -> Any:
         async def handle(request: Request) -> Response:
@@ -107,7 +107,7 @@ def create_app(
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     def scrape() -> tuple[int, bytes]:
-        """In a thread."""
+        """Return the status and text of /metrics, in a thread."""
         from trinity_es.telemetry.prometheus import prometheus_text
 
         try:
@@ -124,7 +124,7 @@ def create_app(
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return html(trouble(status, "Not found", f"there is no page {request.url.path}", request.url.path))
+        return html(trouble(status, "Not found", f"there is no page {request.url.path}"))
 
     @contextlib.asynccontextmanager
     async def life(_: Any) -> AsyncIterator[None]:

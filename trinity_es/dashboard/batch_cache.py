@@ -1,7 +1,6 @@
-"""A batch's course, folded once and kept while it is looked at: the next request reads only what came since.
+"""Cache of folded batches, so that a request for a page reads only the events since the last one.
 
-So a page of a batch of ten thousand tasks that is asked for every second costs what happened in that second. A few
-courses are kept, by how many events they hold.
+A page of a batch of ten thousand tasks that is loaded every second costs only the events of that second.
 """
 
 from __future__ import annotations
@@ -25,53 +24,52 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["BatchCache", "CachedBatch"]
 
 KEPT = 120_000
-"""Events of all courses that are kept, at most; one is kept however long it is."""
+"""Maximum number of events of all cached batches together; one batch is kept however long it is."""
 
 
 class CachedBatch:
-    """The course of one batch. Its methods may be called by whoever holds `lock`."""
+    """Timeline and positions of one batch. Its methods need `lock`."""
 
     def __init__(self, batch_id: BatchId) -> None:
         self.batch_id, self.lock = batch_id, threading.Lock()
-        self.story: BatchTimeline | None = None
+        self.timeline: BatchTimeline | None = None
         self.positions = array("q")
-        """Of every event of its stream: the event of version n stands at n - 1."""
+        """Positions of the events of its stream; that of version n is at n - 1."""
         self._kept = KeptFold(self._tell)
         self._at: BatchState | None = None
         self._at_version = 0
         self._at_event: Recorded | None = None
 
     def follow(self, log: Log) -> BatchTimeline:
-        """Return everything up to the log's end. Raises BatchNotFound."""
-        self.story = self._kept.follow(partial(log.events, self.batch_id))
-        return self.story
+        """Return the timeline up to the log's end. Raises BatchNotFound."""
+        self.timeline = self._kept.follow(partial(log.events, self.batch_id))
+        return self.timeline
 
-    def _tell(self, recorded: Iterable[Recorded], story: BatchTimeline | None) -> BatchTimeline:
-        if story is None:  # from its begin, once more where the log was put back to a copy
+    def _tell(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
+        if timeline is None:  # from the first event, again if the log was restored from a copy
             self.positions, self._at, self._at_version = array("q"), None, 0
-        return tell(self._noted(recorded), story)
+        return tell(self._with_positions(recorded), timeline)
 
-    def _noted(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
+    def _with_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
         for item in recorded:
             self.positions.append(item.position)
             yield item
 
     def version_at(self, position: int) -> int:
-        """Return the version of the last event at or before a position of the log; 0: none was."""
+        """Return the version of the last event at or before a position of the log, 0 if there is none."""
         return bisect_right(self.positions, position)
 
     def page(self, log: Log, first: int, count: int) -> list[Recorded]:
-        """Return events from version `first` on, so many."""
+        """Return at most `count` events from version `first` on."""
         if count < 1 or not 1 <= first <= len(self.positions):
             return []
         events = log.events(self.batch_id, self.positions[first - 1] - 1)
         return list(islice(events, min(count, len(self.positions) - first + 1)))
 
     def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
-        """Return the state as of the event of this version, and the event. The state holds until the next call.
+        """Return the state as of the event of this version, and the event. The next call changes the state.
 
-        A step forward folds that event alone; a step back begins anew; the same one again, as a live page asks for it,
-        folds nothing.
+        A step forward folds one event, a step back folds from the first event, the same version folds nothing.
         """
         if not 1 <= version <= len(self.positions):
             raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
@@ -92,25 +90,25 @@ class BatchCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation = ""
-        self._courses: dict[str, CachedBatch] = {}
+        self._cached: dict[str, CachedBatch] = {}
 
     @contextmanager
     def of(self, log: Log, batch_id: BatchId) -> Iterator[CachedBatch]:
-        """Give the course of a batch up to now, for this thread alone. Raises BatchNotFound."""
+        """Yield a batch followed up to now, locked for this thread. Raises BatchNotFound."""
         generation, stream = log.head().generation, batch_stream(batch_id)
         with self._lock:
-            if generation != self._generation:  # another log lies there
-                self._courses.clear()
+            if generation != self._generation:  # the log was replaced
+                self._cached.clear()
                 self._generation = generation
-            course = self._courses.pop(stream, None) or CachedBatch(batch_id)
-            self._courses[stream] = course
-            while len(self._courses) > 1 and sum(len(c.positions) for c in self._courses.values()) > KEPT:
-                del self._courses[next(iter(self._courses))]
-        with course.lock:
+            cached = self._cached.pop(stream, None) or CachedBatch(batch_id)
+            self._cached[stream] = cached
+            while len(self._cached) > 1 and sum(len(c.positions) for c in self._cached.values()) > KEPT:
+                del self._cached[next(iter(self._cached))]
+        with cached.lock:
             try:
-                course.follow(log)
+                cached.follow(log)
             except BaseException:
                 with self._lock:
-                    self._courses.pop(stream, None)
+                    self._cached.pop(stream, None)
                 raise
-            yield course
+            yield cached

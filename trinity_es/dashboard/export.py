@@ -1,7 +1,7 @@
-"""A batch as one HTML file that can be mailed: timeline, grid, result, events, some rollouts; no server, no script.
+"""A batch as one HTML file that can be mailed: timeline, result, events and some rollouts.
 
-Everything is in the file. Its Content-Security-Policy allows one thing, the style sheet that is written into it (by its
-hash), so that nothing in it can run, load or be sent, whatever a rollout says. The same log gives the same bytes.
+Its Content-Security-Policy allows only the style sheet in the file, by its hash. So nothing in it can run, load or send
+anything, whatever a rollout contains. Equal logs give equal bytes.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ __all__ = ["batch_page"]
 TASKS = 400
 EVENTS = 800
 ROLLOUTS = 24
-"""Best and worst by reward, half of each."""
+"""Number of rollouts, half the best and half the worst by reward."""
 TEXT, TOKENS = 4000, 400
-"""Characters and tokens of each."""
+"""Maximum number of characters and tokens of each rollout."""
 
 
 def batch_page(log: Log, batch_id: BatchId) -> str:
     """Return the page of one batch, as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
-    story = tell(recorded)
+    timeline = tell(recorded)
     decode, source = tokens.decoder(log.config()[1])
-    shown = _best_and_worst(story.rows)
+    shown = _best_and_worst(timeline.rows)
     details = []
-    for row, found in zip(shown, rollout_values.read_runs(log, story, shown), strict=True):
+    for row, found in zip(shown, rollout_values.read_runs(log, timeline, shown), strict=True):
         experiences = [rollout_values.experience_values(e, decode, source, text=TEXT, most=TOKENS)
                        for e in islice(found.experiences, 4)]
         details.append({"row": row, "experiences": experiences, "missing": found.missing,
                         "more": max(0, len(found.experiences) - 4)})
-    window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))
+    end = timeline.ended_at or timeline.last_at
+    window = gantt.Window(timeline.submitted_at, max(end, timeline.submitted_at + 1e-3))
     style = "\n".join((HERE / "static" / name).read_text() for name in ("app.css", "rollouts.css", "export.css"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return render("export.html", {
         "style": Markup(style), "style_hash": digest, "head": head, "log_url": log.url, "row": log.batch_row(batch_id),
-        "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(story.rows),
-        **gantt.drawing(story, window, story.tasks[:TASKS]), "tasks_left": max(0, len(story.tasks) - TASKS),
-        "metrics": sorted((story.state.final_result or {}).get("metrics", {}).items()),
-        **_events(recorded, story.first_position),
+        "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(timeline.rows),
+        **gantt.drawing(timeline, window, timeline.tasks[:TASKS]), "tasks_left": max(0, len(timeline.tasks) - TASKS),
+        "metrics": sorted((timeline.state.final_result or {}).get("metrics", {}).items()),
+        **_events(recorded, timeline.first_position),
     })
 
 
 def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
-    """Return its history since it was last submitted: the beginning, and the end where that is long."""
+    """Return the events since the batch was last submitted; of many only the first and the last."""
     events = [r for r in recorded if r.position >= first]
     left = max(0, len(events) - EVENTS)
-    kept = events if not left else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
-    return {"events": [(r, summary(r.event)) for r in kept], "events_left": left, "events_cut": EVENTS // 2}
+    ends = events if not left else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+    return {"events": [(r, summary(r.event)) for r in ends], "events_left": left, "events_cut": EVENTS // 2}
 
 
 def _best_and_worst(rows: list[RunRow]) -> list[RunRow]:

@@ -1,6 +1,6 @@
-"""Where the bars of a batch's attempts stand, and the cells of its runs: pure, in percent of the time that is shown.
+"""Bars of a batch's attempts and cells of its runs, placed in percent of the time shown.
 
-Drawn by templates/drawing.html as inline SVG, whose widths in percent need no script.
+templates/drawing.html draws them as inline SVG, which needs no script.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from trinity_es.projections.why.answer import span
 __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "drawing", "kind_of", "lane", "rewards_between", "ticks"]
 
 SHADES = 6
-"""Shades of a reward, from the lowest of the batch to the highest."""
+"""Number of shades of a reward, from the lowest of the batch to the highest."""
 MAX_ROWS = 40
-"""Maximum number of bars that lie over each other in one lane; more share the last row."""
+"""Maximum number of rows of overlapping bars in one lane; more share the last row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time that is shown, in unix seconds."""
+    """Time that is shown, in unix seconds."""
 
     start: float
     end: float
 
     def x(self, at: float) -> float:
-        """Percent, from 0 to 100."""
+        """Return the place of a moment in percent, from 0 to 100."""
         width = self.end - self.start
         return 0.0 if width <= 0 else min(100.0, max(0.0, 100 * (at - self.start) / width))
 
@@ -40,15 +40,13 @@ class Bar:
     width: float
     row: int
     kind: str
-    """`finished`, `running`, `failed`, `dropped`: its colour."""
+    """`finished`, `running`, `failed` or `dropped`; it decides the colour."""
     attempt: int
     title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The attempts of one task, or of one runner."""
-
     bars: list[Bar]
     rows: int
 
@@ -62,14 +60,14 @@ class Cell:
 
 
 def kind_of(attempt: Attempt) -> str:
-    """`finished`, `running`, `dropped`, or `failed` whatever the failure was."""
+    """Return `finished`, `running`, `dropped`, or `failed` for every kind of failure."""
     return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
 
 
 def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) -> Lane:
-    """(task, attempt) as bars; those that overlap in time lie in rows one under the other."""
+    """Return (task, attempt) pairs as bars; attempts that overlap in time are in different rows."""
     bars: list[Bar] = []
-    free: list[float] = []  # when each row is free again
+    free: list[float] = []  # time from which each row is free
     for task, attempt in sorted(attempts, key=lambda pair: pair[1].dispatched_at):
         began, ended = attempt.dispatched_at, now if attempt.ended_at is None else attempt.ended_at
         row = next((i for i, at in enumerate(free) if at <= began), None)
@@ -81,12 +79,12 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
         x = window.x(began)
         bars.append(Bar(
             x=x, width=max(window.x(ended) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
-            title=_told(task, attempt, ended - began),
+            title=_title(task, attempt, ended - began),
         ))
     return Lane(bars=bars, rows=max(1, len(free)))
 
 
-def _told(task: int, attempt: Attempt, seconds: float) -> str:
+def _title(task: int, attempt: Attempt, seconds: float) -> str:
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
         f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}"
     )
@@ -98,7 +96,7 @@ def _told(task: int, attempt: Attempt, seconds: float) -> str:
 
 
 def ticks(window: Window, wanted: int = 6) -> list[tuple[float, str]]:
-    """(percent, words) of round times since the window's start."""
+    """Return (percent, label) of round times since the window's start."""
     width = window.end - window.start
     if width <= 0:
         return [(0.0, "0")]
@@ -126,12 +124,13 @@ def _length(seconds: float) -> str:
     return f"{hours:.0f} h" + (f" {rest / 60:.0f} min" if rest >= 60 else "")
 
 
-def drawing(story: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline]) -> dict[str, Any]:
-    """Return what templates draw of a batch: its time, its tasks by state, and of these tasks cells and lanes."""
-    grid = cells(story.state, [t.task for t in tasks], rewards_between(story.state))
+def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline]) -> dict[str, Any]:
+    """Return a batch as values for templates: its time, its tasks by state, and cells and lanes of these tasks."""
+    grid = cells(timeline.state, [t.task for t in tasks], rewards_between(timeline.state))
     return {
-        "story": story, "state": story.state, "window": window, "ticks": ticks(window), "counts": story.counts,
-        "moments": [(window.x(at), what) for at, what in story.turns],
+        "timeline": timeline, "state": timeline.state, "window": window, "ticks": ticks(window),
+        "counts": timeline.counts,
+        "moments": [(window.x(at), what) for at, what in timeline.turns],
         "tasks": [(t, grid[t.task], lane([(t.task, a) for a in t.attempts], window, window.end)) for t in tasks],
         "most_runs": max((len(c) for c in grid.values()), default=1),
     }
@@ -143,11 +142,10 @@ def rewards_between(state: BatchState) -> tuple[float, float]:
 
 
 def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
-    """Return the runs of these tasks, as they stand in this state."""
-    wanted = set(tasks)
+    chosen = set(tasks)
     running = {
         (task, run): flight.runner
-        for (task, _), flight in state.flights.items() if task in wanted
+        for (task, _), flight in state.flights.items() if task in chosen
         for run in range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)
     }
     return {task: [_cell(state, task, state.tasks[task], run, running.get((task, run)), between)
@@ -174,9 +172,10 @@ def _cell(
     return Cell(run=run, kind="pending", title=f"{head}waits for a runner")
 
 
-def busy(story: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
-    found: dict[str, list[tuple[int, Attempt]]] = {}
-    for task in story.tasks:
+def busy(timeline: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
+    """Return (task, attempt) pairs by runner."""
+    by_runner: dict[str, list[tuple[int, Attempt]]] = {}
+    for task in timeline.tasks:
         for attempt in task.attempts:
-            found.setdefault(attempt.runner, []).append((task.task, attempt))
-    return found
+            by_runner.setdefault(attempt.runner, []).append((task.task, attempt))
+    return by_runner

@@ -1,15 +1,15 @@
-"""What pages hear of the log: one tail for all of them, and the server-sent events that carry it.
+"""News of the log for open pages: one tail for all of them, and the server-sent events to each.
 
-Positions of the log have no gap, so "from 5 to 9" is four events, none of them missed. A page says up to which position
-it knows the log (`after`, or `Last-Event-ID` when its browser connects again) and is told what came since, in groups:
+Positions have no gaps, so "from 5 to 9" is four events and none is missed. A page sends the position up to which it
+knows the log (`after`, or `Last-Event-ID` when its browser reconnects) and gets the news since then, in groups:
 
     id: 9
     event: log
     data: {"position": 9, "events": 4, "streams": ["batch/3", "runner/runner-0"]}
 
-`streams` is null where more happened than the tail remembers: anything may have changed. `event: notice` tells that the
-log is gone, locked or damaged (its text empty: it is not, or that is over), first of all and whenever that changes;
-`event: reset` that another log lies there now.
+`streams` is null if more happened than the tail remembers, so anything may have changed. `event: notice` says that the
+log is gone, locked or damaged, or with an empty text that it is readable; it is sent first, and when that changes.
+`event: reset` says that another log is there now.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 __all__ = ["Tail", "messages", "open_log"]
 
 INTERVAL = 0.2
-"""Seconds between two looks at the log, and between two messages to a page."""
+"""Seconds between two reads of the log's end, and between two messages to a page."""
 REMEMBERED = 5000
 """Maximum number of events whose streams the tail remembers."""
 HEARTBEAT = 15.0
-"""Seconds after which a page hears that the server is still there."""
+"""Seconds without a message after which the server sends a comment, which reveals closed connections."""
 PATIENCE = 1.0
-"""Seconds that a lock or a lost connection is waited out: a page rather says so."""
+"""Seconds to wait for a locked or unreachable database before the page reports it."""
 
 _log = logging.getLogger(__name__)
 
 
 def open_log(url: str) -> Log:
-    """Return a log that does not wait long. Raises as `projections.reading.log_reader.open_log`."""
+    """Return the log, opened with `PATIENCE`. Raises as `projections.reading.log_reader.open_log`."""
     from trinity_es.events.store.log import EventLog
     from trinity_es.projections.reading.log_reader import Log
 
@@ -55,66 +55,65 @@ def open_log(url: str) -> Log:
 
 
 class Tail:
-    """The end of one log, looked at again and again while the server runs."""
+    """The end of one log, which a task reads every `interval` seconds."""
 
     def __init__(self, url: str, interval: float = INTERVAL) -> None:
         self.url, self.interval = url, interval
         self.position = 0
         self.generation = ""
-        """Of the log as pages know it; another one: the log was replaced, or put back to a copy."""
-        self.notice = "the log was not looked at yet"
-        """What is wrong with the log; empty where nothing is."""
+        """Identity of the log for pages; it changes when the log is replaced or restored from a copy."""
+        self.notice = "the log has not been read yet"
+        """Problem with the log; empty if there is none."""
         self.closing = False
         self._lock = threading.Lock()
         self._opened: Log | None = None
         self._hash = b""
-        """Of the event at `position`: another one, or none, stands there when the log was put back to a copy."""
+        """Hash of the event at `position`, which differs after the log was restored from a copy."""
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._known = 0
-        """The streams of all events after this position are remembered."""
+        self._remembered_after = 0
+        """Position after which the streams of all events are in `_recent`."""
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tail")
         self._task: asyncio.Task[None] | None = None
 
     def log(self) -> Log:
-        """Return the log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ...
-        """
+        """Return the log, opened on the first call, in any thread. Raises LogNotFound, NotALog, LogUnavailable, ..."""
         with self._lock:
-            kept = self._opened
-        if kept is not None:
-            if not kept.is_replaced():
-                return kept
-            self._forget()
-        opened = open_log(self.url)  # not under the lock: this may take seconds, and `_forget` runs on the event loop
+            log = self._opened
+        if log is not None:
+            if not log.is_replaced():
+                return log
+            self._close_log()
+        opened = open_log(self.url)  # without the lock: it may take seconds, and `_close_log` runs on the event loop
         with self._lock:
             if self._opened is None:
                 self._opened = opened
-            kept = self._opened
-        if kept is not opened:
+            log = self._opened
+        if log is not opened:
             opened.close()
-        return kept
+        return log
 
-    def _forget(self) -> None:
-        """Open the log anew next time: its file may be gone, or be another one."""
+    def _close_log(self) -> None:
+        """Close the log, because its file may be gone or replaced; the next `log()` opens it again."""
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
     async def start(self) -> None:
-        """Look once, and go on looking."""
+        """Read the log's end, and start to follow it."""
         await self._look()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End; whoever waits is woken."""
+        """Stop following the log, and wake all waiters."""
         self.closing = True
         self._wake()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=True)
-        self._forget()
+        self._close_log()
 
     async def _run(self) -> None:
         while True:
@@ -126,27 +125,28 @@ class Tail:
         try:
             position, generation, hash_, new = await loop.run_in_executor(self._thread, self._read)
             notice = ""
-        except Exception as e:  # whatever happens to a log, the tail goes on, and says what it is
+        except Exception as e:  # no fault of a log ends the tail: it becomes a notice
             if not isinstance(e, TrinityError):
                 _log.warning("the log can't be read", exc_info=True)
-            self._forget()
+            self._close_log()
             position, generation, hash_, new = self.position, self.generation, self._hash, []
             notice = f"there is no log at {masked(self.url)} (yet)" if isinstance(e, LogNotFound) else f"{e}"
         if (position, generation, notice) == (self.position, self.generation, self.notice):
             return
         if new is None:
             self._recent.clear()
-            self._known = position
+            self._remembered_after = position
         for item in new or ():
             if len(self._recent) == REMEMBERED:
-                self._known = self._recent[0][0]
+                self._remembered_after = self._recent[0][0]
             self._recent.append(item)
         self.position, self.generation, self._hash, self.notice = position, generation, hash_, notice
         self._wake()
 
     def _read(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
-        """Return where the log ends, which one it is, the hash of its last event, and what is new; None: anything may
-        be.
+        """Return the log's last position, generation, last hash, and new events (position, stream).
+
+        The events are None if anything may have changed.
         """
         log = self.log()
         head = log.head()
@@ -168,20 +168,19 @@ class Tail:
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Until something changed, or so long."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     def since(self, after: int) -> list[str] | None:
-        """Return the streams in which something happened after this position; None: not known any more, any may be."""
-        if after < self._known:
+        """Return the streams with events after this position; None if the tail does not remember them all."""
+        if after < self._remembered_after:
             return None
-        found: dict[str, None] = {}
+        streams = set[str]()
         for position, stream in reversed(self._recent):
             if position <= after:
                 break
-            found[stream] = None
-        return sorted(found)
+            streams.add(stream)
+        return sorted(streams)
 
 
 def _message(name: str, data: dict[str, Any], ident: int | None = None) -> bytes:
@@ -194,24 +193,24 @@ async def messages(
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events for a page that knows the log up to `after`, until the server ends."""
     yield b"retry: 1000\n\n"
-    told: str | None = None  # what was wrong when a page lost its server may be over
-    heard = time.monotonic()
+    last_notice: str | None = None  # so the first message tells a reconnecting page that a problem is over
+    last_sent = time.monotonic()
     while not (tail.closing or ended()):
-        if tail.notice != told:
-            told = tail.notice
-            yield _message("notice", {"text": told})
-            heard = time.monotonic()
+        if tail.notice != last_notice:
+            last_notice = tail.notice
+            yield _message("notice", {"text": last_notice})
+            last_sent = time.monotonic()
         if not tail.notice and (tail.generation != generation or tail.position < after):
             yield _message("reset", {"position": tail.position}, tail.position)
             return
         if tail.position > after:
             position = tail.position
             data = {"position": position, "events": position - after, "streams": tail.since(after)}
-            after, heard = position, time.monotonic()
+            after, last_sent = position, time.monotonic()
             yield _message("log", data, position)
             await asyncio.sleep(tail.interval)
             continue
-        if time.monotonic() - heard > HEARTBEAT:
-            heard = time.monotonic()
-            yield b": here\n\n"  # who is gone is noticed by this
+        if time.monotonic() - last_sent > HEARTBEAT:
+            last_sent = time.monotonic()
+            yield b": here\n\n"
         await tail.wait(0.5)

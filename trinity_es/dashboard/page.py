@@ -1,13 +1,14 @@
-"""What a page is: a function from an `PageRequest` to a `Page`. It runs in a thread, so it reads the log as it likes.
+"""Pages, requests for them, and links between them.
 
-Everything that comes from a URL is a query parameter: a batch's id may hold any character, also `/` and `..`.
+A page is a function from a `PageRequest` to a `Page`, which runs in a thread and may read the log. URLs pass values
+only as query parameters, because a batch's id may contain any character, including `/` and `..`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from trinity_es.events.errors import BatchNotFound
@@ -22,12 +23,10 @@ __all__ = [
     "rollouts_url", "runner_url", "weights_url",
 ]
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nav:
-    """An entry of the navigation; `g` and then `key` goes there."""
+    """Entry of the navigation; the keys `g` and `key` go there."""
 
     name: str
     title: str
@@ -40,18 +39,15 @@ class Page:
     template: str
     title: str
     nav: str = ""
-    """The name of the navigation entry that it belongs to."""
     values: Mapping[str, Any] = field(default_factory=dict)
     watch: tuple[str, ...] | None = None
-    """It is asked for again when something happened in one of these streams, or (`batch/`) in any that begins so; None:
-    in any at all; (): never."""
-    bare: bool = False
-    """A part of a page, without head and navigation."""
+    """Streams, or prefixes that end in `/`, whose new events make the browser load the page again; None stands for all
+    streams, () for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What is saved and not shown: text, which no browser opens as a page."""
+    """Text that the browser saves as a file instead of showing it."""
 
     name: str
     text: str
@@ -59,7 +55,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path and the function that makes its page, or a file to save."""
+    """Path, and the function that makes its page or attachment."""
 
     path: str
     make: Callable[[PageRequest], Page | Attachment]
@@ -71,13 +67,13 @@ class PageRequest:
     path: str
     query: Mapping[str, str]
     position: int
-    """The log's last position before this page began to read: what comes after it comes by `/live`."""
+    """The log's last position before this page began to read; `/live` reports later events."""
     now: float
     """Unix seconds."""
     other: Callable[[], Log] | None = None
-    """A second log, opened when it is asked for, to compare this one with."""
+    """Opens a second log to compare this one with."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What pages of this server keep from one request to the next, by a name of their own."""
+    """Values that the pages of this server keep between requests, by name."""
 
     def text(self, name: str, default: str = "") -> str:
         return self.query.get(name, default)
@@ -93,12 +89,12 @@ class PageRequest:
         return min(max(int(text), low), high)
 
     def page_of(self, total: int, size: int) -> tuple[int, int]:
-        """Return the number of the page that is asked for, and how many there are, so many things on each."""
+        """Return the number of the requested page of a list and the number of pages, for `size` rows on each."""
         pages = max(1, -(-total // size))
         return self.number("page", 1, low=1, high=pages), pages
 
     def url(self, **changes: object) -> str:
-        """Link to this page with some parameters changed; None takes one away."""
+        """Return the URL of this page with some parameters changed; None removes one."""
         return link(self.path, **{**self.query, **changes})
 
     def batch(self) -> BatchId:
@@ -106,19 +102,19 @@ class PageRequest:
 
 
 def link(path: str, **query: object) -> str:
-    told = {k: str(v) for k, v in query.items() if v is not None}
-    return f"{path}?{urlencode(told)}" if told else path
+    values = {k: str(v) for k, v in query.items() if v is not None}
+    return f"{path}?{urlencode(values)}" if values else path
 
 
 def batch_ref(batch_id: BatchId) -> str:
-    """Return how a URL names a batch: 12, or '12' in quotes for the text."""
+    """Return a batch's name in URLs: 12 for the number, '12' in quotes for the text."""
     return batch_stream(batch_id).removeprefix("batch/")
 
 
 def batch_of(log: Log, ref: str) -> BatchId:
-    """Return the batch that a page was asked for. Raises BatchNotFound."""
-    if (found := batch_named(log, ref)) is not None:
-        return found
+    """Return the id of the batch with this name. Raises BatchNotFound."""
+    if (batch_id := batch_named(log, ref)) is not None:
+        return batch_id
     raise BatchNotFound(f"no batch {ref!r} in {log.url}")
 
 

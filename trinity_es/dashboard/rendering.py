@@ -1,7 +1,7 @@
-"""How things look in HTML: jinja2 that escapes everything, numbers that align, times in local time.
+"""Rendering of pages: templates, numbers, and times in local time.
 
-No text of a rollout, an error or an id is ever markup: autoescape is on for every template, no template says `safe`
-(tests/full/dashboard/test_hostile.py holds it), and control characters are shown as their escapes.
+No text of a rollout, an error or an id is ever markup: autoescape is on for every template, no template uses `safe`
+(tests/full/dashboard/test_hostile.py checks it), and control characters are shown as escapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NONE = Markup('<span class="none">–</span>')
 
 
 def count(value: float | None) -> str | Markup:
-    """1,234,567."""
+    """Return a number as 1,234,567."""
     return NONE if value is None else f"{value:,.0f}"
 
 
@@ -55,31 +55,31 @@ def clock(seconds: float | None) -> str | Markup:
 
 
 def moment(seconds: float | None) -> str | Markup:
-    """Date and time to the millisecond, in local time, with its offset."""
+    """Return date and time to the millisecond, in local time, with its offset."""
     return NONE if seconds is None else local_time(seconds, "milliseconds", " ")
 
 
 def when(seconds: float | None) -> Markup:
-    """Date and time for a table, with all digits as its title."""
+    """Return date and time for a table, with all digits as the title."""
     if seconds is None:
         return NONE
     return Markup('<time title="{}">{}</time>').format(moment(seconds), _local(seconds, "%m-%d %H:%M:%S"))
 
 
 def _local(seconds: float, form: str) -> str:
-    """Return a moment in local time; with its offset where that is not the present one, which each page says."""
-    told, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
-    return told.strftime(form) + (told.isoformat()[-6:] if told.utcoffset() != now.utcoffset() else "")
+    """Return a moment in local time, with its offset if that is not the present one, which each page shows."""
+    local, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
+    return local.strftime(form) + (local.isoformat()[-6:] if local.utcoffset() != now.utcoffset() else "")
 
 
 def zone() -> str:
-    """Return the zone of the times on a page, that of this machine now: UTC+01:00."""
-    told = datetime.now().astimezone().strftime("%z")
-    return f"UTC{told[:3]}:{told[3:5]}" if told.strip("+-0") else "UTC"
+    """Return this machine's present time zone, as UTC+01:00."""
+    offset = datetime.now().astimezone().strftime("%z")
+    return f"UTC{offset[:3]}:{offset[3:5]}" if offset.strip("+-0") else "UTC"
 
 
 def named(name: object, href: str, width: int) -> Markup:
-    """Return a link that is called so; a long name is cut, and whole in the title."""
+    """Return a link with this name; a long name is cut, and whole in the title."""
     title = Markup(' title="{}"').format(plain(name, 500)) if len(str(name)) > width else ""
     return Markup('<a href="{}"{}>{}</a>').format(href, title, plain(name, width))
 
@@ -89,9 +89,9 @@ def duration(seconds: float | None) -> str | Markup:
 
 
 def tail_of(path: str, parts: int) -> str:
-    """Return the last parts of a path: what tells one log from another where there is little room."""
-    found = plain(path).split("/")
-    return "…/" + "/".join(found[-parts:]) if len(found) > parts else plain(path)
+    """Return the last parts of a path, enough to tell one log from another."""
+    names = plain(path).split("/")
+    return "…/" + "/".join(names[-parts:]) if len(names) > parts else plain(path)
 
 
 def state(name: str) -> Markup:
@@ -99,7 +99,7 @@ def state(name: str) -> Markup:
 
 
 def bar(row: Any) -> Markup:
-    """Return how far a batch's tasks are: finished, failed, dropped of all, as a bar with its numbers."""
+    """Return a bar of a batch's tasks, finished, failed and dropped of all, with its numbers."""
     whole = max(row.tasks, 1)
     parts, x = Markup(""), 0.0
     for name, value in (("finished", row.finished), ("failed", row.failed), ("dropped", row.dropped)):
@@ -107,16 +107,16 @@ def bar(row: Any) -> Markup:
         if value:
             parts += Markup('<rect class="f-{}" x="{:.2f}" width="{:.2f}" height="8"/>').format(name, x, width)
         x += width
-    told = ", ".join(f"{v:,} {k}" for k, v in (("finished", row.finished), ("failed", row.failed),
+    title = ", ".join(f"{v:,} {k}" for k, v in (("finished", row.finished), ("failed", row.failed),
                                                 ("dropped", row.dropped)) if v or k == "finished")
     return Markup(
         '<span class="bar" title="{} of {:,} tasks"><svg width="80" height="8" aria-hidden="true">'
         '<rect class="f-all" width="80" height="8"/>{}</svg><span class="of">{:,}<i>/</i>{:,}</span></span>'
-    ).format(told, row.tasks, parts, row.finished, row.tasks)
+    ).format(title, row.tasks, parts, row.finished, row.tasks)
 
 
 def json_data(value: Any, ident: str) -> Markup:
-    """Write data for a chart, as the text of an element that is not shown."""
+    """Return data for a chart as the text of a hidden element."""
     text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return Markup('<div hidden id="{}">{}</div>').format(ident, text)
 
@@ -127,7 +127,7 @@ def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
 
 @cache
 def environment() -> Environment:
-    """Return the one jinja2 environment. A name that a template does not get is an error."""
+    """Return the jinja2 environment, in which an undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     env = Environment(

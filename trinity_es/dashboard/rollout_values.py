@@ -1,4 +1,4 @@
-"""Single rollouts as values that a page shows. Nothing here is HTML."""
+"""Single rollouts as values for pages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 MOST_TEXT = 20_000
 """Maximum number of characters of a prompt or a response that a page shows."""
 MESSAGE_TEXT = 8_000
-"""Characters of one message of a conversation."""
+"""Maximum number of characters of one message of a conversation."""
 ALL_MESSAGES = 200_000
-"""And of all of them together."""
+"""Maximum number of characters of all messages of a conversation."""
 MOST_JSON = 20_000
 PREVIEW = 160
 PREVIEW_BYTES = 32_000_000
-"""Maximum of the payloads, in bytes, that a list reads for the beginnings of its rollouts."""
+"""Maximum size of the payloads that a list reads for the previews of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +45,16 @@ class Message:
     text: str
     left_out: int = 0
     more: str = ""
-    """What else it holds (tool calls, names), as JSON."""
+    """Other fields (tool calls, names) as JSON."""
 
 
 def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[Found]:
-    """Return what each of these runs of a batch produced, with why there is nothing in sentences for a page."""
-    found = rollouts.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
+    """Return the experiences of each of these runs, or why there are none in a sentence for a page."""
+    results = rollouts.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
         replace(one, missing=_why_missing(row, one), trouble=one.trouble and (
-            f"What the pipeline delivered can't be read: {shown(one.trouble)}"))
-        for row, one in zip(rows, found, strict=True)
+            f"The experiences that the pipeline delivered can't be read: {shown(one.trouble)}"))
+        for row, one in zip(rows, results, strict=True)
     ]
 
 
@@ -65,14 +65,14 @@ def _why_missing(row: RunRow, found: Found) -> str:
         return "Experiences of evals are not kept: the log holds this run's metrics only."
     if found.missing == FREED:
         return ("The experiences of this batch were freed (store.retention keeps those of the newest "
-                "steps only). Its events stay: metrics, attempts and weights are below.")
+                "steps only). Metrics, attempts and weights below are from its events, which stay.")
     return found.missing and f"The payload can't be read: {shown(found.missing)}"
 
 
 def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
-    """Return the beginning of each run's first response, by (batch, task, run); without those that can't be read.
+    """Return the beginning of each run's first response, by (batch, task, run).
 
-    And without some where the payloads are large: see PREVIEW_BYTES.
+    Responses that can't be read are left out, and those after the first PREVIEW_BYTES of payloads.
     """
     out: dict[tuple[BatchId, int, int], str] = {}
     wanted = [row for row in rows if row.payload is not None]
@@ -104,7 +104,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
 
 
 def response_of(e: Experience) -> str:
-    """Return what the model said, as text where it is recorded, else as the ids of its tokens."""
+    """Return the response as text, or as token ids if no text is recorded."""
     if e.response_text is not None:
         return e.response_text
     for message in reversed(e.messages or []):
@@ -114,12 +114,12 @@ def response_of(e: Experience) -> str:
 
 
 def prompt_of(e: Experience) -> str:
-    """Return what it was asked, as text where it is recorded, else as the ids of its tokens."""
+    """Return the prompt as text, or as token ids if no text is recorded."""
     return e.prompt_text if e.prompt_text is not None else " ".join(str(int(t)) for t in e.tokens[: e.prompt_length])
 
 
 def whole_text(e: Experience) -> str:
-    """Return a rollout for a file: all of it, nothing made harmless but what no file can hold."""
+    """Return the whole text of a rollout for a file, unescaped."""
     parts = [f"# experience {e.eid.uid}", f"# reward {e.reward}", "", "## prompt", prompt_of(e), "", "## response",
              response_of(e)]
     for message in e.messages or []:
@@ -128,9 +128,7 @@ def whole_text(e: Experience) -> str:
 
 
 def messages(e: Experience) -> list[Message]:
-    """Return the turns of its conversation; [] where it has none recorded. Of a very long one the later texts are left
-    out.
-    """
+    """Return the messages of its conversation, [] if none are recorded; texts beyond ALL_MESSAGES are left out."""
     out, room = [], ALL_MESSAGES
     for message in e.messages or []:
         text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_TEXT, room))
@@ -157,23 +155,24 @@ def as_json(value: Any) -> str:
 
 
 def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
-    """Return (what for, command line) of everything that shows this run again."""
+    """Return (purpose, command line) pairs of commands that show this run."""
     batch, log = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
     out = [
-        ("run it again, on its weights, prompt and seed", f"trinity-es regenerate {batch} {row.task} {row.run} {log}"),
+        ("generate it again from its weights, prompt and seed",
+         f"trinity-es regenerate {batch} {row.task} {row.run} {log}"),
         ("its batch, task by task", f"trinity-es show {batch} {log}"),
-        ("the batch as this run ended", f"trinity-es replay {batch} --at {row.finish_position} {log}"),
+        ("the batch when this run ended", f"trinity-es replay {batch} --at {row.finish_position} {log}"),
     ]
     if row.dispatch_position is not None:
         after = row.dispatch_position - 1
-        out.append(("its events, from dispatch on", f"trinity-es events {batch} --after {after} {log}"))
-    return [(what, shown(line)) for what, line in out]
+        out.append(("events since its dispatch", f"trinity-es events {batch} --after {after} {log}"))
+    return [(purpose, shown(line)) for purpose, line in out]
 
 
 def experience_values(
     e: Experience, decode: tokens.Decode | None, source: str, *, text: int = MOST_TEXT, most: int = tokens.MOST_TOKENS
 ) -> dict[str, Any]:
-    """Return what templates show of one experience: at most `text` characters of each text, and `most` tokens."""
+    """Return one experience as values for templates, with at most `text` characters of each text and `most` tokens."""
     prompt, prompt_more = cut(prompt_of(e), text)
     response, response_more = cut(response_of(e), text)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
@@ -190,7 +189,6 @@ def experience_values(
 
 
 def _summary(values: Array | None) -> dict[str, float] | None:
-    """Summarize an array over tokens: one number where all are the same."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):
         return None

@@ -1,4 +1,4 @@
-"""The dashboard's server: where it listens, which token it asks for, and its end."""
+"""The dashboard's server."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ __all__ = ["Dashboard", "token_for"]
 
 
 def token_for(address: str, token: str | None, no_token: bool = False) -> str | None:
-    """Return the token to ask for: the one given, else a new one; None with `no_token`.
+    """Return the token that requests need: `token`, else a new one; None with `no_token`.
 
-    On loopback too, which every user of the machine reaches, also those that may not read the log's file. Raises
-    ConfigError for one that is too short to be a secret, and for `no_token` with one, or where other machines get in.
+    Loopback needs a token too: every user of the machine can reach it, even those who may not read the log's file.
+    Raises ConfigError for a token that is too short, and for `no_token` with a token or with an address that other
+    machines reach.
     """
     if no_token:
         if token is not None:
-            raise ConfigError("a token (--token, TRINITY_ES_TOKEN) and --no-token are given: leave one of them out")
+            raise ConfigError("--no-token contradicts the token (--token, TRINITY_ES_TOKEN): leave one of them out")
         if not is_loopback(address):
-            raise ConfigError(f"--no-token is for this machine alone, and other machines reach {address}: leave it out")
+            raise ConfigError(f"--no-token is for this machine alone, but other machines reach {address}: leave it out")
         return None
     if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
         raise ConfigError("the token must have 8 or more printable ASCII characters")
@@ -32,11 +33,11 @@ def token_for(address: str, token: str | None, no_token: bool = False) -> str | 
 
 
 class Dashboard:
-    """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
+    """Server for the log at `url`; it listens at once, and `run` answers until `stop`, SIGINT or SIGTERM.
 
-    `token`, `no_token`: see `token_for`; `other`: a second log, to compare with; `cert`, `key`: files of a certificate,
-    with which it speaks HTTPS. Raises StartupError where it can't listen there or use these, ConfigError for a bad
-    token.
+    For `token` and `no_token` see `token_for`. `other` is a second log to compare with. `cert` and `key` are the files
+    of a certificate, and turn HTTPS on. Raises StartupError if it can't listen or can't use the certificate, and
+    ConfigError for a bad token.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class Dashboard:
 
         self.token = token_for(address, token, no_token)
         if bool(cert) != bool(key):
-            raise ConfigError("a certificate and its private key are given together: --cert FILE --key FILE")
+            raise ConfigError("a certificate and its private key belong together: give both --cert and --key")
         tls = tls_options(cert, key)
-        self._listening = listen(address, port, "the dashboard", ": give another --port or --address")
-        self.url = url_of(self._listening, bool(tls))
-        """Where it is, without the token."""
+        self._socket = listen(address, port, "the dashboard", ": give another --port or --address")
+        self.url = url_of(self._socket, bool(tls))
+        """The address without the token."""
         app = create_app(
             url, token=self.token, hosts=[address, *hosts], other=other,
-            cookie=f"trinity_es_{self._listening.getsockname()[1]}",  # cookies don't know ports
+            cookie=f"trinity_es_{self._socket.getsockname()[1]}",  # browsers share cookies between ports
             closing=lambda: self._server.should_exit,
         )
         self._server = server_class()(uvicorn.Config(
@@ -66,19 +67,19 @@ class Dashboard:
 
     @property
     def entrance(self) -> str:
-        """The address for a browser: with the token, where one is asked for."""
+        """Return the address for a browser, with the token if there is one."""
         return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
 
     def entrance_at(self, host: str) -> str:
-        """Return the same, by another name of this machine."""
-        port = self._listening.getsockname()[1]
+        """Return `entrance` with another name of this machine."""
+        port = self._socket.getsockname()[1]
         return self.entrance.replace(self.url, f"{self.url.partition(':')[0]}://{host}:{port}", 1)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve. `ready` is called when requests are answered."""
+        """Serve; call `ready` once requests are answered."""
 
         async def main() -> None:
-            serving = asyncio.create_task(self._server.serve([self._listening]))
+            serving = asyncio.create_task(self._server.serve([self._socket]))
             while not (self._server.started or serving.done()):
                 await asyncio.sleep(0.01)
             if self._server.started:
@@ -91,9 +92,9 @@ class Dashboard:
             self.close()
 
     def stop(self) -> None:
-        """Have `run` return soon. From any thread."""
+        """Make `run` return soon; may be called in any thread."""
         self._server.should_exit = True
 
     def close(self) -> None:
-        """Give the port back, where `run` was not called."""
-        self._listening.close()
+        """Release the port; `run` does so by itself."""
+        self._socket.close()

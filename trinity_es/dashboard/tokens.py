@@ -1,8 +1,7 @@
-"""A rollout token by token: its text, whether it is trained on, how likely it was, which weights made it.
+"""The tokens of an `Experience` as plain values for a page: text, mask, logprob and weights of each.
 
-What a page shows of an `Experience`, as plain values: bounded, so that a rollout of a million tokens is a page that
-opens, and without a tokenizer, which an auditor's machine need not have. Texts of tokens come from the bytes that they
-are (the scripted engine), from a `tokenizer.json` in the model's folder, or there are none and ids are shown.
+The number of tokens is bounded, so that a page of a rollout of a million tokens opens. Texts come from the bytes that
+tokens are (the scripted engine) or from a `tokenizer.json` in the model's folder; without either, ids are shown.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ __all__ = [
 ]
 
 MOST_TOKENS = 1500
-"""Maximum number of tokens that a page shows of one rollout."""
 LEVELS = 8
-"""Steps of the scale of logprobs."""
+"""Number of levels of likelihood."""
 _STEPS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
-"""-logprob up to which a token is at level 0, 1, ...: likelier than 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
+"""Largest -logprob of each level: likelier than 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -33,25 +31,24 @@ Decode = Callable[[Sequence[int]], str]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     place: int
-    """In the whole sequence, from 0."""
+    """Index in the whole sequence, from 0."""
     id: int
     text: str
-    """Harmless, see `shown`; the id in brackets where no text is known."""
+    """Text as `shown` returns it, or the id in brackets if the text is unknown."""
     prompt: bool
     trained: bool
-    """The action mask."""
+    """Value of the action mask."""
     logprob: float | None = None
-    """In nats; None for the prompt, and where it is not a number."""
+    """Logprob in nats; None for the prompt, and if it is not finite."""
     level: int | None = None
-    """0 (surely) to LEVELS - 1 (less likely than 1 %)."""
+    """Likelihood from 0 (above 99 %) to LEVELS - 1 (below 1 %)."""
     version: int | None = None
-    """Weights that made it, where recorded."""
     advantage: float | None = None
     reward: float | None = None
 
     @property
     def probability(self) -> float:
-        """exp(logprob); 0 where there is none."""
+        """Return exp(logprob), or 0 without a logprob."""
         return 0.0 if self.logprob is None else math.exp(min(0.0, self.logprob))
 
 
@@ -62,9 +59,9 @@ class Overlay:
     response_tokens: int = 0
     left_out: int = 0
     skipped: int = 0
-    """Of the prompt, at its beginning: the response goes before a long prompt."""
+    """Tokens left out at the beginning of a long prompt, in favour of the response."""
     texts: str = ""
-    """Where the texts come from: `bytes`, `tokenizer`, or empty where ids are shown."""
+    """Source of the texts: `bytes`, `tokenizer`, or empty if ids are shown."""
     logprobs: bool = False
     versions: list[int] = field(default_factory=list)
 
@@ -74,14 +71,14 @@ def level(logprob: float) -> int:
 
 
 def byte_decode(ids: Sequence[int]) -> str:
-    """Return the text of tokens that are bytes of UTF-8, as the scripted engine's."""
+    """Return the text of tokens that are UTF-8 bytes, as the scripted engine's are."""
     return bytes(t for t in ids if 0 <= t < 256).decode(errors="replace")
 
 
 def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
-    """Return how tokens of a run with this config become text, and by what; (None, "") where nothing here knows.
+    """Return the decoder for runs with this config, and its source; (None, "") if there is none.
 
-    Reads `tokenizer.json` of the model's folder, if it is on this machine and the package tokenizers is installed.
+    It reads `tokenizer.json` of the model's folder, if that is on this machine and the package tokenizers is installed.
     """
     rollout = (config.get("explorer") or {}).get("rollout_model") or {}
     if rollout.get("engine_type") == "scripted":
@@ -94,28 +91,27 @@ def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # not installed, or a file that it can't read: ids are shown
+    except Exception:  # not installed, or not readable by it
         return None, ""
     return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), "tokenizer"
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return each token's text, so that together they are the whole; bytes of one character come with its last token.
-    """
+    """Return each token's text; joined they are the whole text. A character of several tokens is at the last one."""
     out: list[str] = []
-    begin = known = 0
+    begin = decoded = 0
     for i in range(len(ids)):
-        before, after = decode(ids[begin:known]), decode(ids[begin : i + 1])
-        if after.endswith("\ufffd") and i + 1 < len(ids) and i - known < 4:
+        before, after = decode(ids[begin:decoded]), decode(ids[begin : i + 1])
+        if after.endswith("\ufffd") and i + 1 < len(ids) and i - decoded < 4:
             out.append("")
             continue
         out.append(after[len(before):])
-        begin, known = known, i + 1
+        begin, decoded = decoded, i + 1
     return out
 
 
 def overlay(e: Experience, decode: Decode | None = None, source: str = "", most: int = MOST_TOKENS) -> Overlay:
-    """At most `most` tokens of an experience: of a long prompt its end, of a long response its beginning."""
+    """Return at most `most` tokens of an experience: the end of a long prompt, the beginning of a long response."""
     prompt, total = e.prompt_length, len(e.tokens)
     response = total - prompt
     room = max(0, most - response) if response < most else 0
@@ -142,19 +138,19 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", most:
 
 
 def _is_bytes(e: Experience) -> bool:
-    """Return True if its tokens are the bytes of its texts, as far as a look at the beginning tells."""
+    """Return True if its tokens are the bytes of its text, judged by the first 256."""
     text = (e.response_text or "")[:256].encode(errors="replace")[:256]
     ids = e.tokens[e.prompt_length : e.prompt_length + len(text)]
     return bool(text) and ids.tolist() == list(text)
 
 
 def _spans(e: Experience, response: int) -> list[tuple[int, int, int]]:
-    """(version, start, end) over the response, of what `info` says: it is a user's, and may hold anything."""
-    found = e.version_spans
+    """Return (version, start, end) over the response, from `info`, which users fill and may hold anything."""
+    spans = e.version_spans
     version = e.info.get("model_version")
-    if not found and isinstance(version, int) and not e.info.get("model_version_drift"):
-        found.append((version, 0, response))
-    return found
+    if not spans and isinstance(version, int) and not e.info.get("model_version_drift"):
+        spans.append((version, 0, response))
+    return spans
 
 
 def _token(e: Experience, place: int, token: int, text: str | None, spans: list[tuple[int, int, int]]) -> Token:

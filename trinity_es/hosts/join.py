@@ -1,8 +1,7 @@
-"""A host takes part in a run that is led elsewhere: its engines start here, and work for the head's batches.
+"""A host's part in a run that another host leads: its engines start here, and work for the head's batches.
 
-`join` stays for as long as the host does. It looks for the head in the log, starts an actor system that ends with this
-process, and starts it again when it ended for any reason but that it was to. The config is the run's own, as the log
-has it; what differs on this host is given as overrides.
+`join` starts an actor system that ends with this process, and restarts it unless it was to end. The config is the run's
+own, from the log; overrides hold what differs on this host.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ __all__ = ["HostRun", "config_of", "find_head", "host_name", "require_gpus"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 PAUSE_SECONDS = 1.0, 30.0
-"""Pause before the system is started again, or the head looked for again: the first, and the longest."""
+"""Pause before the system is started again, or the head searched again: the first, and the longest."""
 LOOK_SECONDS = 0.5
-"""Interval between two looks at the system and at what is wanted."""
+"""Interval between two checks of the system and of requests to leave."""
 STEADY_SECONDS = 60.0
-"""How long a system must live until the pause is the first again."""
+"""Life of a system, in seconds, after which the next pause is the first again."""
 END_SECONDS = 20.0
-"""How long the system may take to end in order, after its drain."""
+"""Seconds in which the system may end in order after its drain."""
 
 
-def host_name(given: str | None) -> str:
-    """Return the name of this host: `given`, or that of the machine. Raises ConfigError for what can't be one."""
-    name = given or socket.gethostname().partition(".")[0]
+def host_name(name: str | None) -> str:
+    """Return the name of this host: `name`, or the machine's. Raises ConfigError for an invalid one."""
+    name = name or socket.gethostname().partition(".")[0]
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} can't be a host's name: letters, digits, '.', '_' and '-', 63 at most; give --name"
@@ -70,10 +69,9 @@ def host_name(given: str | None) -> str:
 
 
 def find_head(url: str) -> HeadPlace:
-    """Return where the head of this store takes hosts in.
+    """Return the address where the head of this store accepts hosts. Raises NotRunning while there is no head.
 
-    Raises ConfigError where none can be: a store of one host, a head that takes none. NotRunning while nobody leads;
-    LogNotFound, LogUnavailable.
+    Raises ConfigError if the store is for one host, or the head accepts none; LogNotFound, LogUnavailable.
     """
     if parse_url(url).get_backend_name() == "sqlite":
         raise ConfigError(
@@ -84,12 +82,12 @@ def find_head(url: str) -> HeadPlace:
         lease = log.read_lease("coordinator")
     owner = (lease.owner or {}) if lease is not None else {}
     if not owner:
-        raise NotRunning(f"nobody leads the run of {masked(url)} now: start its head with `trinity-es up` or `run`")
+        raise NotRunning(f"no head leads the run of {masked(url)} now: start one with `trinity-es up` or `run`")
     place = HeadPlace.of(owner)
     if place is None:
         raise ConfigError(
             f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) takes no hosts: set "
-            "hosts.address in its config to an address of its own and a port, as in 10.0.0.1:7700, and start it anew"
+            "hosts.address in its config to an address of its own and a port, as in 10.0.0.1:7700, and start it again"
         )
     return place
 
@@ -98,41 +96,41 @@ def config_of(
     url: str, name: str, overrides: Sequence[str], log_dir: Path, key_file: str = "",
     places: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
-    """Return the config of the run of this store as this host runs it. Raises ConfigError, LogError.
+    """Return the run's config as this host uses it. Raises ConfigError, LogError.
 
-    `places`: where models lie here whose paths are not there, by these paths.
+    `places`: folders on this host for models whose paths don't exist here, by these paths.
     """
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
-        raise NotRunning(f"nobody has led the run of {masked(url)} yet: start its head with `trinity-es up` or `run`")
-    given: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
-    given["store"] = {**given["store"], "url": url}
-    hosts, shared = given.get("hosts", {}), key_file
-    if not shared and not os.environ.get(KEY_VARIABLE):  # then it lies where the head has it
-        shared = hosts.get("key_file") or given["system"].get("key_file", "")
-    given["hosts"] = {**hosts, "address": "", "key_file": shared, "engines_on_head": True}
-    given["system"] = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
-    asked = {m["name"] for m in given["explorer"].get("auxiliary_models") or []}
-    apply_overrides(given, list(overrides))
-    models = [given["model"], given["explorer"]["rollout_model"], *(given["explorer"].get("auxiliary_models") or [])]
-    if lacks := asked - {m.get("name") for m in models if m.get("engine_num", 1)}:
+        raise NotRunning(f"no head has led the run of {masked(url)} yet: start one with `trinity-es up` or `run`")
+    data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
+    data["store"] = {**data["store"], "url": url}
+    hosts, shared = data.get("hosts", {}), key_file
+    if not shared and not os.environ.get(KEY_VARIABLE):  # then it is at the same path as on the head
+        shared = hosts.get("key_file") or data["system"].get("key_file", "")
+    data["hosts"] = {**hosts, "address": "", "key_file": shared, "engines_on_head": True}
+    data["system"] = {**data["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
+    needed = {m["name"] for m in data["explorer"].get("auxiliary_models") or []}
+    apply_overrides(data, list(overrides))
+    models = [data["model"], data["explorer"]["rollout_model"], *(data["explorer"].get("auxiliary_models") or [])]
+    if lacks := needed - {m.get("name") for m in models if m.get("engine_num", 1)}:
         raise ConfigError(
-            f"the run's tasks may ask the auxiliary models {', '.join(sorted(asked))}, and this host would have no "
+            f"the run's tasks may ask the auxiliary models {', '.join(sorted(needed))}, and this host would have no "
             f"engine of {', '.join(sorted(lacks))}: tasks are answered by those of their own host. Leave them in, or "
             "give them engine_type http in the head's config: servers that each host reaches"
         )
     for model in models:
         model["model_path"] = places.get(model.get("model_path", ""), model.get("model_path", ""))
-    if hidden := masked_keys({key: value for key, value in given.items() if key != "store"}):
+    if hidden := masked_keys({key: value for key, value in data.items() if key != "store"}):
         raise ConfigError(
             f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): give each to this host with --set"
         )
-    return Config.from_dict(given, source=f"the run's config, for host {name}")
+    return Config.from_dict(data, source=f"the run's config, for host {name}")
 
 
 def require_gpus(config: Config, name: str) -> None:
-    """Require that each engine of this config can be on this host. Raises ConfigError."""
+    """Require that this host has the GPUs for each engine of this config. Raises ConfigError."""
     explorer = config.explorer
     models = {"explorer.rollout_model": explorer.rollout_model}
     models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
@@ -147,28 +145,25 @@ def require_gpus(config: Config, name: str) -> None:
 
 
 class HostRun:
-    """A host's part in a run, from its start to its end."""
-
     def __init__(self, url: str, name: str, overrides: Sequence[str], log_dir: Path, *, key_file: str = "",
                  tell: Callable[[str], None]) -> None:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir
         self._key_file, self._tell = key_file, tell
         self._ends = self._life = ""
         self._pulls_into: Path | None = None
-        """Where the host's system keeps what it pulls: for as long as this is here."""
+        """Folder where the host's system keeps pulled files, deleted at the end of this run."""
         self._until = 0.0
 
     def leave(self, reason: str, within: float) -> None:
-        """Have the host drained and ended; what its runners have after `within` s is attempted elsewhere."""
+        """Drain the host and end it; what its runners still have after `within` s is attempted elsewhere."""
         if not self._ends:
             self._ends, self._until = reason, time.monotonic() + within
 
     def is_leaving(self) -> bool:
-        """Return True if `leave` was called."""
         return bool(self._ends)
 
     def run(self) -> None:
-        """Take part until `leave` is called. Raises ConfigError, WrongKey: what waiting does not mend."""
+        """Take part until `leave` is called. Raises ConfigError, WrongKey, which waiting does not mend."""
         try:
             self._run()
         finally:
@@ -180,17 +175,17 @@ class HostRun:
         while not self.is_leaving():
             born = time.monotonic()
             try:
-                where = find_head(self._url)
-                config = self._with_models(where, self._config())
+                head = find_head(self._url)
+                config = self._with_models(head, self._config())
                 require_gpus(config, self._name)
                 config.check()
-                self._tell(f"the head takes hosts in at {where}: joining as {self._name}")
-                why = self._one_life(config)
+                self._tell(f"the head takes hosts in at {head}: joining as {self._name}")
+                reason = self._one_life(config)
             except (ConfigError, WrongKey):
                 raise
-            except TrinityError as e:  # nobody leads yet, the database is away, the system did not come up
-                why = e.message
-            if not self.is_leaving() and (left := self._has_left()):  # a system that ends may be asked in vain before
+            except TrinityError as e:  # no head yet, the database is away, the system did not start
+                reason = e.message
+            if not self.is_leaving() and (left := self._has_left()):  # a drained system may just not answer at its end
                 self._tell(f"host {self._name} left: {left}")
                 return
             if self.is_leaving():
@@ -198,16 +193,16 @@ class HostRun:
             if time.monotonic() - born > STEADY_SECONDS:
                 pauses.reset()
             pause = pauses.next(0.0)
-            self._tell(f"{why}; once more in {pause:.0f} s")
+            self._tell(f"{reason}; once more in {pause:.0f} s")
             self._sleep(pause)
 
     def _config(self, places: Mapping[str, str] = MappingProxyType({})) -> Config:
         return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, places)
 
     def _with_models(self, head: HeadPlace, config: Config) -> Config:
-        """Return the config with a place on this host for each model whose folder is not here: pulled from the head.
+        """Return the config with local folders for models whose paths don't exist here, pulled from the head.
 
-        One that the head has not either stays as it is: its engine says why it can't start.
+        A model that the head does not have either is left alone: its engine will report the error.
         """
         places: dict[str, str] = {}
         models = {"rollout": config.explorer.rollout_model, **{m.name: m for m in config.explorer.auxiliary_models}}
@@ -217,23 +212,23 @@ class HostRun:
                 continue
             self._tell(f"{path} is not on this host: pulling the model from the head")
             try:
-                places[path] = str(self._pulled(head, config, FolderName("model", name)))
+                places[path] = str(self._pull(head, config, FolderName("model", name)))
             except SyncError as e:
                 if not e.details.get("refused") or self.is_leaving():
                     raise
                 self._tell(e.message)
         return self._config(places) if places else config
 
-    def _pulled(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
+    def _pull(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
         folder = self._log_dir / "models"
-        if config.hosts.weights_dir:  # where several hosts may have theirs, also of other machines
+        if config.hosts.weights_dir:  # other hosts and machines may have theirs there too
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
         return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
 
     async def _unless_it_leaves(self, pull: Coroutine[Any, Any, Path]) -> Path:
-        """Return what a pull gives. Raises SyncError when `leave` is called meanwhile."""
+        """Return the result of a pull. Raises SyncError if `leave` is called meanwhile."""
         task = asyncio.ensure_future(pull)
         try:
             while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
@@ -244,7 +239,7 @@ class HostRun:
             task.cancel()
 
     def _has_left(self) -> str:
-        """Return why the last life of the host left in order; empty where it did not, or nobody can say."""
+        """Return why the last life of the host left in order; empty if it did not, or that is unknown."""
         hosts: Hosts = {}
         try:
             with EventLog.open(self._url, read_only=True) as log:
@@ -252,9 +247,9 @@ class HostRun:
                     evolve_hosts(hosts, cast(HostEvent, recorded.event))
         except LogError:
             return ""
-        known = hosts.get(self._name)
-        gone = known is not None and known.life == self._life and known.state in ("draining", "left")
-        return known.reason if known is not None and gone else ""
+        host = hosts.get(self._name)
+        left = host is not None and host.life == self._life and host.state in ("draining", "left")
+        return host.reason if host is not None and left else ""
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -262,11 +257,11 @@ class HostRun:
             time.sleep(min(LOOK_SECONDS, seconds))
 
     def _one_life(self, config: Config) -> str:
-        """Start the system and wait for its end; returns why it ended."""
-        with closing(open_payloads(self._url)) as payloads:  # first: it says where a run can't use this database
-            return self._lived(config, payloads)
+        """Start the system and wait for its end. Return why it ended."""
+        with closing(open_payloads(self._url)) as payloads:  # first, since it raises if a run can't use this database
+            return self._start_and_wait(config, payloads)
 
-    def _lived(self, config: Config, payloads: PayloadStore) -> str:
+    def _start_and_wait(self, config: Config, payloads: PayloadStore) -> str:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostIdentity(name=self._name, life=self._life))
@@ -282,10 +277,10 @@ class HostRun:
             try:
                 with os.fdopen(os.pidfd_open(admin["pid"])) as handle:
                     while not select.select([handle], [], [], LOOK_SECONDS)[0]:
-                        told = link.where(LOOK_SECONDS).status
-                        if told.get("fenced"):
-                            return str(told["fenced"])
-                        if self._ends:  # again and again: any of the processes on the way may be away or new
+                        status = link.where(LOOK_SECONDS).status
+                        if status.get("fenced"):
+                            return str(status["fenced"])
+                        if self._ends:  # repeated, since any of the processes on the way may be away or new
                             link.tell_guardian(HostLeaves(self._ends))
                         if self._ends and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
@@ -296,5 +291,5 @@ class HostRun:
         finally:
             if process_lives(admin["pid"], admin["started"]):
                 running_system.end(running_system.wait_gone(running_system.processes(admin), 0.0))
-            # In order its admin ends before the last of them, and who waits for this command may want their GPU.
+            # In order, its admin ends before the last of them, and the caller of this command may want their GPU.
             running_system.end(running_system.wait_gone(leftovers.leftovers(config), 2.0))

@@ -1,9 +1,8 @@
-"""A run placed by Ray: its head and its hosts are detached actors, which Ray starts again where it has room for them.
+"""A run placed by Ray: its head and its hosts are detached actors, which Ray restarts on nodes that have room.
 
-Ray places and restarts, and nothing of the run is kept there: an actor is started with the config, and does what
-`trinity-es up` and `join` do. What leads, who takes part and what is done stand in the log. Ray is imported in
-functions alone. Config, store and key are arguments of the actors: a runtime environment's variables would stand on
-command lines and in Ray's text logs.
+An actor gets the config, and does what `trinity-es up` and `join` do; the state of the run is in the log. Ray is
+imported in functions alone. Config, store and key are arguments of the actors, because the variables of a runtime
+environment would be visible on command lines and in Ray's text logs.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from trinity_es.system import lifecycle, running_system
 __all__ = ["Agent", "bundle_of", "down", "head_config", "start"]
 
 PORT = 7700
-"""Port at which the head takes hosts in, where `hosts.address` names no other."""
+"""Port at which the head accepts hosts, unless `hosts.address` has another."""
 LOOK_SECONDS = 1.0
-"""Interval between two looks at the system, and between two questions to the actors."""
+"""Interval between two checks of the system, and between two status calls to the actors."""
 PAUSE_SECONDS = 1.0, 10.0
-"""Pause before what failed is tried again: the first, and the longest."""
+"""Pause before a failed step is tried again: the first, and the longest."""
 CONNECT_SECONDS = 10.0
-"""How long the cluster may take to take a connection."""
+"""Seconds in which the cluster must accept a connection."""
 END_SECONDS = 40.0
-"""How long the actors may take to end what they started; then Ray kills them, and what they started follows."""
+"""Seconds in which the actors may end what they started; then Ray kills them, and what they started ends too."""
 HEAD, GROUP = "head", "hosts"
 """Names of the head's actor and of the placement group, in the namespace of the run."""
 _log = logging.getLogger(__name__)
 
 
 def head_config(config: Config, address: str) -> Config:
-    """Return the config of the head at this address: engines are on the hosts. Raises ConfigError."""
+    """Return the config of the head at this address, whose engines are on the hosts. Raises ConfigError."""
     models = config.explorer.rollout_model, *config.explorer.auxiliary_models
     if any(model.engine_type == "http" for model in models):
         raise ConfigError("engine_type is http: servers of others are no hosts, and Ray has nothing to place. Start it "
@@ -65,7 +64,7 @@ def head_config(config: Config, address: str) -> Config:
 
 
 def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
-    """Return what a host takes of its node: a core for each engine, and its GPUs where the cluster has any."""
+    """Return a host's resources on its node: a core per engine, and its GPUs if the cluster has any."""
     models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
     bundle = {"CPU": float(sum(m.engine_num for m in models))}
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
@@ -73,18 +72,17 @@ def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
 
 
 class Agent:
-    """The head of a run, or one of its hosts, in a process that Ray starts and starts again.
+    """The head of a run, or one of its hosts, in a process that Ray (re)starts. Whatever it starts ends with it."""
 
-    What it starts ends with this process, however that ends.
-    """
+    def __init__(self, setup: Mapping[str, Any], number: int | None) -> None:
+        """Start working. `setup`: config, key, folder; `number`: of the host, None for the head.
 
-    def __init__(self, given: Mapping[str, Any], number: int | None) -> None:
-        """`given`: config, key, folder; `number`: of the host, None for the head. Raises nothing: Ray starts no actor
-        again whose constructor does."""
-        os.environ[KEY_VARIABLE] = given["key"]
+        Never raises: Ray does not restart an actor whose constructor raises.
+        """
+        os.environ[KEY_VARIABLE] = setup["key"]
         with suppress(OSError):
-            os.chdir(given["folder"])
-        self._given, self._number = given, number
+            os.chdir(setup["folder"])
+        self._setup, self._number = setup, number
         self._over = threading.Event()
         self._problem: dict[str, Any] = {"text": "", "for_good": False}
         self._config: Config | None = None
@@ -92,19 +90,19 @@ class Agent:
         self._thread = threading.Thread(target=self._work, name="agent", daemon=True)
         self._thread.start()
 
-    def told(self) -> dict[str, Any]:
-        """Return where this is, and what keeps it from its work."""
+    def report(self) -> dict[str, Any]:
+        """Return this actor's node and pid, and the problem that keeps it from its work."""
         return {"node": socket.gethostname(), "pid": os.getpid(), "problem": dict(self._problem)}
 
     def status(self) -> dict[str, Any]:
-        """Return the status of the run that this head leads; without runners where it does not answer yet."""
+        """Return the status of the run that this head leads, without runners until it answers."""
         if self._config is not None:
             with suppress(TrinityError), connect(self._config) as client:
                 return client.status()
         return {"runners": []}
 
     def leave(self, reason: str) -> None:
-        """End all that this started, and start nothing any more."""
+        """End everything that this actor started, and start nothing any more."""
         self._over.set()
         if self._run is not None:
             self._run.leave(reason, 0.0)
@@ -130,38 +128,38 @@ class Agent:
         _log.warning("%s", text)
 
     def _take_part(self) -> None:
-        config = Config.from_dict(self._given["config"], folder="/")
+        config = Config.from_dict(self._setup["config"], folder="/")
         name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._number}")
         self._run = HostRun(config.store.url, name, [], Path(config.system.log_dir) / name, tell=self._tell)
         if not self._over.is_set():
             self._run.run()
 
     def _lead(self) -> None:
-        """Lead the run until it is ended in order, which `trinity-es down` on this node does; then end all of it."""
+        """Lead the run until `trinity-es down` on this node ends it in order; then end the whole run on Ray."""
         import ray
 
-        config = head_config(Config.from_dict(self._given["config"], folder="/"), ray.util.get_node_ip_address())
+        config = head_config(Config.from_dict(self._setup["config"], folder="/"), ray.util.get_node_ip_address())
         while not self._over.is_set():
-            admin = lifecycle.start(config, keeper=True, detach=False)  # AlreadyRunning: a predecessor still ends
+            admin = lifecycle.start(config, keeper=True, detach=False)  # AlreadyRunning while a predecessor ends
             self._config, self._problem = config, {"text": "", "for_good": False}
             self._tell(f"the head is up (pid {admin['pid']}), and takes hosts in at {config.hosts.address}")
             while not self._over.wait(LOOK_SECONDS):
                 if process_lives(admin["pid"], admin["started"]):
                     continue
                 with suppress(TrinityError):
-                    known = running_system.last_known(config)
-                    if known is None:
+                    last = running_system.last_known(config)
+                    if last is None:
                         self._config = None
                         self._over.set()
                         threading.Thread(target=_end, args=(ray, "its head was ended")).start()
                         return
-                    if process_lives(known["pid"], known["started"]):
-                        admin = known  # its keeper started it again
+                    if process_lives(last["pid"], last["started"]):
+                        admin = last  # its keeper started it again
                     elif running_system.keeper(config) is None:
                         break
 
 
-def _imported() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as e:
@@ -169,21 +167,21 @@ def _imported() -> Any:
     return ray
 
 
-def _joined_cluster(config: Config) -> Any:
-    """Return Ray, in the namespace of this store's run in the cluster that RAY_ADDRESS names, or that of this node."""
-    ray = _imported()
-    named = os.environ.get("RAY_ADDRESS") or "auto"
+def _connect_to_ray(config: Config) -> Any:
+    """Return Ray, connected to the cluster in RAY_ADDRESS or this node's, in the namespace of this store's run."""
+    ray = _import_ray()
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     url = parse_url(config.store.url)
-    where = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
-    store = hashlib.sha256(where.encode()).hexdigest()[:12]
+    place = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
+    store = hashlib.sha256(place.encode()).hexdigest()[:12]
     try:
-        host, _, port = named.rpartition(":")
-        if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
+        host, _, port = address.rpartition(":")
+        if port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        ray.init(address=named, namespace=f"trinity-es-{store}", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=f"trinity-es-{store}", log_to_driver=False, logging_level=logging.ERROR)
     except OSError as e:
-        raise ConfigError(f"no Ray cluster is found at {named!r} ({str(e).splitlines()[0]}): RAY_ADDRESS names one, or "
-                          "`ray start` makes this machine a node of one") from e
+        raise ConfigError(f"no Ray cluster is found at {address!r} ({str(e).splitlines()[0]}): set RAY_ADDRESS to one, "
+                          "or make this machine a node of one with `ray start`") from e
     return ray
 
 
@@ -191,10 +189,10 @@ def start(
     config: Config, hosts: int | None, *, wait: bool, tell: Callable[[str], None],
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Have Ray start the run's head, and a host on each of so many nodes; returns when the engines of all serve.
+    """Have Ray start the run's head, and `hosts` hosts on a node each. Returns when all engines serve.
 
-    `hosts`: None is as many as there are nodes with room now. Without `wait` it returns at once. Raises ConfigError,
-    WrongKey, AlreadyRunning, StartupError; then nothing is left.
+    `hosts` None: one on each node that has room now. Without `wait` it returns at once. Raises ConfigError, WrongKey,
+    AlreadyRunning, StartupError; then it leaves nothing.
     """
     head_config(config, "127.0.0.1")
     try:
@@ -202,42 +200,42 @@ def start(
     except WrongKey as e:
         raise WrongKey(f"{e.message}. A run on Ray has its key before it starts: export {KEY_VARIABLE}=$(openssl rand "
                        "-hex 32), here and where commands and trainers run") from e
-    ray = _joined_cluster(config)
+    ray = _connect_to_ray(config)
     if HEAD in ray.util.list_named_actors():
         raise AlreadyRunning("Ray has this run already: end it with `trinity-es down --on ray`")
     with suppress(TrinityError):  # no log yet
         if is_led(config.store.url):
             raise AlreadyRunning("this run is led already, and not by Ray: end it with `trinity-es down` first")
     _end(ray, "a start that was broken off")
-    there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    bundle = bundle_of(config, gpus=any(node.get("GPU") for node in there))
-    fit = sum(all(node.get(what, 0) >= n for what, n in bundle.items()) for node in there)
-    told = " and ".join(f"{n:.0f} {what}s" for what, n in bundle.items())
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    bundle = bundle_of(config, gpus=any(node.get("GPU") for node in nodes))
+    fit = sum(all(node.get(kind, 0) >= n for kind, n in bundle.items()) for node in nodes)
+    needs = " and ".join(f"{n:.0f} {kind}s" for kind, n in bundle.items())
     if hosts is None and not fit:
-        raise ConfigError(f"none of the {len(there)} nodes of Ray's cluster has what a host takes ({told}): lower "
+        raise ConfigError(f"none of the {len(nodes)} nodes of Ray's cluster has what a host takes ({needs}): lower "
                           "explorer.rollout_model.engine_num or its tensor_parallel_size; or say --hosts N, to wait "
                           "for nodes that have it")
     hosts = hosts or fit
     if fit < hosts:
-        tell(f"{fit} of Ray's {len(there)} nodes have what a host takes ({told}): waiting for {hosts - fit} more")
+        tell(f"{fit} of Ray's {len(nodes)} nodes have what a host takes ({needs}): waiting for {hosts - fit} more")
     group = ray.util.placement_group([bundle] * hosts, strategy="STRICT_SPREAD", name=GROUP, lifetime="detached")
-    given = {"config": config.to_dict(), "key": key, "folder": os.getcwd()}
+    setup = {"config": config.to_dict(), "key": key, "folder": os.getcwd()}
     actor, lasting = ray.remote(Agent), {"lifetime": "detached", "max_restarts": -1}
     strategies = ray.util.scheduling_strategies
-    here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    head = actor.options(name=HEAD, num_cpus=0, scheduling_strategy=here, **lasting).remote(given, None)
+    this_node = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    head = actor.options(name=HEAD, num_cpus=0, scheduling_strategy=this_node, **lasting).remote(setup, None)
     agents = [head, *(
         actor.options(
             name=f"host-{n}", num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), **lasting,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n),
-        ).remote(given, n)
+        ).remote(setup, n)
         for n in range(hosts)
     )]
     try:
         if wait:
-            said: set[str] = set()
+            reported: set[str] = set()
             lifecycle.wait_ready(
-                lambda: _status(ray, agents, said, tell), config.system.startup_timeout, progress=progress,
+                lambda: _status(ray, agents, reported, tell), config.system.startup_timeout, progress=progress,
                 runners=hosts * config.explorer.engine_num, logs=config.system.log_dir,
             )
     except BaseException:
@@ -246,44 +244,41 @@ def start(
     return {"hosts": hosts, "takes": bundle, "ready": wait}
 
 
-def _status(ray: Any, agents: Sequence[Any], said: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the status of a run that starts, and tell what keeps an actor from its work, once.
-
-    Raises StartupError where one says that it will never do it.
-    """
+def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return the status of a run that starts. Tell each actor's problem once; raise StartupError for one that stays."""
     time.sleep(LOOK_SECONDS)
-    placed, _ = ray.wait([agent.told.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
+    placed, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
     try:
-        for told in ray.get(placed):
-            problem = told["problem"]
+        for answer in ray.get(placed):
+            problem = answer["problem"]
             if problem["for_good"]:
-                raise StartupError(f"{told['node']}: {problem['text']}")
-            if problem["text"] and problem["text"] not in said:
-                said.add(problem["text"])
-                tell(f"{told['node']}: {problem['text']}; it is tried again")
+                raise StartupError(f"{answer['node']}: {problem['text']}")
+            if problem["text"] and problem["text"] not in reported:
+                reported.add(problem["text"])
+                tell(f"{answer['node']}: {problem['text']}; it is tried again")
         return dict(ray.get(agents[0].status.remote(), timeout=LOOK_SECONDS * 10))
     except ray.exceptions.ActorDiedError as e:
         raise StartupError(f"a node could not start what Ray placed there; trinity_es, in this version, has to be "
                            f"installed on each ({str(e).strip().splitlines()[-1]})") from e
     except ray.exceptions.RayError:
-        return {"runners": []}  # it is started again, or slow
+        return {"runners": []}  # the head is restarted, or slow
 
 
 def down(config: Config) -> bool:
-    """End a run on Ray: hosts, head, placement group. Returns whether there was one."""
-    ray = _joined_cluster(config)
+    """End a run on Ray: hosts, head, placement group. Return whether there was one."""
+    ray = _connect_to_ray(config)
     return _end(ray, "the run was ended")
 
 
 def _end(ray: Any, reason: str) -> bool:
-    """End what Ray has of the run whose namespace this is, the head last; it still hears how the hosts leave."""
+    """End everything of the run in Ray's namespace, the head last, so that it still hears how the hosts leave."""
     names = sorted(ray.util.list_named_actors(), key=lambda name: name == HEAD)
     agents = []
     for name in names:
-        with suppress(ValueError):  # it is gone
+        with suppress(ValueError):  # already gone
             agents.append(ray.get_actor(name))
-    for some in (agents[:-1], agents[-1:]):
-        ray.wait([a.leave.remote(reason) for a in some], num_returns=len(some), timeout=END_SECONDS) if some else None
+    for part in (agents[:-1], agents[-1:]):
+        ray.wait([a.leave.remote(reason) for a in part], num_returns=len(part), timeout=END_SECONDS) if part else None
     with suppress(ValueError):
         ray.util.remove_placement_group(ray.util.get_placement_group(GROUP))
     for agent in agents:

@@ -1,1 +1,1 @@
-"""The processes of one store: found, started, watched and ended."""
+"""The processes of one store's system: found, started, watched and ended."""

@@ -1,18 +1,15 @@
-"""The keeper: the process that starts the actor system, and starts it again when its guardian or its admin died.
+"""The keeper: a process that starts the actor system, and starts it again when its guardian or its admin died.
 
-Everything else is the guardian's to restart; the guardian and Thespian's admin above it have nobody. With either gone
-the whole system ends (children die with their parent, the admin with its guardian), and this process, which is no
-actor, ends what is left and starts the system again on the same store, where it goes on. It does nothing else, and ends
-with an orderly `down`.
+Nothing else restarts the guardian, or Thespian's admin above it. If either dies, the whole system ends (children die
+with their parent, the admin with its guardian). Then the keeper, which is no actor, ends what is left and starts the
+system again on the same store. An orderly `down` ends it.
 
-An admin or guardian that is stopped or hangs is as good as gone: the keeper knocks at both every few seconds
-(`frames.knock`, which the loop answers that handles messages), and ends the system when one has not answered for
-`system.heartbeat_timeout`. After the keeper stood still itself, with the whole machine perhaps, both get that time
-again.
+A suspended or hung admin or guardian counts as dead: the keeper knocks at both every few seconds (`frames.knock`), and
+ends the system if one has not answered for `system.heartbeat_timeout`. If the keeper itself was suspended, perhaps with
+the whole machine, both get that time again.
 
-`lifecycle.start` starts it with the config on standard input, so that no password stands on a command line or in a
-file, and reads the admin, or the error of the first start, from its standard output, as a pickle. Its words are in
-`keeper.log`.
+`lifecycle.start` sends it the config by standard input, so that no password is on a command line or in a file. It
+answers by standard output, as a pickle, with the admin or the error of the first start. Its log is `keeper.log`.
 """
 
 from __future__ import annotations
@@ -46,21 +43,18 @@ from trinity_es.system.leftovers import end_leftovers
 __all__ = ["main"]
 
 END_SECONDS = 40.0
-"""How long a system that ends by itself may take before its keeper ends it."""
+"""Seconds in which a system may end by itself before its keeper ends it."""
 
 KNOCK_SECONDS = 2.0
-"""Interval between two knocks at the same process, and how long an answer is waited for."""
+"""Interval between two knocks at the same process, and the wait for an answer."""
 STOOD_STILL_SECONDS = 2.0
-"""How much longer than it should a step of this process may take before it is taken to have stood still."""
+"""Delay of one step of this process, in seconds, from which it counts as suspended."""
 
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
-    """Wait until the system has ended, or had to be, or its owner has ended; returns why.
-
-    `meanwhile` is called now and then.
-    """
+    """Wait until the system or its owner ended, or end it. Return the reason. Calls `meanwhile` now and then."""
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:
@@ -95,7 +89,7 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[
 
 
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
-    """Return True if the process that listens there handles messages. Nobody is silent who can't be asked."""
+    """Return True if the process that listens there handles messages, or if the key to ask it is unusable."""
     try:
         key = read_key(running_system.key_file(config))
     except WrongKey as e:
@@ -105,25 +99,24 @@ def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
 
 
 def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: Policy) -> None:
-    """Watch the system and start it again, until this process is ended."""
     short = 0
     born = time.monotonic()
     memory, claims = remembered_log_end.memory(config), list[Claim]()
 
     def remember() -> None:
-        """Learn how far the log is from this host's memory, which may be gone or older when it is needed."""
+        """Merge the claims of this host's memory, which may be gone or older when they are needed."""
         both = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
         claims[:] = {claim.mark.generation: claim for claim in both}.values()
 
     while True:
-        why = _wait_for_end(config, admin, remember)
-        if reason := _over(config, admin):
+        cause = _wait_for_end(config, admin, remember)
+        if reason := _reason_to_stop(config, admin):
             _log.warning("the system ends: %s", reason)
             _end(admin)
             return
         short = short_lives(policy, short, time.monotonic() - born)
         pause = coordinator_pause(policy, short, random.random())
-        _log.warning("%s; next start in %.1f s", why, pause)
+        _log.warning("%s; next start in %.1f s", cause, pause)
         time.sleep(pause)
         again = _start_again(config, admin, me, claims)
         if again is None:
@@ -132,36 +125,36 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
         _log.warning("the system is up again: admin %s", admin["pid"])
 
 
-def _over(config: Config, admin: dict[str, Any]) -> str:
-    """Return why nothing is to be started again; empty where something is."""
+def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
+    """Return why the system must not be started again; empty if it must."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
 
 def _end(admin: dict[str, Any]) -> None:
-    """Wait for the end of a system that ends by itself, and see to it where its guardian can't."""
+    """Wait for the end of a system that ends by itself, and end it if its guardian can't."""
     if not process_lives(admin["pid"], admin["started"]):
         return
-    left = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
-    for process in left:
+    alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
+    for process in alive:
         _log.warning("process %d did not end by itself", process.pid)
-    running_system.end(left)
+    running_system.end(alive)
 
 
 def _start_again(
     config: Config, admin: dict[str, Any], me: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Start the system again, however often it takes; None: nobody needs it any more, or somebody else started it."""
+    """Start the system again, with retries. Return None if it is no longer needed, or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
-        if reason := _over(config, admin):
+        if reason := _reason_to_stop(config, admin):
             _log.warning("the system is not started again: %s", reason)
             return None
         try:
-            found = running_system.find_head(config)
-            if found is not None and found["pid"] != admin["pid"]:
+            head = running_system.find_head(config)
+            if head is not None and head["pid"] != admin["pid"]:
                 return None
-            end_leftovers(config)  # the admin may live, and then the system seems to run
+            end_leftovers(config)  # first: if the admin still lives, the system seems to run
             return lifecycle.start_here(
                 config, create=False, owner=admin.get("owner"), keeper=me, claims=claims)
         except TrinityError as e:
@@ -173,12 +166,12 @@ def _start_again(
 
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    given = json.load(sys.stdin.buffer)
-    config = Config.from_dict(given["config"], folder="/")
+    request = json.load(sys.stdin.buffer)
+    config = Config.from_dict(request["config"], folder="/")
     me = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     outcome: dict[str, Any] | Exception
     try:
-        outcome = lifecycle.start_here(config, create=given["create"], owner=given["owner"], keeper=me)
+        outcome = lifecycle.start_here(config, create=request["create"], owner=request["owner"], keeper=me)
     except Exception as e:
         outcome = e
     with os.fdopen(os.dup(1), "wb") as answer:

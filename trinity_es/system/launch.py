@@ -1,4 +1,4 @@
-"""Start the processes of a system, once, for those who hold the lock of its log folder."""
+"""Start of a system's processes; the caller holds the lock of its log folder."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = ["connections_needed", "launch", "launch_host", "launched"]
 
 _LAUNCH_SECONDS = 60.0
 _LET_GO_SECONDS = 3.0
-"""How long the database may take to see that a coordinator of this host has ended."""
+"""Seconds in which the database notices that a coordinator of this host has ended."""
 
 
 def launched(
     config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None
 ) -> LaunchedConfig:
-    """Return the config as the system's processes get it, with what they would have to look up in a higher room."""
+    """Return the config for the system's processes, with values that they can't look up in a higher room."""
     return LaunchedConfig.model_validate({
         **dict(config), "memory": remembered_log_end.folder(config), "started_in": os.getcwd(), "owner": owner,
         "host": host,
@@ -49,10 +49,10 @@ def launched(
 
 
 def _reserve(config: Config) -> socket.socket:
-    """Return a socket on the address and port that the system will listen on. Raises StartupError where it can't.
+    """Return a socket on the address and port that the system will listen on. Raises StartupError if it can't bind.
 
-    While it is open nobody is given that port by chance, and the system can take it: both sockets allow reuse, and this
-    one does not listen.
+    While it is open the kernel gives that port to no other process, but the system can take it: both sockets allow
+    reuse, and this one does not listen.
     """
     address, port = config.system.address, config.system.port
     reserved = socket.socket()
@@ -69,9 +69,9 @@ def _reserve(config: Config) -> socket.socket:
 
 
 def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
-    """Start the system of a host that joins, which ends with this process; returns its admin, as `find_head` does.
+    """Start the system of a host that joins, which ends with this process. Return its admin, as `find_head` does.
 
-    Raises StartupError, with what its processes said; WrongKey, LogError.
+    Raises StartupError, with the output of its processes; WrongKey, LogError.
     """
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
@@ -83,18 +83,18 @@ def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     with EventLog.open(config.store.url, read_only=True) as log:
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     owner = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    admin_file = running_system.joined_file(config.store.url, host.name)  # by it clients on this host find it
+    admin_file = running_system.joined_file(config.store.url, host.name)  # clients on this host find the system by it
     make_private_folder(admin_file.parent)
     admin_file.unlink(missing_ok=True)
     code = _run_launcher(config, log_dir, {
         "config": launched(config, owner, host).plain(),
         "first_incarnation": incarnation,
-        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who joined"))],
+        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "the host that joined"))],
         "admin_file": str(admin_file), "told": {"key_file": running_system.key_file(config)},
     })
     if code != 0:
         leftovers.end_all_leftovers(config)
-        raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
+        raise StartupError(f"this host could not join (exit {code}):\n{_last_lines(config)}\nLogs are in {log_dir}")
     admin: dict[str, Any] = json.loads(admin_file.read_text())
     return admin
 
@@ -106,35 +106,35 @@ def launch(
     remembered_log_end.require(config, claims)
     running = running_system.find_head(config)
     if running is not None:
-        where = f"port {running['port']}, pid {running['pid']}"
-        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
+        place = f"port {running['port']}, pid {running['pid']}"
+        raise AlreadyRunning(f"an actor system runs on this store already ({place}): connect to it, or end it "
                              "with `trinity-es down`")
-    running_system.stop_keeper(config)  # of a system that is gone: this one takes its place
+    running_system.stop_keeper(config)  # of a system that is gone, which this one replaces
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
             host_key(config.hosts.key_file)
     leftovers.end_leftovers(config)
     make_key(running_system.key_file(config))
-    read_key(running_system.key_file(config))  # so that a bad one is told here and not by the launcher's traceback
+    read_key(running_system.key_file(config))  # raises for a bad key here, not in the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
         if log.dialect == "postgresql":
-            _require_connections(config, log.query(lambda asked: asked.execute(sql(_MOST_CONNECTIONS)).scalar_one()))
+            _require_connections(config, log.query(lambda c: c.execute(sql(_MOST_CONNECTIONS)).scalar_one()))
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
     code = _run_launcher(config, log_dir, {
         "config": launched(config, owner).plain(),
         "first_incarnation": incarnation,
-        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
+        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "the start of the system"))],
     })
     admin = running_system.find_head(config)
     if code != 0 or admin is None:
-        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
-        what = "did not come up" if code else "died while it started"
+        leftovers.end_all_leftovers(config)  # but not its keeper, which may be this process
+        outcome = "did not come up" if code else "died while it started"
         raise StartupError(
-            f"the actor system {what} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
+            f"the actor system {outcome} (exit {code}):\n{_last_lines(config)}\nLogs are in {log_dir}"
         )
     with contextlib.suppress(OSError), whole_file(running_system.system_file(config)) as file:
         file.write(json.dumps({**admin, "keeper": keeper}).encode())
@@ -142,13 +142,13 @@ def launch(
 
 
 def connections_needed(config: Config) -> int:
-    """Return how many connections a run holds to PostgreSQL at least; a trainer and each command take more."""
+    """Return how many connections a run holds to PostgreSQL at least; a trainer and each command need more."""
     explorer = config.explorer
     return _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
 
 
 def _require_connections(config: Config, most: int) -> None:
-    """Require as many as a run holds: without them its coordinator would wait for them for ever. Raises ConfigError."""
+    """Require enough connections for a run: otherwise its coordinator waits for one for ever. Raises ConfigError."""
     if most < (needed := connections_needed(config)):
         raise ConfigError(
             f"{config.masked()['store']['url']} lets this user have {most} connections, and a run holds {needed} and "
@@ -157,7 +157,7 @@ def _require_connections(config: Config, most: int) -> None:
 
 
 _CONNECTIONS = 5
-"""Of a run, beside one for each engine."""
+"""Connections of a run, besides one per engine."""
 _MOST_CONNECTIONS = """
 SELECT least(
   (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user AND NOT rolsuper),
@@ -168,7 +168,7 @@ SELECT least(
 
 
 def _require_no_other_head(config: Config) -> None:
-    """Raise AlreadyRunning where a head on another host leads the run of this store."""
+    """Raise AlreadyRunning if a head on another host leads the run of this store."""
     deadline = time.monotonic() + _LET_GO_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:
@@ -181,7 +181,7 @@ def _require_no_other_head(config: Config) -> None:
 
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
-    """Start the processes in a clean interpreter; returns its exit status. Raises StartupError."""
+    """Start the processes in a clean interpreter, and return its exit status. Raises StartupError."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_FILES:
         raise StartupError(
@@ -193,13 +193,13 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
     with os.fdopen(handle, "w") as f:
         json.dump(setup, f)
-    create_private(log_dir / "thespian.log")  # Thespian's own, which it would open for others to read
+    create_private(log_dir / "thespian.log")  # or Thespian would make it readable for others
     env = {
         **os.environ,
         FILE_VARIABLE: running_system.key_file(config),
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
-        # every start compiles every module anew where byte code is not kept: seconds each
+        # without stored byte code every start compiles every module: seconds each
         "PYTHONDONTWRITEBYTECODE": "",
     }
     output = running_system.output_file(config)
@@ -211,14 +211,14 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
                 timeout=_LAUNCH_SECONDS + 30, check=False,
             )
     except subprocess.TimeoutExpired:
-        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
+        leftovers.end_all_leftovers(config)  # but not its keeper, which may be this process
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
     return launched.returncode
 
 
-def _tail(config: Config, lines: int = 12) -> str:
+def _last_lines(config: Config, lines: int = 12) -> str:
     out: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")

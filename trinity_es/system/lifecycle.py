@@ -1,4 +1,4 @@
-"""Start a system, wait until it is ready, end it."""
+"""Start of a system, waiting until it is ready, and its orderly end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["start", "start_here", "stop", "wait_ready"]
 
 _log = logging.getLogger(__name__)
 START_LOCK_SECONDS = 120.0
-"""How long another start in the same log folder is waited for."""
+"""Seconds to wait for another start in the same log folder."""
 
 
 def start(
     config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True
 ) -> dict[str, Any]:
-    """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
+    """Start the actor system of this store in a clean interpreter. Returns when its coordinator has the lease.
 
-    Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
-    first. It ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
-    `detach` override `system.keeper` and `system.detach`; without `create` there must be a log. Raises AlreadyRunning,
-    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the log of what failed).
+    Engines still load then (`wait_ready`). Leftovers of an earlier life, which may hold a GPU, are ended first. The
+    system ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
+    `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Raises AlreadyRunning,
+    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the failed process's log).
     """
     config.check()
     make_private_folder(config.system.log_dir)
@@ -55,10 +55,10 @@ def start_here(
     config: Config, *, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None = None,
     claims: Sequence[Claim] = (),
 ) -> dict[str, Any]:
-    """Start it as a child of this process, for `start` and for the `keeper`, which gives itself.
+    """Start the system as a child of this process, for `start` and for the `keeper`, which passes itself.
 
-    `owner`: the process that it ends with, if any; `claims`: what its caller knows of the log, besides this host's
-    memory. Without `create` a log that was deleted is not begun again, empty.
+    `owner`: a process that the system ends with; `claims`: the caller's claims about the log, besides this host's
+    memory. Without `create` a deleted log is not begun again, empty.
     """
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
@@ -67,10 +67,10 @@ def start_here(
 
 
 def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Start it by a keeper, which stays, and starts it again when it died."""
-    words = Path(config.system.log_dir) / "keeper.log"
-    with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
-        before = out.seek(0, os.SEEK_END)  # what earlier ones said is not about this one
+    """Start the system by a keeper, which stays, and starts it again after its death."""
+    keeper_log = Path(config.system.log_dir) / "keeper.log"
+    with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
+        begin = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
         process = subprocess.Popen(
             [sys.executable, "-m", "trinity_es.system.keeper"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=out, start_new_session=True,
@@ -81,17 +81,18 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(json.dumps({"config": config.to_dict(), "create": create, "owner": owner}).encode())
         with process.stdout as answer:
-            told = answer.read()
+            reply = answer.read()
     except BaseException:
         process.kill()
         end_all_leftovers(config)
         raise
-    if not told:
+    if not reply:
         process.wait()
         end_all_leftovers(config)
-        said = words.read_bytes()[before:].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise StartupError(f"the keeper, which starts the system, did not come up: {said[0]} ({words})")
-    outcome = pickle.loads(told)
+        lines = keeper_log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "it said nothing"
+        raise StartupError(f"the keeper, which starts the system, did not come up: {last} ({keeper_log})")
+    outcome = pickle.loads(reply)
     if isinstance(outcome, BaseException):
         process.wait()
         raise outcome
@@ -103,12 +104,12 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
 def _start_lock(path: Path) -> Iterator[None]:
     handle = open_private(path)
     try:
-        who = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda who: _log.warning(
-            "%s starts a system in this log folder: waiting for it (it holds %s)", who, path))
-        if who is not None:
+        other = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda other: _log.warning(
+            "%s starts a system in this log folder: waiting for it (it holds %s)", other, path))
+        if other is not None:
             raise StartupError(
-                f"no system can be started: {who} has held {path} for {START_LOCK_SECONDS:.0f} s, which a start holds "
-                "while it goes on; let it go on if it is stopped, or end it"
+                f"no system can be started: {other} has held {path} for {START_LOCK_SECONDS:.0f} s, which each start "
+                "holds for its duration; resume it if it is suspended, or end it"
             )
         yield
     finally:
@@ -119,19 +120,19 @@ def wait_ready(
     status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
     runners: int, servers: int = 0, logs: str,
 ) -> None:
-    """Wait until all runners serve, and load no weights. Raises StartupError with the reason of the first that failed.
+    """Wait until all runners serve and load no weights. Raises StartupError with the reason of the first that failed.
 
-    `status` asks the system; `progress` is told each answer; `logs` is the folder of its text logs. `servers`: so many
-    of the runners are for servers of others. Where fewer are wanted by now, those are waited for, and one at least.
+    `status` asks the system, `progress` gets each answer, `logs` is the folder of its text logs. `servers` of the
+    `runners` are for servers of others. If fewer servers are wanted by then, only those are waited for, at least one.
     """
     deadline = time.monotonic() + timeout
     while True:
         now = status()
         if progress is not None:
             progress(now)
-        told = now.get("servers", [])
-        leaving = {s["runner"] for s in told if not s["wanted"]}
-        needed = runners - servers + min(servers, max(1, len(told) - len(leaving)))
+        listed = now.get("servers", [])
+        leaving = {s["runner"] for s in listed if not s["wanted"]}
+        needed = runners - servers + min(servers, max(1, len(listed) - len(leaving)))
         states = {r["runner"]: r for r in now["runners"] if r["runner"] not in leaving}
         children = now.get("system", {}).get("children", [])
         for child in children:
@@ -142,9 +143,9 @@ def wait_ready(
                 )
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
-            what = "serves nothing" if failed[0].get("refused") else "could not start its engine"
+            problem = "serves nothing" if failed[0].get("refused") else "could not start its engine"
             name = failed[0]["runner"]
-            raise StartupError(f"{name} {what}: {failed[0]['reason']} ({name}.log in {logs} tells more)")
+            raise StartupError(f"{name} {problem}: {failed[0]['reason']} ({name}.log in {logs} tells more)")
         if sum(r["state"] == "ready" and r.get("loading") is None for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:
@@ -157,10 +158,9 @@ def wait_ready(
 
 
 def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
-    """End a running system: engines first, then the actors; what is left after `timeout` seconds is killed.
+    """End a running system, engines first, then the actors. Return how many processes had to be killed after `timeout`.
 
-    `retire` asks the guardian to bring everyone down; False: it can't be asked, so there is nothing to wait for.
-    Returns how many processes had to be killed.
+    `retire` asks the guardian to end all; False means that it can't be reached, so there is nothing to wait for.
     """
     family = processes(admin)
     return end(wait_gone(family, 0.0 if retire() is False else timeout))

@@ -1,4 +1,4 @@
-"""What a config says that the system of its store was not started with."""
+"""Differences between a config and the one that the system of its store was started with."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _OF_A_RUN = (
     "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address",
     "explorer.proxy_port", "explorer.proxy_tls", "explorer.proxy_without_key", "system.startup_timeout",
 )
-"""What the process of a run reads itself; all else is the system's."""
+"""Keys that the process of a run reads itself; all others are the system's."""
 _NO_SETTINGS = (*OWN, "mode", "code_path", "hosts")
-"""What says which run this is, which part of it a process takes, where things are, and what a launcher sets."""
+"""Keys that identify the run, a process's part in it and places, and those that a launcher sets."""
 
 
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
-    """Return what this config says otherwise than the one with which the system of its store was last started.
+    """Return how this config differs from the one with which the system of its store was last started.
 
-    Nothing where that is not known: its log is not there yet, or is of a release whose config this one can't read.
-    Without `serve` systems of mode `serve` don't count.
+    [] without a log, or with one whose config this release can't read. `serve`: systems of that mode count too.
     """
     try:
         with open_log(config.store.url) as log:
@@ -45,19 +44,16 @@ def _is_in(path: str, keys: Iterable[str]) -> bool:
 
 
 def require_same_settings(config: Config) -> None:
-    """Require that the system of this store, which runs, was started with what this config says of it.
-
-    Raises ConfigError.
-    """
-    if found := [c for c in other_settings(config, serve=True) if not _is_in(c.path, _OF_A_RUN)]:
+    """Require that the running system of this store was started with this config. Raises ConfigError."""
+    if changed := [c for c in other_settings(config, serve=True) if not _is_in(c.path, _OF_A_RUN)]:
         raise ConfigError(
             f"the actor system of {config.masked()['store']['url']} runs, and was started with other settings: "
-            f"{said_of(found)}. End it with `trinity-es down`, and start again; or put the settings back"
+            f"{said_of(changed)}. End it with `trinity-es down`, and start again; or put the settings back"
         )
 
 
-def said_of(found: Iterable[Change]) -> str:
+def said_of(settings: Iterable[Change]) -> str:
     return ", ".join(
         f"{c.path} has changed" if isinstance(c.before, list | dict) or isinstance(c.after, list | dict)
-        else f"{c.path} was {shown(c.before)} and is {shown(c.after)}" for c in found
+        else f"{c.path} was {shown(c.before)} and is {shown(c.after)}" for c in settings
     )

@@ -1,7 +1,4 @@
-"""What this host remembers of a store's log, against the log: asked before a system is started on it, and by `verify`.
-
-The file lies beside the key (`store.known.Memory`). `accept` is the way on where a person says that the loss is meant.
-"""
+"""This host's memory of a store's log (`log_end.Memory`), compared with the log before a start and by `verify`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ __all__ = ["folder", "look", "memory", "require"]
 
 
 def folder(config: Config) -> str:
-    """Return the folder of the memory: that of the key, or of the text logs where that one can't be written to."""
+    """Return the folder of the memory: the key's, or the text logs' if that one can't be written."""
     logs = config.system.log_dir
     beside = str(Path(config.system.key_file).parent) if config.system.key_file else logs
     return beside if os.access(beside, os.W_OK) else logs
@@ -30,25 +27,21 @@ def memory(config: Config) -> Memory:
 
 
 def require(config: Config, known: Sequence[Claim] = ()) -> None:
-    """Raise LogRewound where the log lacks what this host remembers, or what is `known` besides; LogUnavailable."""
-    kept = memory(config)
+    """Raise LogRewound if the log lacks a claim of this host or of `known`; LogUnavailable."""
+    own = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*log.remembered(kept), *known])
+            log.require([*log.remembered(own), *known])
     except (LogNotFound, NotALog):
-        claims = [c for c in (*kept.claims(), *known) if c.mark.position]
+        claims = [c for c in (*own.claims(), *known) if c.mark.position]
         if claims:
             raise rewound(masked(config.store.url), None, claims) from None
 
 
 def look(config: Config) -> str | None:
-    """Tell what `require` would raise, in words; None where the log has all that this host remembers."""
+    """Return the message of `require`'s error; None if the log has all that this host remembers."""
     try:
         require(config)
     except LogRewound as e:
         return e.message
     return None
-
-
-
-

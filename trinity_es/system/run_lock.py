@@ -1,4 +1,4 @@
-"""The locks that a run has on this machine beside its log: of who goes on with it."""
+"""Locks of a run's explorer and trainer on this machine, so that only one process continues the run."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ __all__ = ["Role", "RunLock", "hold", "killed"]
 
 Role = Literal["explorer", "trainer"]
 LOCK_SECONDS = 0.3
-"""How long a lock is tried for that only those who look whether it is held hold for a moment."""
+"""Seconds to try for a lock, since processes that only check it hold it for a moment."""
 
 
 class RunLock:
-    """Two explorers (or trainers) on one run would train each step twice.
+    """Lock of a run's explorer or trainer: two of them would train each step twice.
 
-    The lock ends with its process, whatever that has forked. Its file tells who has it and which actor system it
-    started (the pids of its admin and of its keeper), for as long as that system may run.
+    The lock ends with its process, even if that has forked. Its file names its holder and the actor system that the
+    holder started (the pids of its admin and of its keeper), for as long as that system may run.
     """
 
     def __init__(self, config: Config, role: Role) -> None:
-        """Take it. Raises AlreadyRunning."""
+        """Take the lock. Raises AlreadyRunning."""
         self._file = self._open(config, role)
-        who = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
+        other = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
         self._file.seek(0)
-        told = self._file.read().split()
-        if who is None:
+        pids = self._file.read().split()
+        if other is None:
             os.register_at_fork(after_in_child=self._file.close)  # or a child that outlives its parent would hold it
         else:
             self._file.close()
-            where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
-            raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
+            url, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
+            raise AlreadyRunning(f"{a} {role} runs on {url} already ({other}): wait for it, or end it")
         running = running_system.find(config)
-        kept = str(running_system.keeper(config) or "no keeper")
-        self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
-        """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
-        keeper of that one, after it had died too.
-        """
-        # Stays here until another system is: this holder may end, in order or not, before it is ended.
-        self._its_system = told[1:] if running is not None and self.owns_system else []
+        keeper = str(running_system.keeper(config) or "no keeper")
+        self.owns_system = running is None or pids[1:2] == [str(running["pid"])] or pids[2:] == [keeper]
+        """True if the actor system serves only this lock's holder: started by the holder, by a dead holder before it,
+        or by that one's keeper after a crash."""
+        # Kept until there is another system, since this holder may end, in order or not, before the system does.
+        self._its_system = pids[1:] if running is not None and self.owns_system else []
         self.write(" ".join([str(os.getpid()), *self._its_system]))
 
     @staticmethod
@@ -75,14 +74,14 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        if self._file.closed:  # in a child of who has it
+        if self._file.closed:  # in a forked child of the holder
             return
         self.write(" ".join(["-", *self._its_system]) if self._its_system else "")
         self._file.close()
 
 
 def hold(config: Config, role: Role) -> None:
-    """Take a lock until this process ends, which may do one run after another with it. Raises AlreadyRunning."""
+    """Take a lock until this process ends, which may do several runs with it. Raises AlreadyRunning."""
     file = running_system.lock_file(config, role)
     if file not in _held:
         _held[file] = RunLock(config, role)
@@ -90,7 +89,7 @@ def hold(config: Config, role: Role) -> None:
 
 
 def killed(config: Config) -> dict[Role, int]:
-    """Return who had a lock of this store on this machine and ended without releasing it, by their pids."""
+    """Return, by role, the pids of holders on this machine that ended without releasing their lock of this store."""
     out: dict[Role, int] = {}
     role: Role
     for role in get_args(Role):

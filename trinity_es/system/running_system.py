@@ -1,7 +1,6 @@
-"""The running system of a store: start it, find it, end it.
+"""The running system of a store: finding it, its files, its keeper, and the end of its processes.
 
-Where it runs stands in the log's database (the coordinator's lease), so a store is all that one needs to find it; a
-process is named by pid and start time, so a pid that was given to somebody else is not mistaken for it.
+The coordinator's lease in the log says where it runs. Pids are reused, so processes have pid and start time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import signal
 import tempfile
@@ -35,30 +33,27 @@ __all__ = [
     "system_file", "wait_gone",
 ]
 
-
-_log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
-"""Interval between two looks at what is waited for."""
+"""Interval between two checks of an awaited condition."""
 _FIND_SECONDS = 5.0
-"""Maximum of the time that the log may take to say where a system is: its server may be frozen."""
+"""Maximum seconds to read from the log where a system is, since the database server may be frozen."""
 
 
 def output_file(config: Config) -> Path:
-    """Return where the processes of this store's system write what they print.
+    """Return the file that the processes of this store's system print to: their standard output.
 
-    It is their standard output, which children inherit: what is left of a system is found by it, even where titles
-    and environments were overwritten.
+    Children inherit it, so leftovers are found by it even if they overwrote their titles and environments.
     """
     return _file(config, "launch", ".log")
 
 
-def _file(config: Config, what: str, suffix: str) -> Path:
-    """Return a file of this store's alone, also in a log folder that others share."""
-    return Path(config.system.log_dir) / f"{what}-{_digest(config.store.url)}{suffix}"
+def _file(config: Config, name: str, suffix: str) -> Path:
+    """Return a file for this store alone, even if others share the log folder."""
+    return Path(config.system.log_dir) / f"{name}-{_digest(config.store.url)}{suffix}"
 
 
 def _digest(url: str) -> str:
-    """Return what names a store in the names of files, however its path or its server's socket is reached."""
+    """Return a store's part of file names, the same for every path to its file or server's socket."""
     parsed = parse_url(url)
     sqlite = parsed.get_backend_name() == "sqlite"
     database = os.path.realpath(parsed.database or "") if sqlite else f"{parsed.database}{parsed.query.get('host', '')}"
@@ -66,7 +61,6 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
-    """Return the lock of this store's explorer or trainer."""
     return _file(config, role, ".lock")
 
 
@@ -75,18 +69,18 @@ def key_file(config: Config) -> str:
 
 
 def last_known(config: Config) -> dict[str, Any] | None:
-    """Return the admin of the system that last had this store; None where there was none, or it ended in order."""
+    """Return the admin of the system that last had this store; None if there was none, or it ended in order."""
     try:
         return within(_FIND_SECONDS, lambda: leader(config)).get("admin") or None
     except LogUnavailable:
-        admin = _noted(system_file(config))  # the database does not answer, but the system may
+        admin = _read_admin(system_file(config))  # the database does not answer, but the system may
         if admin is None:
             raise
         return admin
 
 
 def leader(config: Config) -> dict[str, Any]:
-    """Return what the coordinator that has the store's lease says of itself; {} where none has it."""
+    """Return the owner of the store's coordinator lease, as that coordinator wrote it; {} if it has none."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
@@ -96,16 +90,16 @@ def leader(config: Config) -> dict[str, Any]:
 
 
 def system_file(config: Config) -> Path:
-    """Return where the system that this machine started last for this store is written down."""
+    """Return the file about the last system that this machine started for this store."""
     return _file(config, "system", ".json")
 
 
-def _noted(path: Path) -> dict[str, Any] | None:
-    """Return the admin of the system that is written down there; None where there is none, or another user's word."""
+def _read_admin(path: Path) -> dict[str, Any] | None:
+    """Return the admin in such a file; None if it is missing, or written by another user."""
     try:
-        noted = json.loads(path.read_bytes())
-        mine = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= noted.keys()
-        return noted if mine else None
+        admin = json.loads(path.read_bytes())
+        own = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= admin.keys()
+        return admin if own else None
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -113,18 +107,17 @@ def _noted(path: Path) -> dict[str, Any] | None:
 def find(config: Config) -> dict[str, Any] | None:
     """Return the running system of this store, as `find_head` does.
 
-    Where the run is led on another host: the system that joined it on this one, which passes on what is asked.
+    If another host leads the run: the system on this one that joined it, which passes requests on.
     """
     joined = joined_file(config.store.url, "*")
-    found = (_noted(path) for path in sorted(joined.parent.glob(joined.name)))
-    return find_head(config) or next((admin for admin in found if admin and _goes_on(admin)), None)
+    admins = (_read_admin(path) for path in sorted(joined.parent.glob(joined.name)))
+    return find_head(config) or next((admin for admin in admins if admin and _goes_on(admin)), None)
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
-    """Return the system that leads the run of this store on this host.
+    """Return the system that leads the run of this store on this host; None if it, or its owner, has ended.
 
-    None when there is none, or the process that it was started for has ended. `{port, pid, started, guardian}`: of its
-    admin process, and the guardian's pid; `key_file`: where its key should be.
+    It has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, the place of its key.
     """
     admin = last_known(config)
     return {**admin, "key_file": key_file(config)} if admin and _goes_on(admin) else None
@@ -135,16 +128,15 @@ def _goes_on(admin: dict[str, Any]) -> bool:
 
 
 def joined_file(url: str, name: str) -> Path:
-    """Return where the system of this store that joined as this host, for this user, is written down."""
+    """Return the file about the system of this store that joined as this host, for this user."""
     folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
     return folder / f"joined-{_digest(url)}-{name}.json"
 
 
 def led_elsewhere(config: Config) -> str:
-    """Return who leads the run of this store now, as "pid 12 on gpu-1"; for who found nothing here (`find`) to ask.
+    """Return who leads the run of this store on another host, as "pid 12 on gpu-1". Raises LogUnavailable.
 
-    Empty where nobody does, or where it is not known: a head that takes no hosts holds no lock that says so. Raises
-    LogUnavailable.
+    Empty if there is no leader, or it is unknown: a head that takes no hosts holds no leader lock.
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
@@ -153,53 +145,53 @@ def led_elsewhere(config: Config) -> str:
 
 
 def none_runs(config: Config) -> NotRunning:
-    """Return the error for a store of which no system runs on this machine, with the way out."""
-    where, other = config.masked()["store"]["url"], ""
-    with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
+    """Return the error for a store without a running system on this machine, with the way out."""
+    url, other = config.masked()["store"]["url"], ""
+    with contextlib.suppress(LogUnavailable):  # even then it is certain that no system runs here
         other = within(_FIND_SECONDS, lambda: led_elsewhere(config))
     if other:
-        return NotRunning(f"the run of {where} is led by {other}, and this machine takes no part in it: ask there, "
+        return NotRunning(f"the run of {url} is led by {other}, and this machine takes no part in it: ask there, "
                           "or on a host that does (`trinity-es join`)")
-    return NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
+    return NotRunning(f"no actor system runs on {url}: start one with `trinity-es up`")
 
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
 def keeper(config: Config) -> int | None:
-    """Return the pid of the process that starts the system of this store again; None where none lives."""
+    """Return the pid of the living keeper of this store's system; None if there is none."""
     pid, lives = _keeper(config)
     return pid if lives else None
 
 
 def ended_keeper(config: Config) -> int | None:
-    """Return the pid of the last keeper, which runs no more; None where one runs, or the last system had none."""
+    """Return the pid of the last keeper, if it has ended; None if it lives, or the last system had none."""
     pid, lives = _keeper(config)
     return None if lives else pid
 
 
 def _keeper(config: Config) -> tuple[int | None, bool]:
-    told = (_noted(system_file(config)) or {}).get("keeper")
-    return (told["pid"], process_lives(told["pid"], told["started"])) if told else (None, False)
+    process = (_read_admin(system_file(config)) or {}).get("keeper")
+    return (process["pid"], process_lives(process["pid"], process["started"])) if process else (None, False)
 
 
 def is_up(config: Config) -> bool:
-    """Return True if a system runs on the store, or its keeper starts it again just now: there is one to connect to."""
+    """Return True if there is a system to connect to: it runs, or its keeper is starting it again."""
     return find(config) is not None or stopped(config)["kept"] is not None
 
 
 def stopped(config: Config) -> dict[str, Any]:
-    """Return what becomes of a system that `find` does not find.
+    """Return the prospects of a system that `find` does not find.
 
-    `kept`: pid of the keeper that starts it again, or None; `ends`: why what is left of it ends instead, or "".
+    `kept`: pid of the keeper that starts it again, or None; `ends`: why its processes end instead, or "".
     """
     kept, ends = keeper(config), ""
-    admin = last_known(config) or _noted(system_file(config))  # it gives the lease back when it ends
+    admin = last_known(config) or _read_admin(system_file(config))  # a system that ends gives the lease back
     if admin is not None and (kept is not None or process_lives(admin["pid"], admin["started"])):
         ends = owner_gone(admin.get("owner"))
     return {"kept": None if ends else kept, "ends": ends}
 
 
 def stop_keeper(config: Config) -> None:
-    """End the keeper, so that the system may end, unless it is this process. Nothing happens where none runs."""
+    """End the keeper, if one runs that is not this process, so that the system may end."""
     pid = keeper(config)
     if pid is not None and pid != os.getpid():
         with contextlib.suppress(ProcessLookupError):
@@ -217,13 +209,13 @@ def processes(admin: dict[str, Any]) -> list[psutil.Process]:
 
 
 def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
-    """Wait up to `timeout` seconds for processes to end; returns those that have not. A zombie has ended."""
+    """Wait up to `timeout` seconds for processes to end, and return those that did not. A zombie has ended."""
     came_true(lambda: not any(map(_runs, processes)), timeout)
     return [p for p in processes if _runs(p)]
 
 
 def came_true(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait up to these seconds for a condition; returns whether it holds."""
+    """Wait up to these seconds for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
@@ -231,7 +223,7 @@ def came_true(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
-    """Kill these processes and wait for their end; returns how many were still there."""
+    """Kill these processes and wait for their end. Return how many there were."""
     killed = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

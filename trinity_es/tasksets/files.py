@@ -19,9 +19,10 @@ from typing import IO, Any, Protocol
 import orjson
 
 from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.environments.verifiers_tasks import made_tasks
+from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file, tasks_revision
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.rows import (
     RowCheck,
     TableRows,
@@ -32,7 +33,7 @@ from trinity_es.tasksets.rows import (
     require_single_keys,
 )
 
-__all__ = ["RowFile", "open_file"]
+__all__ = ["EnvironmentLines", "RowFile", "open_file"]
 
 LINE_BYTES = 2**28
 """Maximum size of a line: a file of zeros that seems to hold a terabyte fills the memory otherwise."""
@@ -56,7 +57,7 @@ class RowFile(Protocol):
 
 def open_file(config: TasksetConfig) -> RowFile:
     """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
-    file = made_tasks(config.workflow_args) if config.kind == "verifiers" else config.file
+    file = config.file
     _require_one_split(config, file)
     try:
         found: RowFile
@@ -67,8 +68,7 @@ def open_file(config: TasksetConfig) -> RowFile:
         else:
             found = _Lines(config, file)
     except OSError as e:
-        named = isinstance(e, FileNotFoundError) and not file.suffix
-        hint = "" if not named else "; a dataset of the Hugging Face hub is written hub:owner/name"
+        hint = config.other_meaning if isinstance(e, FileNotFoundError) else ""
         raise TasksetError(
             f"taskset {config.name}: {file} can't be read ({e.strerror or e}){hint}", file=str(file)
         ) from e
@@ -79,7 +79,7 @@ def open_file(config: TasksetConfig) -> RowFile:
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
     """Require that a split, where there is one, chooses one file of a folder. Raises TasksetError."""
-    if config.split is None or config.kind != "file":
+    if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
         raise TasksetError(f"taskset {config.name}: {file} is one file, which has no split {config.split!r}: leave out "
@@ -194,6 +194,20 @@ class _Lines:
         self._check_row(row, where, details)
         if not self._named <= self._keys.keys():
             self._keys.update(dict.fromkeys(row))
+
+
+class EnvironmentLines(_Lines):
+    """The tasks of an environment of verifiers, which writes them into a file once. See `verifiers_tasks`."""
+
+    def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
+        file = made_tasks(config.workflow_args)
+        super().__init__(config, file)
+        self.revision = tasks_revision(config.workflow_args, file)
+
+    @staticmethod
+    def check(config: TasksetConfig) -> None:
+        """Require that the environment is installed. Raises ConfigError, DataError."""
+        tasks_file(config.workflow_args)
 
 
 # --- columns --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import orjson
 
 from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets import reasoning_gym
 
 __all__ = ["Generated", "completed"]
@@ -23,7 +24,7 @@ __all__ = ["Generated", "completed"]
 class Generated:
     """The rows of a family of reasoning-gym. Raises TasksetError, which says what to install or to change."""
 
-    def __init__(self, config: TasksetConfig) -> None:
+    def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         self._config, self._rows = config, dict[int, bytes]()
         try:
             self._dataset = reasoning_gym.dataset(family_of(config), config.args)
@@ -31,6 +32,11 @@ class Generated:
         except DataError as e:
             raise TasksetError(f"taskset {config.name}: {e}") from e
         self.read([0])
+
+    @staticmethod
+    def check(config: TasksetConfig) -> None:
+        """Require the package reasoning-gym. Raises DataError."""
+        reasoning_gym.system_prompt()
 
     def __len__(self) -> int:
         return len(self._dataset)

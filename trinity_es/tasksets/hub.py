@@ -18,6 +18,7 @@ from typing import Any
 
 from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.rows import CHECKED_ROWS, TableRows
 
 __all__ = ["HubRows"]
@@ -36,16 +37,16 @@ _logger = logging.getLogger(__name__)
 class HubRows:
     """The rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
 
-    With `commit` they are of that one, else of what the taskset's revision names now; of `subset`, else of the
-    config's, else of the dataset's default one. Raises TasksetError, with the way out, for what is not there, can't be
+    They are of the commit and the subset that were `recorded`, else of what the config names now, else of the main
+    branch and the default subset. Raises TasksetError, with the way out, for what is not there, can't be
     reached or is not installed.
     """
 
-    def __init__(self, config: TasksetConfig, commit: str | None = None, subset: str | None = None) -> None:
-        self._config, self._asked = config, subset or config.subset
+    def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
+        self._config, self._asked = config, (recorded and recorded.subset) or config.subset
         self.repository = config.path.partition(":")[2]
         self._datasets, self._hub = _packages(config)
-        self.revision = commit or self._resolve()
+        self.revision = recorded.revision if recorded else self._resolve()
         self._source = f"{config.path}@{self.revision[:12]} {config.split}"
         with self._told(self.revision):
             builder = self._builder()
@@ -56,6 +57,11 @@ class HubRows:
             self._read.check(self._rows[first : first + CHECKED_ROWS], first)
         if not len(self._rows):
             raise TasksetError(f"{self._source} is empty: a taskset has at least one row")
+
+    @staticmethod
+    def check(config: TasksetConfig) -> None:
+        """Require the package `datasets`. Raises TasksetError."""
+        _packages(config)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -258,7 +258,7 @@ def _object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], valu
     for one, of_it in pairs:
         name = str(key(one))
         if name in found:
-            raise ValueError(f"the key {name!r} stands twice")
+            raise ValueError(f"the key {name!r} appears twice")
         found[name] = None if of_it is None else value(of_it)
     return _without_nulls(found)
 

@@ -12,12 +12,11 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.environments.verifiers_tasks import tasks_file, tasks_revision
-from trinity_es.events.errors import TasksetError
+from trinity_es.actors.plugins import registered, resolve
+from trinity_es.events.errors import TasksetError, TrinityError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file
-from trinity_es.tasksets.generated import Generated
-from trinity_es.tasksets.hub import HubRows
+from trinity_es.tasksets.rows import no_prompt
 
 __all__ = ["open_source"]
 
@@ -35,20 +34,10 @@ def open_source(
     """
     if recorded is not None:
         _require_same(config, recorded)
-    rows: RowFile
-    match config.kind:
-        case "hub":
-            rows = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
-        case "reasoning_gym":
-            rows = Generated(config)
-        case _:
-            rows = open_file(config)
-    revision = rows.revision
-    if config.kind == "verifiers":
-        revision = tasks_revision(config.workflow_args, tasks_file(config.workflow_args))
+    rows = open_file(config) if config.kind == "file" else _environment(config, recorded)
     source = TasksetSource(
         taskset=config.name, is_eval=is_eval, path=config.path, subset=getattr(rows, "subset", config.subset),
-        split=config.split, asked=config.revision, revision=revision, args=_args(config), rows=len(rows),
+        split=config.split, asked=config.revision, revision=rows.revision, args=_args(config), rows=len(rows),
         order="" if is_eval else _order(config),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
@@ -58,6 +47,24 @@ def open_source(
             "(another `store.url` where the config has one)"
         )
     return rows, recorded or source
+
+
+def _environment(config: TasksetConfig, recorded: TasksetSource | None) -> RowFile:
+    """Return the rows of a registered environment. Raises TasksetError, naming it, whatever its class raised."""
+    try:
+        rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
+        if not isinstance(rows.revision, str):
+            raise TypeError(f"its revision is {rows.revision!r}, not a text")
+        if not len(rows):
+            raise TasksetError(f"taskset {config.name}: {config.path} is empty: a taskset has at least one row")
+        [first] = rows.read([0])
+        if (key := config.format.prompt_key) not in first:
+            raise TasksetError(f"taskset {config.name}: {config.path} row 0: {no_prompt(key, list(first))}")
+    except TrinityError:
+        raise
+    except Exception as e:  # code of another package
+        raise TasksetError(f"taskset {config.name}: environment {config.path} failed ({type(e).__name__}: {e})") from e
+    return rows
 
 
 def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
@@ -84,7 +91,8 @@ def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
 
 
 def _args(config: TasksetConfig) -> str:
-    return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if config.kind == "reasoning_gym" else ""
+    takes = config.kind not in ("file", "hub", "verifiers")
+    return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if takes else ""
 
 
 def _order(config: TasksetConfig) -> str:
@@ -108,4 +116,6 @@ def _way_back(config: TasksetConfig, recorded: TasksetSource) -> str:
     if config.kind == "verifiers":
         version = recorded.revision.partition(" ")[0]
         return f"put its config back, or version {version} of the environment (`trinity-es env install`)"
+    if config.kind != "hub":
+        return f"put revision {recorded.revision} of {config.kind} back"
     return "remove it from the cache (HF_HOME), so that it is fetched again"

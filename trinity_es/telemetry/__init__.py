@@ -1,1 +1,1 @@
-"""The log, told to other tools: monitors, Prometheus, OpenTelemetry."""
+"""Exports of the log to other tools: monitors, Prometheus, OpenTelemetry."""

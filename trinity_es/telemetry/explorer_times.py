@@ -1,14 +1,14 @@
-"""The explorer's own metrics, by the names that Trinity-RFT's users know, found in the log.
+"""Explorer metrics, computed from the log, with the names of Trinity-RFT.
 
-- `rollout/model_version`: the weights that were current when a step was finalized;
-- `explorer/time/wait_explore_step`: seconds that the explorer waited for a step, its pipeline included: from when the
-  step before it was finalized, or from when it was submitted where that is later;
-- `explore/time/sync_interval`: seconds of a period of `synchronizer.sync_interval` steps, from when its first step was
-  submitted to when its last one was finalized; with that last step;
-- `time/eval` (in a benchmark `time/bench`): seconds from when the first eval of a step was submitted to when the last
-  was finalized; with the last.
+- `rollout/model_version`: the current weights when a step was finalized
+- `explorer/time/wait_explore_step`: seconds that the explorer waited for a step and its pipeline, from the end of the
+  previous step or, if later, from the submission of the step
+- `explore/time/sync_interval`: seconds of a period of `synchronizer.sync_interval` steps, from the submission of its
+  first step to the end of its last, reported with the last
+- `time/eval` (in a benchmark `time/bench`): seconds from the submission of a step's first eval to the end of its last,
+  reported with the last
 
-Times are those at which events were recorded, so the monitors of a run that goes on write the same again.
+Times are those of recorded events, so a resumed run writes the same values again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from trinity_es.events.values import BatchId
 __all__ = ["TYPES", "ExplorerTimes", "step_of"]
 
 TYPES = ("BatchSubmitted", "BatchFinalized", "BatchAborted", "WeightsPublished")
-"""The types of the events that are looked at."""
+"""Types of the events that are read."""
 
 
 def step_of(batch_id: BatchId) -> int:
-    """Return the step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
+    """Return the step of a batch: its number, or the number that its id begins with; -1 if there is none."""
     number = re.match(r"\d+", str(batch_id))
     return -1 if number is None else int(number.group())
 
 
 class ExplorerTimes:
-    """A fold of the log: give it every event of `TYPES`, in order."""
+    """Fold of the log, which takes every event of `TYPES` in order."""
 
     def __init__(self, interval: int, evals: str = "eval") -> None:
         self._interval, self._evals = interval, evals
@@ -43,7 +43,7 @@ class ExplorerTimes:
         self._version = 0
 
     def take(self, recorded: Recorded) -> dict[str, float]:
-        """Return the metrics that stand beside those of this event's own; most have none."""
+        """Return the explorer metrics to report with this event; most events have none."""
         event, at = recorded.event, recorded.recorded_at
         match event:
             case ev.WeightsPublished():
@@ -56,33 +56,33 @@ class ExplorerTimes:
             case ev.BatchFinalized() | ev.BatchAborted():
                 finalized = isinstance(event, ev.BatchFinalized)
                 batch_id, kind = event.result["batch_id"], event.result["batch_type"]
-                found: dict[str, float] = {}
+                metrics: dict[str, float] = {}
                 if kind == "eval":
-                    found = self._eval_over(batch_id, at)
+                    metrics = self._eval_ended(batch_id, at)
                 elif kind == "train" and isinstance(batch_id, int):
-                    found = self._step_over(batch_id, at)
-                return found if finalized else {}
+                    metrics = self._step_ended(batch_id, at)
+                return metrics if finalized else {}
         return {}
 
-    def _step_over(self, step: int, at: float) -> dict[str, float]:
+    def _step_ended(self, step: int, at: float) -> dict[str, float]:
         began = self._submitted.get(step, at)
-        found = {
+        metrics = {
             "rollout/model_version": float(self._version),
             "explorer/time/wait_explore_step": max(0.0, at - max(began, self._last_finalized)),
         }
         first = step - self._interval + 1
         if step % self._interval == 0 and first in self._submitted:
-            found["explore/time/sync_interval"] = max(0.0, at - self._submitted[first])
-        for done in [s for s in self._submitted if isinstance(s, int) and s < first]:
-            del self._submitted[done]
+            metrics["explore/time/sync_interval"] = max(0.0, at - self._submitted[first])
+        for old in [s for s in self._submitted if isinstance(s, int) and s < first]:
+            del self._submitted[old]
         self._last_finalized = at
-        return found
+        return metrics
 
-    def _eval_over(self, batch_id: BatchId, at: float) -> dict[str, float]:
+    def _eval_ended(self, batch_id: BatchId, at: float) -> dict[str, float]:
         step = step_of(batch_id)
-        left = self._open.get(step, set())
-        left.discard(batch_id)
-        if left:
+        open_evals = self._open.get(step, set())
+        open_evals.discard(batch_id)
+        if open_evals:
             return {}
         self._open.pop(step, None)
         return {f"time/{self._evals}": max(0.0, at - self._began.pop(step, at))}

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the metrics of a run, a JSON object a line, as one file that goes on with it."""
+"""`metrics.jsonl`: file with all metrics of a run, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -18,40 +18,37 @@ from trinity_es.events.private_files import make_private_folder, open_private
 __all__ = ["DIGITS", "JsonlMonitor", "Place", "Row", "read_metrics"]
 
 DIGITS = 3
-"""Of a time in `metrics.jsonl`: milliseconds."""
+"""Decimal digits of a time in `metrics.jsonl`: milliseconds."""
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
 
 class JsonlMonitor:
-    """`jsonl`: one JSON object a line: `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
+    """Monitor `jsonl`. Each line has `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         make_private_folder(self.path.parent)
         self._unwritten: list[bytes] = []
-        """Lines that the disk did not take yet, the oldest first."""
+        """Lines that could not be written yet, oldest first."""
         self._open()
 
     def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def begin(self, rows: Iterable[Row], known: Collection[Place]) -> int:
-        """Write the file anew with these rows; return the last position of the log that an earlier life wrote.
-
-        A file with a line that is none of `known` is somebody else's: it is kept under another name.
-        """
-        there = self.path.read_bytes().splitlines(keepends=True)
-        if len(there) > 1 and not there[-1].endswith(b"\n"):
-            there.pop()  # it was being written when its run was killed
-        written = [_place(line) for line in there]
+    def begin(self, rows: Iterable[Row], places: Collection[Place]) -> int:
+        """Replace the file and return the old one's last log position. Rename it if a line is not in `places`."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+            lines.pop()  # the run was killed while it wrote this line
+        written = [_place(line) for line in lines]
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
             file.flush()
-            if not set(written) <= set(known):  # not before: what could not be written would be appended to theirs
+            if not set(written) <= set(places):  # rename only now: if the rows can't be written, nothing changes
                 names = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
                 aside = next(path for path in names if not path.exists())
                 os.replace(self.path, aside)
-                _LOG.warning("%s has lines that are not of this run: it is %s now", self.path, aside)
+                _LOG.warning("%s has lines of another run: it was renamed to %s", self.path, aside)
                 written = []
         self._file.close()
         self._open()
@@ -60,15 +57,15 @@ class JsonlMonitor:
     def log(
         self, metrics: Mapping[str, float], step: int, position: int | None = None, at: float | None = None
     ) -> None:
-        """Append a line. Raises OSError where the disk takes no more: the line is kept, and comes with the next."""
+        """Append a line. Raises OSError if the disk is full; the line is then written before the next one."""
         self._unwritten.append(_line((metrics, step, position, at)))
         self._write()
 
     def _write(self) -> None:
         while self._unwritten:
-            whole, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
-            if self._file.write(line) != len(line):  # the disk is full: no half line may stay
-                os.ftruncate(self._file.fileno(), whole)
+            size, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
+            if self._file.write(line) != len(line):  # the disk is full: remove the half line
+                os.ftruncate(self._file.fileno(), size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             del self._unwritten[0]
 
@@ -80,21 +77,21 @@ class JsonlMonitor:
 
 
 Row = tuple[Mapping[str, float], int, int | None, float | None]
-"""Metrics, step, position in the log, and when they were recorded."""
+"""(metrics, step, log position, time of recording)."""
 Place = tuple[int, int, float]
-"""Step, position and time of a line: two runs alike have the same steps at the same positions, at other times."""
+"""(step, position, time) of a line. The time tells apart two equal runs with the same steps at the same positions."""
 
 
 def _line(row: Row) -> bytes:
     metrics, step, position, at = row
-    where = {} if position is None else {"position": position}
-    when = round(time.time() if at is None else at, DIGITS)
-    told = {"step": step, "time": when, **where, **dict(sorted(metrics.items()))}
-    return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+    fields = {} if position is None else {"position": position}
+    seconds = round(time.time() if at is None else at, DIGITS)
+    data = {"step": step, "time": seconds, **fields, **dict(sorted(metrics.items()))}
+    return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _place(line: bytes) -> Place:
-    """Return where a line is from; (-1, -1, 0) where it does not say."""
+    """Return the place of a line; (-1, -1, 0) if it has none."""
     try:
         row = orjson.loads(line)
         return int(row["step"]), int(row["position"]), float(row["time"])
@@ -103,7 +100,7 @@ def _place(line: bytes) -> Place:
 
 
 def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
-    """Return a `metrics.jsonl` by step: all its metrics."""
+    """Return all metrics of a `metrics.jsonl`, by step."""
     steps: dict[int, dict[str, float]] = {}
     for line in Path(path).read_bytes().splitlines():
         row = orjson.loads(line)

@@ -1,15 +1,14 @@
-"""Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on.
+"""Monitors: receivers of the metrics of steps, trainer steps and evals during a run.
 
-One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
+All have `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
 `wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
-`module:Class`. A monitor that fails never stops a run: it is said once in the text log, and it is asked again with the
-next step.
+`module:Class`. A monitor that fails never stops a run: the text log names the failure once, and the monitor still gets
+the next steps.
 
-Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
-what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
-`metrics.jsonl` is written anew from the log when a run starts or goes on, then each line as it comes: no step has a
-metric twice, what steps after the run's checkpoint had is left out (they are trained again), and what an earlier life
-did not get to write is there. A line says at which position of the log its metrics stand.
+Monitors follow the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_times`), so they
+work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the log, then
+grows line by line. So no step has a metric twice, metrics of steps after the run's checkpoint are left out (these steps
+are trained again), and lines that an earlier process did not write are there. Each line has its log position.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.plugins import build, look_in
+from trinity_es.actors.plugins import build, find, look_in, registered
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -34,39 +33,42 @@ from trinity_es.projections.reading.follow import look_again
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times
 from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
-from trinity_es.telemetry.monitor_services import Monitor, known_monitors
+from trinity_es.telemetry.monitor_services import Monitor
 from trinity_es.telemetry.opentelemetry import start_traces
 
 __all__ = ["Monitors"]
 
 CLOSE_SECONDS = 10.0
-"""How long monitors that run behind may take to catch up at the end."""
+"""Maximum seconds to wait at the end for slow monitors."""
 LOOK_SECONDS = 0.5
-"""Interval between two looks at the log."""
+"""Interval between reads of the log."""
 _TYPES = (*explorer_times.TYPES, "BatchTrained")
 _OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
-"""What begins so is a metric of a step or an eval: a trainer's gets `trainer/` before it."""
+"""Prefixes of metrics of steps and evals. A trainer's metric with such a prefix gets `trainer/` before it."""
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
 
 # --- all of a run's -------------------------------------------------------------------------------------------------
 class Monitors:
-    """All monitors of a run. `metrics.jsonl` has a thread, the others share another: none holds up the run."""
+    """All monitors of a run. `metrics.jsonl` has its own thread, the others share one, so none delays the run."""
 
     def __init__(self, config: Config, *, after: float | None = None) -> None:
-        """`after`: the run goes on behind this step, and trains later ones again (inf: none of them); None: it is new.
+        """`after`: step after which a resumed run trains again (inf: it repeats no step); None: a new run.
 
-        Raises ConfigError for a name that is not found, a package that is missing and arguments that do not fit.
+        Raises ConfigError for an unknown name, a missing package or wrong arguments.
         """
         settings = config.monitor
         look_in(config.code_path, first=False)
         self._others: dict[str, Monitor] = {}
-        strangers = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
-        if strangers:
-            raise ConfigError(f"monitor.monitor_args has {min(strangers)!r}, which monitor.monitor_type does not")
+        unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
+        if unknown:
+            raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which is not in monitor.monitor_type")
         for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
-            monitor = build("monitor", name, settings.monitor_args.get(name, {}), known_monitors(config, after), _SHAPE)
+            make = find("monitor", name, registered("monitor"), _SHAPE)
+            if hasattr(make, "of_run"):
+                make = partial(make.of_run, config, after)
+            monitor = build("monitor", name, settings.monitor_args.get(name, {}), {name: make}, _SHAPE)
             for method in ("log", "close"):
                 if not callable(getattr(monitor, method, None)):
                     raise ConfigError(f"monitor {name} has no method {method}: give {_SHAPE}", monitor=name)
@@ -77,7 +79,7 @@ class Monitors:
             config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
         )
         self._position: int | None = None
-        """Up to here in the log everything is written; None: it was not looked at yet."""
+        """Log position up to which everything is written; None before the first read."""
         self._failed: set[str] = set()
         self._writing = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
@@ -93,7 +95,7 @@ class Monitors:
         self._reader: threading.Thread | None = None
 
     def follow(self) -> None:
-        """Write what the run's log has, as it comes, until `close`. The log may still have to be made."""
+        """Write the metrics of the log as they come, until `close`. The log need not exist yet."""
         complain = partial(self._complain, "(the log)")
         self._reader = threading.Thread(target=look_again, name="metrics", daemon=True,
                                         args=(self._url, self._look, self._stop, LOOK_SECONDS, complain))
@@ -103,15 +105,15 @@ class Monitors:
         self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Write metrics of a step. A name without a slash gets `prefix` before it; what is not finite is left out."""
-        if plain := _plain(metrics, prefix):
+        """Write metrics of a step. A name without a slash gets `prefix`; values that are not finite are left out."""
+        if plain := _finite(metrics, prefix):
             if self._jsonl is not None:
                 with self._writing:
                     self._try("jsonl", partial(self._jsonl.log, plain, step, position, at))
             self._queue.put((plain, step))
 
     def close(self) -> None:
-        """Write what the log has by now, and let the monitors end; one that takes too long is left behind."""
+        """Write what the log has by now and end the monitors, without waiting longer than `CLOSE_SECONDS`."""
         self._stop.set()
         until = time.monotonic() + CLOSE_SECONDS
         if self._reader is not None:
@@ -136,7 +138,7 @@ class Monitors:
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as e:  # a user's code, or a server's: the run goes on
+        except Exception as e:  # monitors are user code or call servers
             self._complain(name, e)
 
     def _complain(self, name: str, error: Exception) -> None:
@@ -156,52 +158,52 @@ class Monitors:
         self._position = max(self._position, until)
 
     def _begin(self, log: Log) -> int:
-        """Write `metrics.jsonl` anew, and to the others what earlier lives did not; return where the log ended then.
+        """Rewrite `metrics.jsonl`, give the other monitors what they lack, and return the log's last position.
 
-        What was trained after the step that the run goes on from is trained again, so it does not count; else the last
-        training of a step does.
+        Steps trained after the resume step are trained again, so they don't count. If a step was trained several times,
+        the last one counts.
         """
         end = log.head().position
-        known: set[Place] = set()
-        found: dict[Any, tuple[bool, Row]] = {}
+        places: set[Place] = set()
+        rows: dict[Any, tuple[bool, Row]] = {}
         for recorded in takewhile(lambda r: r.position <= end, log.read(types=_TYPES)):
             row = _row_of(recorded, self._times.take(recorded))
             if row is None:
                 continue
             step, trained = row[1], isinstance(recorded.event, ev.BatchTrained)
-            known.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
+            places.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
             if self._after is not None and trained and step > self._after:
                 continue
             key = recorded.position if self._after is None else (trained, recorded.stream)
-            found.pop(key, None)  # the later one counts, in its place
-            found[key] = self._after is None or (not trained and step > self._after), row
+            rows.pop(key, None)  # the later one counts, at its own place
+            rows[key] = self._after is None or (not trained and step > self._after), row
         written = 0
         if self._jsonl is not None:
             try:
                 with self._writing:
-                    written = self._jsonl.begin((row for _, row in found.values()), known)
+                    written = self._jsonl.begin((row for _, row in rows.values()), places)
             except OSError as e:
                 self._complain("jsonl", e)
-        for again, (metrics, step, position, _) in found.values():
-            if again or (position or 0) > written:
+        for repeat, (metrics, step, position, _) in rows.values():
+            if repeat or (position or 0) > written:
                 self._queue.put((metrics, step))
         return end
 
 
-def _row_of(recorded: Recorded, beside: Mapping[str, float]) -> Row | None:
-    """Return an event's metrics, with those that the explorer has `beside` them; None where it has none."""
+def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
+    """Return the metrics of an event together with the `explorer` metrics; None if there are none."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
-            metrics = _plain({**result["metrics"], **beside}, "rollout")
+            metrics = _finite({**result["metrics"], **explorer}, "rollout")
             step = explorer_times.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
             own = {f"trainer/{name}" if name.startswith(_OF_STEPS) else name: n for name, n in event.metrics.items()}
-            metrics, step = _plain(own, "trainer"), event.step
+            metrics, step = _finite(own, "trainer"), event.step
         case _:
             return None
     return (metrics, step, recorded.position, recorded.recorded_at) if metrics and step >= 0 else None
 
 
-def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     named = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in named.items() if math.isfinite(value)}

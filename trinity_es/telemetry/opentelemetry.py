@@ -1,13 +1,12 @@
-"""A log as OpenTelemetry traces: a batch is a trace, with a span for each task and below it one for each attempt.
+"""OpenTelemetry traces of a log: one trace per batch, with a span for each task and for each of its attempts.
 
-`start_traces` follows a log in a thread of its own and sends a batch, whole, when it has ended, over OTLP/HTTP. Off
-unless an endpoint is set (`monitor.otlp_endpoint`, or the variables of OpenTelemetry). Times are those of the log; ids
-are made of the log's generation, the batch, task and attempt, so that the same span, sent twice by two who look at one
-log, is the same span. Sends the batches that end after it starts: after a restart nothing is sent again, and what
-ended in between is not sent.
+`start_traces` follows a log in its own thread and sends each batch when it has ended, over OTLP/HTTP. It is off unless
+an endpoint is set (`monitor.otlp_endpoint`, or OpenTelemetry's variables). Times are those of the log. Ids derive from
+the log's generation, batch, task and attempt, so two processes that follow one log send the same spans. It sends only
+batches that end while it runs: batches that end between a stop and a restart are not sent.
 
-Nothing here can disturb a run: the thread reads the log and holds one batch at a time, and what can't be sent is given
-up, said once. Names of attributes (`ATTRIBUTES`) follow the proposed `rl.*` conventions where those have one.
+It can't disturb a run: the thread reads the log and holds one batch at a time. If sending fails, it gives that batch up
+and logs the failure once. Names of `ATTRIBUTES` follow the proposed `rl.*` conventions if these have one.
 """
 
 from __future__ import annotations
@@ -38,50 +37,49 @@ __all__ = ["ATTRIBUTES", "Traces", "spans_of", "start_traces"]
 ATTRIBUTES = {
     "rl.system": "Resource: `trinity_es`.",
     "rl.run.id": "Resource: the log's generation, one training run.",
-    "rl.log": "Resource: where the log is, without a password.",
+    "rl.log": "Resource: the log's URL, without a password.",
     "rl.batch.id": "On all spans: the batch's id, as text.",
     "rl.batch.type": "Batch: `train`, `eval` or `collect`.",
     "rl.batch.state": "Batch: `finalized` or `aborted`.",
-    "rl.batch.tasks": "Batch: tasks in it.",
-    "rl.batch.tasks.finished": "Batch: those of which every run completed.",
-    "rl.batch.tasks.failed": "Batch: those of which a run failed for good.",
-    "rl.batch.tasks.dropped": "Batch: those given up unfinished.",
-    "rl.batch.attempts.failed": "Batch: attempts that failed.",
-    "rl.task.index": "Task, attempt: its number in the batch.",
-    "rl.task.state": "Task: `finished`, `failed`, `dropped`.",
-    "rl.task.runs": "Task: runs wanted of it.",
+    "rl.batch.tasks": "Batch: number of tasks.",
+    "rl.batch.tasks.finished": "Batch: tasks whose runs all completed.",
+    "rl.batch.tasks.failed": "Batch: tasks with a run that failed for good.",
+    "rl.batch.tasks.dropped": "Batch: tasks given up unfinished.",
+    "rl.batch.attempts.failed": "Batch: failed attempts.",
+    "rl.task.index": "Task, attempt: the task's number in the batch.",
+    "rl.task.state": "Task: `finished`, `failed` or `dropped`.",
+    "rl.task.runs": "Task: number of its runs.",
     "rl.task.attempts": "Task: units dispatched.",
-    "rl.attempt": "Attempt: which one at these runs, from 1.",
-    "rl.attempt.first_run": "Attempt: its first run; it has `rl.attempt.runs` in a row.",
-    "rl.attempt.runs": "Attempt: runs in it.",
+    "rl.attempt": "Attempt: its number for these runs, from 1.",
+    "rl.attempt.first_run": "Attempt: its first run, of `rl.attempt.runs` consecutive ones.",
+    "rl.attempt.runs": "Attempt: number of its runs.",
     "rl.attempt.outcome": "Attempt: `finished`, `dropped`, `running` (its batch was aborted), or its failure's kind.",
-    "rl.attempt.seconds": "Attempt: what it took as the runner measured it.",
-    "rl.failure.kind": "Attempt that failed: `data`, `workflow`, `timeout`, `grader`, `runner_lost`, `infra`.",
-    "rl.runner": "Attempt: the runner that had it.",
-    "rl.runner.incarnation": "Attempt: which life of it.",
-    "rl.weights.version": "Batch, attempt: the newest weights that made any of the tokens.",
-    "rl.reward": "Batch, task: mean reward of the runs.",
-    "rl.tokens.response": "Batch, task: response tokens.",
+    "rl.attempt.seconds": "Attempt: duration measured by the runner.",
+    "rl.failure.kind": "Failed attempt: `data`, `workflow`, `timeout`, `grader`, `runner_lost`, `infra`.",
+    "rl.runner": "Attempt: its runner.",
+    "rl.runner.incarnation": "Attempt: the life of its runner.",
+    "rl.weights.version": "Batch, attempt: newest weights version among its tokens.",
+    "rl.reward": "Batch, task: mean reward of its runs.",
+    "rl.tokens.response": "Batch, task: number of response tokens.",
 }
-"""Every attribute of a span or of the resource, and what it says."""
+"""Attributes of spans and of the resource, with their meanings."""
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 CHUNK = 500
-"""Spans of one request."""
 _WIDTH = 500
-"""Characters of a text from outside."""
+"""Maximum number of characters of a text from outside."""
 
 _LOG = logging.getLogger("trinity_es.traces")
 
 
 def start_traces(url: str, endpoint: str | None = None) -> Traces | None:
-    """Send the batches of the log at `url` that end from now on to `endpoint`; None where no endpoint is set.
+    """Start to send the batches of the log at `url` that end from now on. Returns None if no endpoint is set.
 
-    `endpoint` is the address of an OTLP/HTTP receiver (`http://localhost:4318`); without one, OpenTelemetry's own
-    variables count. Raises ConfigError where the packages are missing; where only a variable asks for it, that is a
-    warning: others may have set it.
+    `endpoint`: address of an OTLP/HTTP receiver (`http://localhost:4318`); default: OpenTelemetry's own variables. If
+    the packages are missing, raises ConfigError if `endpoint` is given, and only warns for the variables, which may be
+    meant for other programs.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -107,7 +105,7 @@ def _otlp(endpoint: str | None) -> SpanExporter:
             f"traces need the packages of OpenTelemetry ({e}): pip install 'trinity-es[otel]', or leave out "
             "monitor.otlp_endpoint"
         ) from e
-    # It would tell every failure; here it is told once.
+    # The exporter logs every failure; this module logs one.
     logging.getLogger("opentelemetry.exporter.otlp.proto.http").setLevel(logging.CRITICAL)
     if endpoint is None:
         return OTLPSpanExporter()
@@ -115,40 +113,39 @@ def _otlp(endpoint: str | None) -> SpanExporter:
 
 
 class Traces:
-    """Sends each batch of a log to `exporter` when it has ended, from `start` until `close`."""
+    """Sender of each batch of a log to `exporter` when it has ended, from `start` until `close`."""
 
     def __init__(self, url: str, exporter: SpanExporter, *, interval: float = LOOK_SECONDS) -> None:
         self._url, self._exporter = url, exporter
         self._stop = threading.Event()
         self._failed: set[str] = set()
         self._generation: str | None = None
-        """That of the log at the last look; None: there was none yet."""
+        """Generation of the log at the last read; None before the first."""
         self._last = 0
-        """The position up to which it was looked at."""
+        """Position up to which the log was read."""
         self._sent: set[bytes] = set()
-        """The hashes of the events that ended what was sent."""
+        """Hashes of the final events of sent batches."""
         self._thread = threading.Thread(
             target=look_again, name="traces", daemon=True,
             args=(url, self._look, self._stop, interval, partial(self._complain, "reading the log")),
         )
 
     def start(self) -> None:
-        """Begin: what ends from here on is sent."""
         try:
             with open_log(self._url) as log:
-                self._begin(log)
-        except LogNotFound:  # it is being made: all of it is to come
+                self._start_from_head(log)
+        except LogNotFound:  # the log is yet to be created
             self._generation = ""
-        except Exception as e:  # the thread will find out
+        except Exception as e:  # the thread tries again
             self._complain("reading the log", e)
         self._thread.start()
 
-    def _begin(self, log: Log) -> None:
+    def _start_from_head(self, log: Log) -> None:
         head = log.head()
         self._generation, self._last = head.generation, head.position
 
     def close(self) -> None:
-        """Send what has ended by now, as far as that takes a few seconds."""
+        """Send the batches that have ended by now, for at most a few seconds."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
         closing = threading.Thread(target=self._exporter.shutdown, name="traces-end", daemon=True)
@@ -157,16 +154,16 @@ class Traces:
 
     def _look(self, log: Log) -> None:
         if self._generation is None:
-            self._begin(log)
+            self._start_from_head(log)
         head = log.head()
-        if head.generation != self._generation:  # another run in its place: all of it is new
+        if head.generation != self._generation:  # another run's log: all of it is new
             self._generation, self._last = head.generation, 0
-        self._last = min(self._last, head.position)  # the log was put back to a copy
+        self._last = min(self._last, head.position)  # the log was restored from a copy
         for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._last):
             self._last = ended.position
             if ended.hash in self._sent:
                 continue
-            self._sent.add(ended.hash)  # before it is sent: never twice
+            self._sent.add(ended.hash)  # before sending, so that it is never sent twice
             try:
                 self._send(log, ended)
             except Exception as e:
@@ -179,45 +176,45 @@ class Traces:
             if self._exporter.export(spans[first : first + CHUNK]).name != "SUCCESS":
                 raise OSError(f"the receiver did not take {len(spans)} spans of {ended.stream}")
 
-    def _complain(self, what: str, error: Exception) -> None:
-        if what not in self._failed:
-            self._failed.add(what)
-            _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", what,
+    def _complain(self, action: str, error: Exception) -> None:
+        if action not in self._failed:
+            self._failed.add(action)
+            _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", action,
                          type(error).__name__, error)
 
 
-def spans_of(story: BatchTimeline, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
-    """Yield the spans of a batch that has ended: its own, then of each task and its attempts."""
-    made = _Made(f"{generation}\0{stream}\0{story.first_position}", {
+def spans_of(timeline: BatchTimeline, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
+    """Yield the spans of an ended batch: its own, then those of each task and its attempts."""
+    spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
         "rl.run.id": generation, "rl.log": url,
     })
-    state = story.state
-    end = story.last_at if story.ended_at is None else story.ended_at
-    rewards = [reward for task in story.tasks for reward in task.rewards]
-    counts, aborted = story.counts, state.state.value == "aborted"
-    yield made.span(
-        "rl.batch", (), None, story.submitted_at, end,
+    state = timeline.state
+    end = timeline.last_at if timeline.ended_at is None else timeline.ended_at
+    rewards = [reward for task in timeline.tasks for reward in task.rewards]
+    counts, aborted = timeline.counts, state.state.value == "aborted"
+    yield spans.span(
+        "rl.batch", (), None, timeline.submitted_at, end,
         {
             "rl.batch.id": str(state.batch_id), "rl.batch.type": state.batch_type, "rl.batch.state": state.state.value,
-            "rl.batch.tasks": len(story.tasks),
+            "rl.batch.tasks": len(timeline.tasks),
             **{f"rl.batch.tasks.{name}": counts[name] for name in ("finished", "failed", "dropped")},
             "rl.batch.attempts.failed": state.failed_attempts,
-            "rl.tokens.response": sum(task.response_tokens for task in story.tasks),
+            "rl.tokens.response": sum(task.response_tokens for task in timeline.tasks),
             "rl.reward": sum(rewards) / len(rewards) if rewards else None,
-            "rl.weights.version": max(story.versions, default=None),
+            "rl.weights.version": max(timeline.versions, default=None),
         },
-        error=story.turns[-1][1] if aborted else None, turns=story.turns,
+        error=timeline.turns[-1][1] if aborted else None, turns=timeline.turns,
     )
-    for task in story.tasks:
-        yield from _of_task(made, str(state.batch_id), task, end)
+    for task in timeline.tasks:
+        yield from _task_spans(spans, str(state.batch_id), task, end)
 
 
-def _of_task(made: _Made, batch: str, task: TaskTimeline, end: float) -> Iterator[ReadableSpan]:
+def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, end: float) -> Iterator[ReadableSpan]:
     ended = end if task.ended_at is None else task.ended_at
     begun = task.attempts[0].dispatched_at if task.attempts else ended
     message = next((a.message for a in reversed(task.attempts) if a.message), "")
-    yield made.span(
+    yield spans.span(
         "rl.task", (task.task,), (), begun, ended,
         {
             "rl.batch.id": batch, "rl.task.index": task.task, "rl.task.state": task.state, "rl.task.runs": task.runs,
@@ -226,17 +223,20 @@ def _of_task(made: _Made, batch: str, task: TaskTimeline, end: float) -> Iterato
         },
         error=message if task.state == "failed" else None,
     )
-    again: dict[tuple[int, int], int] = {}  # the same attempt may be dispatched twice: its coordinator died in between
+    # An attempt is dispatched twice if its coordinator died in between.
+    dispatches: dict[tuple[int, int], int] = {}
     for attempt in task.attempts:
         key = attempt.run_id_base, attempt.attempt
-        again[key] = again.get(key, 0) + 1
-        yield _of_attempt(made, batch, task.task, attempt, again[key], ended)
+        dispatches[key] = dispatches.get(key, 0) + 1
+        yield _attempt_span(spans, batch, task.task, attempt, dispatches[key], ended)
 
 
-def _of_attempt(made: _Made, batch: str, task: int, attempt: Attempt, again: int, end: float) -> ReadableSpan:
+def _attempt_span(
+    spans: _SpanFactory, batch: str, task: int, attempt: Attempt, dispatch: int, end: float
+) -> ReadableSpan:
     failed = attempt.outcome not in ("finished", "dropped", "running")
-    return made.span(
-        "rl.attempt", (task, attempt.run_id_base, attempt.attempt, again), (task,), attempt.dispatched_at,
+    return spans.span(
+        "rl.attempt", (task, attempt.run_id_base, attempt.attempt, dispatch), (task,), attempt.dispatched_at,
         end if attempt.ended_at is None else attempt.ended_at,
         {
             "rl.batch.id": batch, "rl.task.index": task, "rl.attempt": attempt.attempt,
@@ -249,17 +249,16 @@ def _of_attempt(made: _Made, batch: str, task: int, attempt: Attempt, again: int
     )
 
 
-class _Made:
-    """Makes the spans of one trace."""
+class _SpanFactory:
 
-    def __init__(self, seed: str, about: Mapping[str, str]) -> None:
+    def __init__(self, seed: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import TraceFlags
 
         self._seed = seed
         self._trace = int.from_bytes(sha256(seed.encode()).digest()[:16], "big")
-        self._resource = Resource.create(dict(about))
+        self._resource = Resource.create(dict(resource))
         self._scope = InstrumentationScope("trinity_es", VERSION)
         self._flags = TraceFlags(TraceFlags.SAMPLED)
 
@@ -273,7 +272,7 @@ class _Made:
         self, name: str, key: tuple[int, ...], parent: tuple[int, ...] | None, start: float, end: float,
         attributes: Mapping[str, Any], *, error: str | None = None, turns: list[tuple[float, str]] | None = None,
     ) -> ReadableSpan:
-        """`key` names the span within its trace, and `parent` the one above it; times in unix seconds."""
+        """`key` identifies the span in its trace, `parent` its parent span. Times are unix seconds."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 

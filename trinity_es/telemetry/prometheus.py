@@ -1,9 +1,9 @@
-"""A log as Prometheus metrics: `prometheus_text(log)`, which the dashboard serves under `/metrics`.
+"""Prometheus metrics of a log: `prometheus_text(log)`, which the dashboard serves under `/metrics`.
 
-Every number comes from the read models and the head of the log, so a scrape costs the same on a log of a million
-events, and a dead run's log answers as well. Labels take values from fixed lists only, but for `host`: a run over
-several hosts has series of each, by its name, and one of the head's own as `(head)`; a run on one host has none of
-them. Counters count each batch as it was last submitted: where an id is used again they go back, as after a restart.
+Every number comes from the read models and the head of the log, so the cost of a scrape does not grow with the log, and
+the log of a dead run works too. Labels take values from fixed lists, except `host`: a run over several hosts has series
+for each host by name, and for the head's own as `(head)`; a run on one host has none of these. Counters count the last
+submission of each batch, so they decrease, as after a restart, when an id is used again.
 
 `python -m trinity_es.telemetry.prometheus` prints docs/METRICS.md.
 """
@@ -26,18 +26,16 @@ from trinity_es.projections.tables.runner_history import RunnerIncarnation
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the answer."""
 
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
-"""Of a runner's last life. `starting`: it lives, and its engine is not ready yet."""
+"""States of a runner's last life. `starting`: it lives, but its engine is not ready yet."""
 LEASE_STATES = ("taken", "held", "orphaned")
 HEAD = "(head)"
-"""What the head's own host is called: no name of a host is like that."""
+"""Label of the head's own host; no host can have this name."""
 HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
-    """What one scrape reads."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
@@ -49,13 +47,13 @@ class _Facts:
         self.totals, self.model_version = log.totals(), log.model_version()
         self.leases, self.hosts, self.lives = log.leases(), log.hosts(), log.runner_lives()
         self.last_train = trains[0] if trains else None
-        """The train batch that was finalized last."""
+        """Train batch that was finalized last."""
         self.trained_step = stepped[0].trained_step if stepped else None
         self.losses = log.losses()
         self.stalls, self.coordinators = (
             sum(1 for _ in log.rare([name])) for name in ("StallDetected", "CoordinatorStarted"))
         self.finished = log.finished_elsewhere()
-        """Tasks, by host that joined."""
+        """Number of finished tasks by joined host."""
 
     def sum_of(self, name: str) -> int:
         return sum(getattr(t, name) for t in self.totals)
@@ -64,7 +62,7 @@ class _Facts:
         return list({life.runner: life for life in self.lives}.values())
 
     def names_of_hosts(self) -> list[str]:
-        """Return each host that ever joined, after the head's own, which is ""; none where none joined."""
+        """Return "" for the head's own and each host that ever joined; [] if none joined."""
         return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
 
 
@@ -73,13 +71,12 @@ Samples = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One family of metrics."""
 
     name: str
     kind: Literal["counter", "gauge"]
     help: str
     read: Callable[[_Facts], Samples] = field(repr=False)
-    """(label values, value) of each series."""
+    """Function that yields (label values, value) of each series."""
     labels: tuple[str, ...] = ()
 
 
@@ -87,13 +84,13 @@ def _counter(name: str, help: str, column: str) -> Metric:
     return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
 
 
-def _one(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
-    """Return a metric of one series, which is left out while there is no value."""
+def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
+    """Return a metric with one series, which is left out while its value is None."""
 
     def read(facts: _Facts) -> Samples:
-        found = value(facts)
-        if found is not None:
-            yield (), float(found)
+        number = value(facts)
+        if number is not None:
+            yield (), float(number)
 
     return Metric(name=name, kind=kind, help=help, read=read)
 
@@ -105,12 +102,12 @@ def _batches(facts: _Facts) -> Samples:
             yield (batch_type, state.value), float(counts.get((batch_type, state.value), 0))
 
 
-def _counted(values: Sequence[str], found: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
-    """Return what gives a series for each of these values of a label: how often it was found."""
+def _counted(labels: Sequence[str], read_labels: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
+    """Return a reader that counts how often each of these label values occurs."""
 
     def read(facts: _Facts) -> Samples:
-        counts = Counter(found(facts))
-        return (((value,), float(counts[value])) for value in values)
+        counts = Counter(read_labels(facts))
+        return (((label,), float(counts[label])) for label in labels)
 
     return read
 
@@ -121,7 +118,7 @@ def _host_states(facts: _Facts) -> Samples:
 
 
 def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
-    """Return what gives a series for each host that ever joined, and one for the head's own; none where none did."""
+    """Return a reader with a series for the head's own host and each host that ever joined; none if none joined."""
     return lambda facts: (((host or HEAD,), value(facts, host)) for host in facts.names_of_hosts())
 
 
@@ -145,7 +142,7 @@ def _state_of(life: RunnerIncarnation) -> str:
     return "starting" if life.how == "running" and life.ready_at is None else life.how
 
 
-def _of_last(name: str) -> Callable[[_Facts], float | None]:
+def _last_train_value(name: str) -> Callable[[_Facts], float | None]:
     return lambda f: None if f.last_train is None else getattr(f.last_train, name)
 
 
@@ -158,66 +155,62 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batches,
            help="Batches by type and state."),
     _counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
-    _counter("trinity_es_tasks_finished_total", "Tasks of which every run completed.", "finished"),
-    _counter("trinity_es_tasks_failed_total", "Tasks of which a run failed for good.", "failed"),
-    _counter("trinity_es_tasks_dropped_total", "Tasks given up unfinished: their batch had enough, or was aborted.",
+    _counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
+    _counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
+    _counter("trinity_es_tasks_dropped_total", "Tasks given up unfinished: their batch had enough or was aborted.",
              "dropped"),
     Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
            read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
-           help="Attempts that failed, by kind of failure; one whose runs failed in two ways counts under both."),
-    _counter("trinity_es_experiences_total", "Experiences that completed runs brought in.", "experiences"),
-    _one("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters took out.",
-         lambda f: sum(count for (what, _), count in f.losses.items() if what == "experience")),
+           help="Failed attempts by kind of failure; an attempt whose runs failed in two ways counts under both."),
+    _counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
+    _single("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters dropped.",
+         lambda f: sum(count for (kind, _), count in f.losses.items() if kind == "experience")),
     _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
     _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
-    _one("gauge", "trinity_es_batch_reward", "Mean reward of the train batch that was finalized last.",
-         _of_last("reward")),
-    _one("gauge", "trinity_es_batch_staleness_versions", "Versions by which the weights that made the train batch "
-         "finalized last were behind, on average.", _of_last("staleness")),
-    _one("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the train batch that was "
-         "finalized last.", _duration),
-    _one("gauge", "trinity_es_trained_step", "The highest step that a trainer acknowledged.", lambda f: f.trained_step),
-    _one("gauge", "trinity_es_weights_version", "The current version of the weights; 0: none was published.",
+    _single("gauge", "trinity_es_batch_reward", "Mean reward of the last finalized train batch.",
+         _last_train_value("reward")),
+    _single("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
+         "finalized train batch were behind.", _last_train_value("staleness")),
+    _single("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the last finalized train "
+         "batch.", _duration),
+    _single("gauge", "trinity_es_trained_step", "Highest step that a trainer acknowledged.", lambda f: f.trained_step),
+    _single("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
          lambda f: f.model_version),
     Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
            read=_counted(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
            help="Runners by the state of their last life."),
-    _one("counter", "trinity_es_runner_deaths_total", "Lives of runners that did not end on purpose.",
+    _single("counter", "trinity_es_runner_deaths_total", "Lives of runners that ended unintentionally.",
          lambda f: sum(life.died for life in f.lives)),
     Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
            help="Hosts that ever joined the run, by the state of their last life."),
-    _one("counter", "trinity_es_hosts_lost_total", "Times that a host was lost.",
+    _single("counter", "trinity_es_hosts_lost_total", "Number of times that a host was lost.",
          lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
     Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
            help="Runners of a host by the state of their last life."),
     Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",), read=_by_host(_finished_on),
-           help="Tasks of which every run completed, by the host that ended them."),
+           help="Tasks whose runs all completed, by the host that ended them."),
     Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
-           help="Lives of a host's runners that did not end on purpose; not those that went with the host."),
-    _one("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
+           help="Lives of a host's runners that ended unintentionally, without those that went with the host."),
+    _single("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
          lambda f: f.coordinators),
-    _one("counter", "trinity_es_stalls_total", "Times that nothing moved in a batch for longer than usual.",
+    _single("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
          lambda f: f.stalls),
     Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
            read=_counted(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
-           help="Leases that are not released; `orphaned`: their run is over."),
-    _one("gauge", "trinity_es_leases_failing", "Leases that could not be released yet, and are tried again.",
+           help="Unreleased leases; `orphaned`: their run is over."),
+    _single("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
          lambda f: sum(bool(e.error) for e in f.leases)),
-    _one("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
+    _single("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
          lambda f: f.position),
-    _one("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
+    _single("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
          lambda f: f.last_at),
-    _one("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
+    _single("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
          lambda f: None if f.last_at is None else max(0.0, f.now - f.last_at)),
 )
-"""Everything that is told, in the order in which it is told."""
 
 
 def prometheus_text(log: Log, now: float | None = None) -> bytes:
-    """Return the log's metrics in Prometheus's text format; `now` in unix seconds, the clock's by default.
-
-    Raises LogError where the read models can't be read.
-    """
+    """Return the log's metrics in Prometheus's text format. `now`: unix seconds. Raises LogError for read models."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
@@ -246,12 +239,12 @@ _STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATE
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, labels with their values, meaning) of every metric."""
+    """Yield (name, type, labels with their values, meaning) of every metric."""
     values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
     for metric in METRICS:
-        known = values | {"state": _STATES.get(metric.name, values["state"])}
-        known |= {"host": ("its name", f"`{HEAD}`")}
-        labels = "; ".join(f"`{label}`: {', '.join(known[label])}" for label in metric.labels)
+        label_values = values | {"state": _STATES.get(metric.name, values["state"])}
+        label_values |= {"host": ("its name", f"`{HEAD}`")}
+        labels = "; ".join(f"`{label}`: {', '.join(label_values[label])}" for label in metric.labels)
         yield metric.name, metric.kind, labels, metric.help
 
 
@@ -259,9 +252,9 @@ def main() -> None:
     """Print docs/METRICS.md."""
     lines = [
         "# Metrics", "",
-        "What `/metrics` of the dashboard tells Prometheus. This page is printed by",
-        "`python -m trinity_es.telemetry.prometheus`. A metric without a value yet is left out; so are those of hosts",
-        "where none has joined.", "",
+        "Metrics that the dashboard serves under `/metrics` for Prometheus. This page is printed by",
+        "`python -m trinity_es.telemetry.prometheus`. Metrics without a value are left out, and so are those of hosts",
+        "if no host has joined.", "",
         "| metric | type | labels | meaning |", "|---|---|---|---|",
         *(f"| `{name}` | {kind} | {labels} | {meaning} |" for name, kind, labels, meaning in describe()),
     ]

@@ -1,4 +1,4 @@
-"""Which weights are the current ones, and what is in them."""
+"""The current weights, and their tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["current_weights", "read_weight"]
 
 
 def current_weights(log: Log) -> ev.WeightsPublished:
-    """Return the weights that were published last; version 0, at "", before any were."""
+    """Return the weights that were published last; version 0 at "" if there are none."""
     last = ev.WeightsPublished(version=0, path="")
     for recorded in log.read(stream="weights"):
         if isinstance(recorded.event, ev.WeightsPublished):
@@ -26,7 +26,7 @@ def current_weights(log: Log) -> ev.WeightsPublished:
 
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:
-    """Return the tensor `name` of the weights of `version`, from where they lie. Raises WeightNotFound, SyncError."""
+    """Return the tensor `name` of these weights from their folder. Raises WeightNotFound, SyncError."""
     paths = [
         recorded.event.path for recorded in log.read(stream="weights")
         if isinstance(recorded.event, ev.WeightsPublished) and recorded.event.version == version
@@ -34,11 +34,11 @@ def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray
     folders = [Path(path) for path in reversed(paths)]
     if version == 0 and not paths:
         model = config.explorer.rollout_model.model_path
-        folders = [found] if (found := model_folder(model)) is not None else []
+        folders = [base] if (base := model_folder(model)) is not None else []
     folder = next((f for f in folders if f.is_dir()), None)
     if folder is None:
-        where = ", ".join(map(str, folders)) or "the model as it was given, which is not on this machine"
-        raise SyncError(f"weights version {version} can't be read: nothing is at {where}")
+        places = ", ".join(map(str, folders)) or "the model as it was given, which is not on this machine"
+        raise SyncError(f"weights version {version} can't be read: nothing is at {places}")
     try:
         return read_tensor(folder, name)
     except (OSError, ValueError) as e:

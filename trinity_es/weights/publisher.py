@@ -1,8 +1,7 @@
-"""How a process that holds new weights brings them into the engines: `RolloutClient.sync_weights` and what it needs.
+"""Publishing of new weights to the engines, for `RolloutClient.sync_weights`.
 
-A checkpoint's folder is loaded where it lies. Tensors are first written to shared memory, so that every engine that
-comes up later finds them; then engines load that, or, with `sync_method: nccl`, get them sent while requests are
-paused, which takes less long than to load.
+Tensors are first written to shared memory, so that engines that start later find them. Engines load that folder or,
+with `sync_method: nccl`, receive the tensors while requests are paused, which is faster.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _log = logging.getLogger(__name__)
 
 
 class Call(Protocol):
-    """Sends a command to the coordinator, and waits for its answer for as long as the command may take."""
+    """Function that sends a command to the coordinator, and waits for its answer as long as the command may take."""
 
     def __call__(self, command: Command[A], timeout: float) -> A: ...
 
 
 class Publisher:
-    """Publishes weights from this process. `log` gives the run's log."""
+    """Publisher of weights from this process. `log` opens the run's log."""
 
     def __init__(self, config: Config, call: Call, log: Callable[[], Log]) -> None:
         self.config, self.call, self.log = config, call, log
@@ -64,7 +63,7 @@ class Publisher:
             raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """See RolloutClient.sync_weights."""
+        """Publish weights for `RolloutClient.sync_weights`."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
         sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
@@ -72,34 +71,32 @@ class Publisher:
         method = self.config.synchronizer.sync_method if sending else "memory"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
-            done = self._send(command, weights) if sending else self._ask(command, timeout)
+            answer = self._send(command, weights) if sending else self._ask(command, timeout)
         except BaseException:
             if current_weights(self.log()).path != str(folder):
-                shutil.rmtree(folder, ignore_errors=True)  # it was refused
+                shutil.rmtree(folder, ignore_errors=True)  # the version was refused
             raise
-        if self._everywhere(done):
-            forget_memory(self.config, keep=str(folder))  # no engine will go back to an older one
-        return dict(done)
+        if self._all_engines_loaded(answer):
+            forget_memory(self.config, keep=str(folder))  # no engine goes back to an older one
+        return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
-        """See RolloutClient.sync_adapter."""
+        """Publish an adapter for `RolloutClient.sync_adapter`."""
         model = self.config.explorer.rollout_model
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
-        found = checked_adapter(folder, max_rank=None if model.lora is None else model.lora.max_rank, shapes=shapes)
-        command = SyncAdapter(
-            adapter=name, version=version, path=str(folder), rank=found.rank, size=found.size, digest=found.digest,
-            timeout=timeout,
-        )
-        synced = self._ask(command, timeout)
+        adapter = checked_adapter(folder, max_rank=None if model.lora is None else model.lora.max_rank, shapes=shapes)
+        synced = self._ask(SyncAdapter(
+            adapter=name, version=version, path=str(folder), rank=adapter.rank, size=adapter.size,
+            digest=adapter.digest, timeout=timeout,
+        ), timeout)
         return dict(synced)
 
     def remove_adapter(self, name: str) -> None:
-        """See RolloutClient.remove_adapter."""
         self._ask(RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
-        """Say that the place of the current version was lost, and where it lies now."""
+        """Publish a new place of the current version, whose folder was lost."""
         method = "memory" if memory_dir(self.config) in Path(path).parents else "checkpoint"
         command = SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
         self._ask(command, self._timeout)
@@ -111,30 +108,30 @@ class Publisher:
             if not (folder / "config.json").is_file():
                 raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
             problem = unloadable(str(folder), *reference_shapes(model.model_path))
-            if problem:  # published, it would be the version that every engine that comes up must have
+            if problem:  # once published, every engine that starts would need it
                 raise SyncError(f"version {version} was not published: {problem}")
         in_memory = memory_dir(self.config) in folder.parents
         before = current_weights(self.log()).version
         method = "memory" if in_memory else "checkpoint"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
-        done = self._ask(command, timeout)
-        if version > before and self._everywhere(done):  # else engines may go back to what they have from memory
+        answer = self._ask(command, timeout)
+        if version > before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
             forget_memory(self.config, keep=str(folder))
-        return dict(done)
+        return dict(answer)
 
-    def _everywhere(self, done: SyncedWeights) -> bool:
+    def _all_engines_loaded(self, answer: SyncedWeights) -> bool:
         rollout = self.config.explorer.rollout_model
-        # Of servers there are as many as there are now: a sync that one of them did not take has failed.
-        return len(done["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
+        # Servers: any number may exist now, and a sync that one of them did not load has failed.
+        return len(answer["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
 
     def clean_up(self) -> None:
-        """Remove what is in memory and will not be looked for when the system, which has ended, comes back."""
+        """Remove weights from memory that the system, which has ended, will not need when it comes back."""
         with contextlib.suppress(TrinityError):
             forget_memory(self.config, keep=current_weights(self.log()).path)
 
     # --- over a group -----------------------------------------------------------------------------------------------
     def _has_group(self, state: Mapping[str, Any]) -> bool:
-        """Return True if there is a group to send over; where there is none, one is made. Without it engines load."""
+        """Return True if there is a group, making one if needed. Without a group engines load from shared memory."""
         if self.sender is None or not self._ask(CheckWeightGroup(), self._timeout):
             address = self.config.system.address
             with socket.socket() as free:
@@ -150,15 +147,15 @@ class Publisher:
     def make_group(
         self, address: str, port: int, meta: Sequence[Any] | None = None, *, device: int | None
     ) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group. `device`: this process's GPU."""
+        """Make a group for `RolloutClient.setup_weight_sync_group`. `device`: this process's GPU."""
         model = self.config.explorer.rollout_model
         if self.config.synchronizer.sync_method != "nccl":
             raise SyncError("engines are not ready to join a group: set synchronizer.sync_method to nccl")
         reference, tied = reference_shapes(model.model_path)
         if meta is not None and reference is not None:
-            told = difference({str(name): list(shape) for name, _, shape in meta}, reference, tied)
-            if told:
-                raise SyncError(f"state_dict_meta does not fit the model: {told}")
+            problem = difference({str(name): list(shape) for name, _, shape in meta}, reference, tied)
+            if problem:
+                raise SyncError(f"state_dict_meta does not fit the model: {problem}")
         self.sender = None
         workers, engines = model.tensor_parallel_size, model.engine_num
         given_up = threading.Event()
@@ -168,33 +165,30 @@ class Publisher:
             address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
         )
         try:
-            done = self._ask(command, self._timeout)  # while this process opens its end
+            answer = self._ask(command, self._timeout)  # meanwhile the thread opens this process's end
         except BaseException:
             given_up.set()
             opening.thread.join(1.0)  # so that its port is free again
             raise
         self.sender = opening.result(self._timeout)
-        return {**done, "world_size": 1 + engines * workers}
+        return {**answer, "world_size": 1 + engines * workers}
 
     def _send(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
         """Have the engines receive while this process sends."""
         sender = self.sender
         assert sender is not None
         sending = _Thread(lambda: sender.send(state))
-        self.sender = None  # until all went well: what is on its way in a group that failed is not known
-        done = self._ask(command, command.timeout)
-        if done["from_group"]:  # else an engine was replaced in this moment, and all have loaded it
+        self.sender = None  # until all went well: a failed group may still have tensors on their way
+        answer = self._ask(command, command.timeout)
+        if answer["from_group"]:  # otherwise an engine was just replaced, and all have loaded the folder
             sending.result(command.timeout)
             self.sender = sender
-        return done
+        return answer
 
 
 def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
-    """Return the GPU that the first of these tensors is on, else the one that this thread uses.
-
-    None where there is none.
-    """
-    torch = sys.modules.get("torch")  # who has tensors has torch
+    """Return the GPU of the first of these tensors, else the one that this thread uses; None without a GPU."""
+    torch = sys.modules.get("torch")  # a process with tensors has imported torch
     if torch is None or not torch.cuda.is_available():
         return None
     for value in (state or {}).values():
@@ -204,7 +198,7 @@ def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
 
 
 class _Thread:
-    """A call in a thread of its own, which may never return: then it does not keep the process from ending."""
+    """A call in a thread of its own. If it never returns, it does not keep the process from ending."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.value: Any = None

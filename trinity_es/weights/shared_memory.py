@@ -1,9 +1,8 @@
-"""Where published weights lie, and how a trainer's tensors get there: shared memory for `sync_method: memory`.
+"""Weights in shared memory (`sync_method: memory`): their folder, and how a trainer's tensors are written to it.
 
-A version in memory is a folder in Hugging Face format, `version_<n>-...`, in a folder of the run under /dev/shm, so
-engines load it as they load a checkpoint. It is written beside its name and renamed, and goes when every engine serves
-a newer one. It outlives every process, not the machine: a run that comes back after a restart of the machine needs a
-checkpoint, and its trainer makes from it, and from the experiences in the log, the weights that were lost.
+A version is a folder in Hugging Face format, `version_<n>-...`, under /dev/shm, so engines load it like a checkpoint.
+It is deleted when every engine serves a newer one. It survives every process, but not a restart of the machine: then
+the trainer remakes the lost weights from its checkpoint and the experiences in the log.
 """
 
 from __future__ import annotations
@@ -28,30 +27,27 @@ __all__ = ["forget_memory", "memory_dir", "write_memory"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 2**20
-"""Shared memory that is left for others."""
+"""Shared memory that is left for other users."""
 _BESIDE = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
-    """Return the folder of this run's weights in shared memory: one for each store and user.
-
-    Made by who writes there.
-    """
-    told = f"{os.getuid()} {config.store.url}"
-    return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    """Return the folder of this run's weights in shared memory, one per store and user. Its writer makes it."""
+    owner = f"{os.getuid()} {config.store.url}"
+    return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
 
 def write_memory(config: Config, version: int, state: Mapping[str, Any], path: Path | None = None) -> Path:
-    """Write named tensors as `version` into shared memory, all or nothing; returns the folder. Publishes nothing.
+    """Write named tensors as `version` into shared memory, all or nothing, and return the folder. Publishes nothing.
 
     `state`: name as in the model's checkpoint -> torch tensor (of any device, FSDP's too) or numpy array. `path`: the
-    folder, where it is to have this name. Raises DataError for what are no tensors, and SyncError that names the first
-    tensor that is missing, unknown, of another shape than the model's, or not finite, and when memory is short.
+    folder, if its name is already fixed. Raises DataError for values that are no tensors. Raises SyncError if memory is
+    short, or with the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
     tensors = _checked(version, state)
-    told = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
-    if told:
-        raise SyncError(f"version {version} was not published: {told}")
+    problem = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
+    if problem:
+        raise SyncError(f"version {version} was not published: {problem}")
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(f"there is no shared memory at {SHARED_MEMORY}: set synchronizer.sync_method to checkpoint")
     folder = path or memory_dir(config) / f"version_{version}-{uuid.uuid4().hex[:8]}"
@@ -82,7 +78,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
 
 
 def _make_own(folder: Path) -> None:
-    """Make this folder for this user alone. Raises SyncError where another user has it: its name can be guessed."""
+    """Make this folder for this user alone. Raises SyncError if it is another user's, since its name can be guessed."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise SyncError(
@@ -95,19 +91,19 @@ def _make_own(folder: Path) -> None:
 def forget_memory(config: Config, keep: str) -> None:
     """Remove every version in the run's shared memory but the one at `keep`."""
     folder = memory_dir(config)
-    for found in folder.glob("*version_*"):
-        if str(found) != keep:
-            shutil.rmtree(found, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is not there, or not empty
+    for version in folder.glob("*version_*"):
+        if str(version) != keep:
+            shutil.rmtree(version, ignore_errors=True)
+    with contextlib.suppress(OSError):  # missing, or not empty
         folder.rmdir()
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------
 def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors on the CPU, whole, each in memory of its own. Raises DataError, SyncError."""
+    """Return the tensors on the CPU, whole, each contiguous. Raises DataError, SyncError."""
     if not isinstance(state, Mapping) or not state:
         raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
-    torch = sys.modules.get("torch")  # who has tensors has torch
+    torch = sys.modules.get("torch")  # a process with tensors has imported torch
     out: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(name, str):
@@ -129,7 +125,7 @@ def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return the shapes of the model that is served (else those of `tensors`), and whether its head is tied."""
+    """Return the shapes of the served model (or those of `tensors`), and whether its head is tied."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 

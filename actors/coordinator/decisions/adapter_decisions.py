@@ -1,4 +1,4 @@
-"""Which LoRA adapters are to be served, and what a runner's answer to them means. Pure."""
+"""Decisions about LoRA adapters and about a runner's answer to a load of them. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "t
 def publish(
     adapters: Adapters, new: ev.AdapterPublished, most: int, models: Collection[str] = ()
 ) -> list[ev.Event]:
-    """Decide on a publication. `most`: adapters that engines have room for; `models`: the names that models have.
+    """Decide on a publication; the same files again change nothing, or their new place is recorded.
 
-    The same files again change nothing, or tell where they lie now. Raises SyncError for the name of a model, for an
-    older version, for one that was published with other files, and for one adapter too many.
+    `most` is how many adapters engines have room for; `models` are the names of models. Raises SyncError for the name
+    of a model, for an older version, for a version published with other files, and for one adapter too many.
     """
     if most == 0:
         raise SyncError(
@@ -28,8 +28,8 @@ def publish(
         )
     if new.adapter in models:
         raise SyncError(
-            f"adapter {new.adapter!r} was not published: a model is called so, and a request names one or the other: "
-            "give the adapter another name"
+            f"adapter {new.adapter!r} was not published: a model has that name. Give the adapter another one, since a "
+            "request names one or the other"
         )
     known = adapters.get(new.adapter)
     current = current_adapters(adapters)
@@ -45,14 +45,14 @@ def publish(
             raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {what}: give it a new version")
     if new.adapter not in current and len(current) >= most:
         raise SyncError(
-            f"adapter {new.adapter!r} was not published: there are {', '.join(current)} already, and engines have room "
-            f"for {most}: remove_adapter one, or raise explorer.rollout_model.lora.max_adapters, which takes a restart"
+            f"adapter {new.adapter!r} was not published: engines have room for {most}, and there are "
+            f"{', '.join(current)}. remove_adapter one, or raise explorer.rollout_model.lora.max_adapters and restart"
         )
     return [new]
 
 
 def remove(adapters: Adapters, name: str) -> list[ev.Event]:
-    """Decide to take an adapter back; one that is removed already stays so. Raises SyncError for an unknown one."""
+    """Decide to remove an adapter; a removed one stays so. Raises SyncError for an unknown one."""
     known = adapters.get(name)
     if known is None:
         there = ", ".join(current_adapters(adapters)) or "none"
@@ -61,23 +61,23 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
 
 
 def too_many(adapters: Adapters, most: int) -> str:
-    """Return why engines with room for `most` adapters can't serve these; empty: they can, or are to serve none."""
+    """Return why engines with room for `most` adapters can't serve these; empty if they can, or serve none at all."""
     current = current_adapters(adapters)
     if most == 0 or len(current) <= most:
         return ""
     return (
         f"the adapters {', '.join(current)} are to be served, and engines have room for {most}: raise "
-        "explorer.rollout_model.lora.max_adapters, which takes a restart, or remove_adapter some"
+        "explorer.rollout_model.lora.max_adapters and restart, or remove_adapter some"
     )
 
 
 def has_all(adapters: Adapters, has: Collection[str]) -> bool:
-    """Return True if an engine that has these serves some version of every adapter."""
+    """Return True if an engine with the adapters `has` serves some version of every current adapter."""
     return current_adapters(adapters).keys() <= set(has)
 
 
 def lacks(adapters: Adapters, has: Collection[str], most: int) -> str:
-    """Return why an engine that has these can't serve yet; empty: it can. `most`: adapters that it has room for."""
+    """Return why an engine with the adapters `has` and room for `most` can't serve yet; empty if it can."""
     missing = sorted(current_adapters(adapters).keys() - set(has)) if most else []
     if not missing:
         return ""
@@ -86,18 +86,18 @@ def lacks(adapters: Adapters, has: Collection[str], most: int) -> str:
 
 
 def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
-    """Return the adapters that neither this runner could load nor any other. `loaded`: those that some engine had."""
+    """Return the adapters that this runner could not load and no other engine ever `loaded`."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded)
 
 
 def load_result(
     life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded: Collection[str], *, had_all: bool
 ) -> list[ev.Event]:
-    """Return what became of an order to load. `had_all`: this life has served every adapter before.
-    `loaded`: adapters that some engine had.
+    """Record the result of a load order.
 
-    A runner that could not load a version goes on with the one it had. One that came up and has none of some adapter
-    fails: better no runner than one that refuses what others answer. An adapter that nobody ever had is not worth that.
+    `loaded` are the adapters that some engine has had; `had_all` means that this life has served every adapter before.
+    A runner that could not load a version goes on with its old one. A new runner that lacks an adapter fails, since it
+    would refuse requests that others answer; but not for an adapter that no engine ever loaded.
     """
     name, incarnation = life.name, life.incarnation
     events: list[ev.Event] = [
@@ -108,11 +108,11 @@ def load_result(
         ev.AdapterFailed(runner=name, incarnation=incarnation, adapter=adapter, version=version, error=error)
         for adapter, version, error in result.errors
     ]
-    lacks = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded)
-    errors = [error for error in result.errors if error[0] in lacks]
+    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded)
+    errors = [error for error in result.errors if error[0] in missing]
     if errors and not had_all:
         what = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
         reason = f"it could not load {what}; publish a new version (sync_adapter), or remove_adapter it"
-        if (life.state, life.reason) != (RunnerState.FAILED, reason):  # else it is said already
+        if (life.state, life.reason) != (RunnerState.FAILED, reason):  # else it is recorded already
             events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))
     return events

@@ -1,8 +1,7 @@
 """The decisions about batches: pure functions from state and command to events.
 
-No clock, no chance, no database, no actor. `BatchState` in, events out; the shell (`../handlers/`) appends them,
-folds them with `projections.batch.evolve`, and only then acts. A decision that is refused raises a TrinityError and
-changes nothing.
+The shell (`../handlers/`) appends the events, folds them with `projections.batch.evolve`, and only then acts. A refused
+decision raises a TrinityError and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ __all__ = [
     "dispatch",
     "finalize_failed",
     "finalized",
-    "loads",
     "outcome",
     "recovery",
     "reopen",
@@ -45,11 +43,10 @@ __all__ = [
 
 SLACK_PLACES = 0.25
 """Share of a runner's places by which it may be fuller than the least loaded runner and still get a task's units."""
-
 MOST_SERVERS_LOST = 10
-"""Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
+"""Attempt from which on a unit is blamed when a server of others ends while serving it."""
 MOST_HOSTS_LACK = 10
-"""Maximum number of attempts of a unit that is blamed for nothing that joined hosts lack: others may have it."""
+"""Attempt from which on a unit is blamed when a joined host lacks what it needs; other hosts may have it."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
@@ -68,9 +65,9 @@ def submit(
     detailed_stats: bool,
     submission: str,
 ) -> list[ev.Event]:
-    """Submit a batch. The same submission again changes nothing; an active id is refused.
+    """Submit a batch; the same submission again changes nothing.
 
-    Raises BatchAlreadyActive (a ValueError), DataError.
+    Raises BatchAlreadyActive (a ValueError) for an active id, DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and existing.submission == submission:
@@ -83,7 +80,7 @@ def submit(
         task = next(i for i, n in enumerate(repeat_times) if n < 1)
         raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
     if min_wait_num is not None and min_wait_num < 0:
-        raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or 0 and more")
+        raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or at least 0")
     return [
         ev.BatchSubmitted(
             batch_id=batch_id,
@@ -103,13 +100,13 @@ def submit(
 def dispatch(
     batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
-    """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
+    """Give waiting units to runners with room: the lowest batch first, its units in order, to the least loaded runner.
 
-    A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
-    one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
-    (`SLACK_PLACES`). Where few units wait, runners get few beyond their places, at the end none: the place of
-    another would be idle beside them. `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes
-    `load` of the capacities. It costs what is given out, however many runners, units in flight and waiting there are.
+    A unit that failed on a runner goes to another one if there is one. Units of one task stay with the runner that had
+    one before, whose engine has cached their prompt, while it has a place and is not much fuller than the least loaded
+    one (`SLACK_PLACES`). If few units wait, runners get few or none beyond their places, since places elsewhere would
+    stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. It changes `load` of the
+    capacities. Its cost depends only on the number of units given out.
     """
     room = runners if isinstance(runners, Room) else Room(runners)
     waiting = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
@@ -126,9 +123,9 @@ def dispatch(
                 avoid = None
             least = room.least(avoid)
             if least is None:
-                continue  # only the runner it failed on has room: wait for another, one will have
+                continue  # only the runner it failed on has room: wait for room on another one
             home = room.find(homes.get(unit.task) or batch.homes.get(unit.task, ""))
-            runner = home if home is not None and home.name != avoid and _stays(home, least) else least
+            runner = home if home is not None and home.name != avoid and _prefers_home(home, least) else least
             if unit.runs < batch.tasks[unit.task].total_runs:
                 homes[unit.task] = runner.name
             room.give(runner)
@@ -149,18 +146,18 @@ def dispatch(
     return chosen
 
 
-def _stays(home: Capacity, least: Capacity) -> bool:
-    """Return True if a unit is to go to the runner that its task's other units had."""
-    waits = home.load >= home.places and least.load < least.places  # for a place, where another has one
+def _prefers_home(home: Capacity, least: Capacity) -> bool:
+    """Return True if a unit should go to the runner that had its task's other units."""
+    waits = home.load >= home.places and least.load < least.places  # at home it would wait, elsewhere it would not
     return home.share <= least.share + SLACK_PLACES and not waits
 
 
 def outcome(
     batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, servers: bool = False
 ) -> list[ev.Event]:
-    """Take what came of a unit. What was settled before, or is not this runner's any more, changes nothing.
+    """Record the result of a unit; a unit that was settled before, or is no longer this runner's, changes nothing.
 
-    `servers`: engines are servers of others, whose failures no unit is blamed for (`_blamed`).
+    `servers` means that engines are servers of others, whose failures are not blamed on units.
     """
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
@@ -192,18 +189,18 @@ def outcome(
     for run, kind, message in result.failures:
         kinds.setdefault(kind, []).append((run, message))
     elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK
-    for cause, failed in kinds.items():
+    for cause, failures in kinds.items():
         blamed = not elsewhere and (cause != "infra" or _blamed(unit, servers))
         events.append(
             ev.AttemptFailed(
                 task=unit.task,
                 run_id_base=unit.run_id_base,
-                failed_runs=[run for run, _ in failed],
+                failed_runs=[run for run, _ in failures],
                 attempt=unit.attempt,
                 runner=runner,
                 incarnation=incarnation,
                 kind="infra" if elsewhere else cause,
-                message=shortened(failed[0][1]),
+                message=shortened(failures[0][1]),
                 retry=elsewhere or (cause in RETRIED and (not blamed or _may_fail(batch, unit))),
                 seconds=result.seconds,
                 blamed=blamed,
@@ -213,15 +210,14 @@ def outcome(
 
 
 def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
-    """Return True if this unit gets another attempt after a failure that it is blamed for."""
+    """Return True if this unit gets another attempt after a failure for which it is blamed."""
     return batch.flights[unit.task, unit.run_id_base].strikes + 1 < batch.max_attempts
 
 
 def _blamed(unit: ev.Unit, servers: bool) -> bool:
     """Return True if a unit is blamed for the end of its engine.
 
-    A server of others ends for reasons of its own, with all that it was asked: no unit is blamed, unless it was there
-    each time.
+    A server of others ends for reasons of its own, so a unit is blamed only after many such attempts.
     """
     return not servers or unit.attempt >= MOST_SERVERS_LOST
 
@@ -230,10 +226,10 @@ def runner_lost(
     batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, servers: bool = False,
     had: Iterable[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Take the loss of a runner: what it had of this batch is attempted again, and failed after its last attempt.
+    """Record the loss of a runner: its units of this batch are attempted again, or fail after their last attempt.
 
-    Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended, nor where engines
-    are `servers` of others. `had`: keys of the flights to look at, where it is known which can be its own.
+    All its units are blamed, since any of them may have ended it; but none if the whole system ended, or if engines are
+    `servers` of others. `had` are the keys of the flights that may be its own, if the caller knows them.
     """
     flights = list(batch.flights.values()) if had is None else [batch.flights[key] for key in had]
     return [
@@ -262,17 +258,17 @@ def _lost(batch: BatchState, flight: Flight, reason: str, blamed: bool) -> ev.At
 def recovery(
     batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
 ) -> list[ev.Event]:
-    """Return what becomes of a batch that a new coordinator found open: each choice is an event, with its reason.
+    """Decide on a batch that a new coordinator found open, and record each choice with its reason.
 
-    `alive`: the incarnation of each runner that lives; `version`: the current weights. A batch whose pipeline died goes
-    through it again. One that has tokens of weights more than `max_staleness` versions old is aborted: those of its
-    completed runs, and those that living runners make; what is run again will be made by the current weights. Any other
-    goes on, and units whose runner is gone are attempted again.
+    `alive` has the incarnation of each living runner, `version` is the current weights. A batch whose pipeline ended
+    goes through it again. A batch is aborted if its completed runs, or those that living runners make, have tokens of
+    weights more than `max_staleness` versions old. Any other batch goes on, and units whose runner is gone are
+    attempted again.
     """
     if batch.state is BatchLifecycleState.FINALIZING:
         reason = "it was in the pipeline when its coordinator ended; nothing of it was delivered"
         return [ev.RecoveryDecided(decision="finalize", reason=reason)]
-    if batch.state is not BatchLifecycleState.RUNNING:  # without tasks: nothing of it was lost
+    if batch.state is not BatchLifecycleState.RUNNING:  # it has no tasks, so nothing was lost
         return []
     lost = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
     kept = [f for f in batch.flights.values() if (f.runner, f.incarnation) not in lost]
@@ -287,18 +283,15 @@ def recovery(
     events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
     reason = "its process did not outlive the actor system"
     for name, incarnation in sorted(lost):
-        failed = runner_lost(batch, name, incarnation, reason, blamed=False)
+        failures = runner_lost(batch, name, incarnation, reason, blamed=False)
         units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
         why = f"{name} #{incarnation} had them: {reason}"
-        events += [ev.RecoveryDecided(decision="redo", reason=why, units=units), *failed]
+        events += [ev.RecoveryDecided(decision="redo", reason=why, units=units), *failures]
     return events
 
 
 def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """Return the batch, if it exists and is of this type.
-
-    Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
-    """
+    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError)."""
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
@@ -308,21 +301,21 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
 
 
 def wanted(batch: BatchState) -> int:
-    """Return how many settled tasks finalize needs."""
+    """Return how many tasks must be settled before finalize."""
     if batch.min_wait_num is None:
         return batch.expected_task_count
     return min(batch.min_wait_num, batch.expected_task_count)
 
 
 def _open_tasks(batch: BatchState) -> list[int]:
-    """Return tasks that are neither settled nor dropped. Tasks dropped before a failed finalize stay dropped."""
+    """Return the tasks that are neither settled nor dropped, also by a finalize that failed."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
 def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
-    """Begin to finalize a batch: what is not done is dropped. A train batch goes through the pipeline, an eval ends.
+    """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
 
-    With `return_partial` the finished runs of dropped tasks go through it too.
+    With `return_partial` the finished runs of dropped tasks go through the pipeline too.
     """
     open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
@@ -339,7 +332,7 @@ def finalized(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Finalize a batch with what the pipeline made of it."""
+    """Finalize a batch with the result of its pipeline."""
     return [
         ev.BatchFinalized(
             result=batch_result(batch, metrics),
@@ -354,12 +347,12 @@ def finalized(
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """Record that the pipeline failed: the batch is RUNNING again, with all it has."""
+    """Record that the pipeline failed; the batch is RUNNING again, with all it has."""
     return [ev.FinalizeFailed(error=shortened(error))]
 
 
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
-    """Give a batch up. Unknown and ended ids change nothing. The result tells what was done of it."""
+    """Abort a batch, with the result so far; an unknown or ended batch changes nothing."""
     if batch is None or batch.state.ended:
         return []
     open_tasks = _open_tasks(batch)
@@ -376,17 +369,17 @@ def reopen(
     batch: BatchState | None, batch_id: BatchId, tasks: Sequence[int], *, reason: str, request: str,
     runs_per_unit: int | None,
 ) -> list[ev.Event]:
-    """Let tasks of an open batch run again that have ended: all runs of each, as often as any other may be tried.
+    """Let ended tasks of an open batch run again: all runs, with as many attempts as any other task.
 
-    A batch that has ended stays as it is: its result was given out, and is settled. The same request again changes
-    nothing. Raises BatchNotFound, DataError.
+    A batch that has ended stays as it is, since its result was given out. The same request again changes nothing.
+    Raises BatchNotFound, DataError.
     """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered")
     if batch.state.ended:
         raise DataError(
             f"batch {batch_id!r} is {batch.state}: its result was given out and stands; submit the tasks again, under "
-            "another id or, to begin it anew, this one"
+            "this id or another"
         )
     if batch.state is BatchLifecycleState.FINALIZING:
         raise DataError(f"batch {batch_id!r} is in the pipeline: wait until its finalize has an answer")
@@ -401,7 +394,7 @@ def reopen(
         if number in batch.taken:
             raise DataError(f"the results of task {number} of batch {batch_id!r} were taken: schedule it again")
         if number not in batch.statuses and number not in batch.dropped:
-            raise DataError(f"task {number} of batch {batch_id!r} has not ended: it is run anyway")
+            raise DataError(f"task {number} of batch {batch_id!r} has not ended: it will run anyway")
         step = min(runs_per_unit or task.total_runs, task.total_runs)
         units = [
             ev.Unit(task=number, run_id_base=base, runs=min(step, task.total_runs - base), attempt=task.attempts + 1)
@@ -419,14 +412,3 @@ def reopen(
             )
         )
     return events
-
-
-def loads(batches: Iterable[BatchState]) -> Mapping[tuple[str, int], int]:
-    """Return units in flight by runner and incarnation."""
-    count: dict[tuple[str, int], int] = {}
-    for batch in batches:
-        for flight in batch.flights.values():
-            key = (flight.runner, flight.incarnation)
-            count[key] = count.get(key, 0) + 1
-    return count
-

@@ -1,4 +1,4 @@
-"""Whether a host is taken in, and what its loss means. Pure: the hosts as they were folded, what came in -> events."""
+"""Decisions about hosts that join, leave or are lost. Pure: folded hosts and a message in, events out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Hello", "Refusal", "drained", "folder_of", "hello", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a host says of itself, and where it says it from."""
+    """Request of a host to join."""
 
     name: str
     life: str
@@ -28,41 +28,41 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a host is not taken in. `for_good`: this life of it never will be."""
+    """Reason why a host can't join; `for_good` means that this life of it never can."""
 
     reason: str
     for_good: bool
 
 
-def hello(hosts: Hosts, said: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
-    """Decide on a host that wants to take part; no events for one that comes back after its connection broke.
+def hello(hosts: Hosts, offer: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
+    """Decide on a host that wants to join; a host that comes back after its connection broke causes no events.
 
-    `build`: this software's. `connected`: a host of this name is connected now.
+    `build` is this software's version; `connected` means that a host of this name is connected now.
     """
-    if said.build != build:
-        return Refusal(f"it runs trinity-es {said.build}, the head runs {build}: install the same on both", True)
-    known = hosts.get(said.name)
-    if known is not None and known.life == said.life:
+    if offer.build != build:
+        return Refusal(f"it runs trinity-es {offer.build}, the head runs {build}: install the same on both", True)
+    known = hosts.get(offer.name)
+    if known is not None and known.life == offer.life:
         if known.there:
             return []
-        return Refusal(f"its epoch {known.epoch} is over ({known.reason}): it starts anew", True)
+        return Refusal(f"its epoch {known.epoch} is over ({known.reason}): it starts again", True)
     if known is not None and known.there and connected:
         return Refusal(
-            f"a host named {said.name} is here already (pid {known.pid}, from {known.address}): choose another --name, "
+            f"a host named {offer.name} is here already (pid {known.pid}, from {known.address}): choose another --name "
             "or end that one", False,
         )
     events: list[ev.Event] = []
     if known is not None and known.there:
-        events += lost(hosts, said.name, "it was started anew")
+        events += lost(hosts, offer.name, "it was started anew")
     joined = ev.HostJoined(
-        host=said.name, epoch=1 if known is None else known.epoch + 1, life=said.life, address=said.address,
-        pid=said.pid, places=dict(said.places),
+        host=offer.name, epoch=1 if known is None else known.epoch + 1, life=offer.life, address=offer.address,
+        pid=offer.pid, places=dict(offer.places),
     )
     return [*events, joined]
 
 
 def lost(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
-    """Return what is news in the loss of a host: nothing where it was gone before."""
+    """Record the loss of a host; nothing if it was gone before."""
     known = hosts.get(name)
     if known is None or not known.there:
         return []
@@ -70,7 +70,7 @@ def lost(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
 
 
 def drained(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
-    """Return what is news where a host is to leave."""
+    """Record that a host has to leave; nothing if it leaves or is gone already."""
     known = hosts.get(name)
     if known is None or known.state != "joined":
         return []
@@ -78,16 +78,16 @@ def drained(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
 
 
 def folder_of(
-    asked: Mapping[str, Any], build: str, *, own_build: str, weights: Weights, adapters: Adapters,
+    wanted: Mapping[str, Any], build: str, *, own_build: str, weights: Weights, adapters: Adapters,
     models: Mapping[str, str],
 ) -> str | Refusal:
-    """Return which of the head's folders a host gets that asks for one, by what it holds: it never names a path.
+    """Return the head's folder for a host's request, which names its content and never a path.
 
-    `models`: where each model lies that the config names by a path.
+    `models` has the path of each model that the config names by a path.
     """
     if build != own_build:
         return Refusal(f"it runs trinity-es {build}, the head runs {own_build}: install the same on both", True)
-    kind, name, version = asked.get("kind"), asked.get("name"), asked.get("version")
+    kind, name, version = wanted.get("kind"), wanted.get("name"), wanted.get("version")
     match kind:
         case "weights" if weights.path and version == weights.version:
             return weights.path

@@ -1,7 +1,7 @@
-"""The decisions about leases: what a run tells, what its end makes of them, what is released when, and what came of it.
+"""Decisions about leases: changes that runs report, ends of attempts, releases and their results.
 
-Pure: leases and batches as they were folded, and the time -> events. A lease lives no longer than the attempt that took
-it; who released it, or has to, is in the log before anything is done about it.
+Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it. Who
+released it, or has to, is recorded before anything is done about it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from trinity_es.projections.runner import RunnerLife, RunnerState
 __all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "left", "orphans", "over", "released"]
 
 GRACE_SECONDS = 30.0
-"""How long runners have, once they know the coordinator, to tell of renewals that nobody took, before expiries count.
-It is some times longer than they wait until they send a group again."""
+"""Time for runners, once they know the coordinator, to report renewals again before expiries count; it is several times
+the time after which they send a group again."""
 SPLIT = 8
-"""Into how many processes leases are divided that one process said nothing of: any of them may have ended it."""
+"""Number of processes among which leases are divided after a process said nothing of them: any may have ended it."""
 
 
 def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange | ev.LeaseTaken) -> str:
-    """Return why the attempt of a lease is over; empty while it plays.
-
-    `batch`: the open one of its id, if any; `life`: of its runner.
-    """
+    """Return why the attempt of a lease is over; empty while it runs. `batch` is the open one of its id, if any."""
     unit = change.unit
     if life is None or life.state.gone or life.state is RunnerState.RETIRED:
         return "its runner is gone"
@@ -45,9 +42,9 @@ def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange 
 def changed(
     lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float
 ) -> list[ev.Event]:
-    """Take what a run tells of a lease (None: none of its key is open). What comes twice, or late, changes nothing.
+    """Record a change that a run reports of a lease (None: no such lease is open); a repeated or late one does nothing.
 
-    `ended`: why its attempt is over (`over`); `now`: unix seconds. Raises WorkflowError for one that may not be taken.
+    `ended` is the reason from `over`; `now` is unix seconds. Raises WorkflowError for a lease that may not be taken.
     """
     key = change.lease
     match change.what:
@@ -74,10 +71,10 @@ def orphans(
     leases: Iterable[OpenLease], batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, known_since: float,
 ) -> list[ev.Event]:
-    """Return which of these leases nobody will release: their attempt is over, or they were not renewed in time.
+    """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
 
-    `batches`: the open ones, by id. `known_since`: when runners were told of this coordinator, unix seconds; infinite
-    where they were not yet. What they renewed before, they tell after that.
+    `batches` are the open ones. `known_since` is when runners heard of this coordinator, unix seconds, infinite before
+    that: they report earlier renewals after it.
     """
     events: list[ev.Event] = []
     for lease in leases:
@@ -95,10 +92,10 @@ def orphans(
 def due(
     leases: Iterable[OpenLease], at: Mapping[str, float], most: Mapping[str, int], busy: Container[str], now: float
 ) -> dict[str, list[OpenLease]]:
-    """Return the orphaned leases that one process each is to release now, by provider; none of a provider in `busy`.
+    """Return the orphaned leases to release now, in one process per provider that is not `busy`.
 
-    `at`: when each is due, unix seconds: they take turns, the longest due first. `most`: how many leases its process
-    may have, of those that a process said nothing of.
+    `at` is when each is due, unix seconds; the longest due go first. `most` limits how many leases a lease's process
+    may have, after a process said nothing of it.
     """
     groups: dict[str, list[OpenLease]] = {}
     room: dict[str, float] = {}
@@ -112,24 +109,23 @@ def due(
 
 
 def left(leases: Iterable[OpenLease]) -> list[ev.Event]:
-    """Leave these leases to their owners: runs of the store that this one is a copy of, which may still play."""
+    """Leave these leases to their owners: this store is a copy, and runs of its original may still hold them."""
     return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
-def released(lease: OpenLease | None, given: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:
-    """Take what came of a try at releasing an orphaned lease; `tries`: of those that failed, with this one.
+def released(lease: OpenLease | None, before: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:
+    """Record the result of a try to release an orphaned lease; `tries` counts the failed ones, with this one.
 
-    `given`: the lease as it was when the try began, at `begun` (unix seconds): what it was not given, it can't have
-    released. Nothing is recorded where it has to be tried again and there is no news: a failure that is known, whose
-    number of tries is no power of two; or a success that proves nothing, for a creation that nobody had heard the end
-    of when the try began may still have come through.
+    `before` is the lease as the try got it at `begun` (unix seconds). Nothing is recorded of a known failure, unless
+    its number of tries is a power of two; nor of a success without a handle while the creation may still come through,
+    since that proves nothing.
     """
     if lease is None:
-        return []  # its owner was faster
+        return []  # its owner released it first
     key = lease.taken.lease
     if error:
         news = error != lease.error or tries & (tries - 1) == 0
         return [ev.LeaseReleaseFailed(lease=key, error=error, tries=tries)] if news else []
-    if not given.held and begun < given.made_by:
+    if not before.held and begun < before.made_by:
         return []
     return [ev.LeaseReleased(lease=key, by="coordinator")]

@@ -10,22 +10,20 @@ __all__ = ["EngineStatus", "next_to_load"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A ready runner, as far as it matters here."""
+    """Ready runner in a rolling update."""
 
     name: str
     current: bool
-    """It has the version that all are to have."""
+    """Whether it has the version that all should have."""
     loading: bool
     failed: bool = False
-    """It could not load that version; it is tried again when it announces itself."""
+    """Whether it could not load that version; it tries again when it announces itself."""
 
 
 def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool = True) -> list[str]:
-    """Return the runners to take out now, so that `keep` go on serving.
+    """Return the runners to take out now so that `keep` go on serving; if there are no more, they load one by one.
 
-    Where there are no more than that, they load one after the other.
-
-    While not `all_known`, others may be loading: then only what `keep` of the known ones can do without.
+    While not `all_known`, others may be loading, so `keep` of the known runners have to stay.
 
     >>> a, b, c = (EngineStatus(name, False, False) for name in "abc")
     >>> next_to_load([a, b, c], keep=1)
@@ -36,6 +34,6 @@ def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool 
     loading = sum(r.loading for r in runners)
     room = len(runners) - loading - keep
     if room <= 0 and not loading and all_known:
-        room = 1  # else nothing would ever be loaded: those that can't be spared are spared for that long
+        room = 1  # else no runner would ever load
     waiting = [r.name for r in runners if not (r.current or r.loading or r.failed)]
     return waiting[: max(0, room)]

@@ -1,4 +1,4 @@
-"""What a runner's word, and the end of its process, mean. Pure: a life as it was folded, what came in -> events."""
+"""Decisions about a runner's reports and the end of its process. Pure: a folded life and a message in, events out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["ended", "is_late", "reported"]
 
 
 def is_late(known: RunnerLife | None, report: RunnerStatus) -> bool:
-    """Return True if a later life has spoken, or this one's end is known: these were its last words."""
+    """Return True if a later life has reported, or this one's end is recorded."""
     if known is None or known.incarnation < report.incarnation:
         return False
     return known.incarnation > report.incarnation or known.state.gone
 
 
 def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
-    """Return what is news in a report that is not late. `known`: the life, where this coordinator heard of it before.
-    `lacks`: why a life stays failed though its engine is ready.
+    """Record what is new in a report that is not late; `lacks` is why a ready engine's life stays failed.
 
-    A coordinator that takes over knows of none, so it records anew how each runner is.
+    `known` is the life if this coordinator has heard of it. After a takeover it is None, and every state is recorded
+    again.
     """
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
@@ -57,10 +57,10 @@ def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") ->
 
 
 def ended(known: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
-    """Return what is news in the end of a process: nothing where a later life has begun.
+    """Record what is new in the end of a process; nothing if a later life has begun.
 
-    `known`: the life that speaks to this coordinator, else the newest in the log. The guardian says an end again to
-    each coordinator that comes up.
+    `known` is the life that this coordinator has heard of, else the newest in the log. The guardian repeats an end to
+    each new coordinator.
     """
     name, incarnation = death.name, death.incarnation
     this = known is not None and known.incarnation == incarnation
@@ -70,7 +70,7 @@ def ended(known: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
     if state is RunnerState.QUARANTINED and not death.asked:
         return []
     events: list[ev.Event] = []
-    if state is not RunnerState.LOST:  # one in quarantine whose end was asked for comes back
+    if state is not RunnerState.LOST:  # a quarantined runner whose end was asked for comes back
         events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=death.reason))
     if death.quarantined:
         quarantined = ev.RunnerQuarantined(

@@ -1,7 +1,7 @@
-"""The decisions about scheduled batches, those of type `collect`: pure, as in `batches.py`.
+"""Decisions about scheduled batches, those of type `collect`. Pure, as in `batch_decisions.py`.
 
-Such a batch has no end that somebody declares: tasks may join while it is open, results are taken task by task, and it
-is over when everything was taken or dropped. Then its id may be scheduled again.
+Nobody finalizes such a batch: tasks may join while it is open, results are taken task by task, and it ends when all
+were taken or dropped. Then its id may be scheduled again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def schedule(
     runs_per_unit: int | None,
     request: str,
 ) -> list[ev.Event]:
-    """Take tasks in: they begin a batch, or join the one that is open.
+    """Begin a batch with these tasks, or add them to the open one; the same request again changes nothing.
 
-    The same request again changes nothing. `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the
-    id of a batch that was submitted to be finalized, DataError.
+    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
+    finalized, DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):
@@ -77,10 +77,7 @@ def schedule(
 
 
 def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
-    """Return the batch, if it is a scheduled one that is open; None where there is nothing to take or to wait for.
-
-    Raises BatchTypeMismatch for one that was submitted to be finalized.
-    """
+    """Return the batch if it is scheduled and open, else None. Raises BatchTypeMismatch for a submitted batch."""
     if batch is None or batch.state.ended:
         return None
     if batch.batch_type != "collect":
@@ -91,7 +88,7 @@ def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState
 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
-    """Give up what is not settled; with `return_partial` the runs that it finished are kept."""
+    """Drop the tasks that are not settled; with `return_partial` their finished runs are kept."""
     rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
     if not rest:
         return []
@@ -100,14 +97,14 @@ def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[e
 
 
 def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
-    """Record that a client has the results of these tasks, but for those that another was faster with."""
+    """Record that a client has the results of these tasks, except those that another client took first."""
     free = set(batch.ready_tasks())
     mine = [task for task in tasks if task in free]
     return [ev.ResultsTaken(tasks=mine, request=request)] if mine else []
 
 
 def over(batch: BatchState) -> list[ev.Event]:
-    """Return the end of a batch of which everything was taken or dropped; nothing before that."""
+    """Record the end of a batch if everything was taken or dropped."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
@@ -118,10 +115,9 @@ def over(batch: BatchState) -> list[ev.Event]:
 
 
 def pause(batch: BatchState, reason: str) -> list[ev.Event]:
-    """Pause a batch whose scheduler stops: units that wait go on waiting."""
+    """Pause a batch whose scheduler stops; its waiting units go on waiting."""
     return [] if batch.paused else [ev.BatchPaused(reason=reason)]
 
 
 def resume(batch: BatchState) -> list[ev.Event]:
-    """Let a paused batch go on: a scheduler wants it again."""
     return [ev.BatchResumed()] if batch.paused else []

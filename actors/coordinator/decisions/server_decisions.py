@@ -1,7 +1,7 @@
-"""Which servers of others are engines: what a list, and a person, change. Pure: servers as they were folded -> events.
+"""Decisions about which servers of others are engines, by a list or `trinity-es scale`. Pure: servers in, events out.
 
-A list says which servers there are; `trinity-es scale` goes before it. A server that somebody added stays although no
-list has it; one that somebody took away stays away until it has left the list and come back, or is added again.
+`scale` wins over the list: a server added by `scale` stays although no list has it. A server removed by `scale` stays
+removed until it has left the list and come back, or is added again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["has_retired", "is_drained", "listed", "scaled"]
 
 
 def listed(servers: Mapping[str, Server], urls: Iterable[str], before: Iterable[str] | None) -> list[ev.Event]:
-    """Return what a new look at the list changes. `before`: the last look at it; None: this is the first.
+    """Record what a new reading of the list changes; `before` is the previous reading, None for the first.
 
-    An empty list changes nothing: a file that is just written anew is empty too.
+    An empty list changes nothing, since a file is also empty while it is being rewritten.
     """
     now = list(dict.fromkeys(urls))
     if not now:
@@ -39,9 +39,9 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], before: Iterable[
 
 
 def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
-    """Return what a person's word changes. One that is there already is added, one that is gone removed, for good.
+    """Record what `trinity-es scale` changes, also for servers that the list has added or removed already.
 
-    Raises DataError for a server that never was one, and for one that is to come and to go.
+    Raises DataError for a server that never was one, and for one that is both added and removed.
     """
     coming, going = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
     if both := sorted(set(coming) & set(going)):
@@ -70,13 +70,13 @@ def _added(servers: Mapping[str, Server], url: str, runners: set[str], by: str) 
 
 
 def is_drained(units: int, waited: float, timeout: float, *, asked: bool = False) -> bool:
-    """Return True if a runner whose server was taken away has nothing more to do, or had its time for it.
+    """Return True if a runner whose server was removed has no units left, or its time is over.
 
-    `asked`: it may have requests that nobody counts.
+    `asked` means that it may have requests that nothing counts.
     """
     return (units == 0 and not asked) or waited >= timeout
 
 
 def has_retired(life: RunnerLife | None) -> bool:
-    """Return True if nothing of a runner is left whose server was taken away."""
+    """Return True if nothing is left of a runner whose server was removed."""
     return life is None or life.state is RunnerState.RETIRED or life.state.gone

@@ -1,4 +1,4 @@
-"""Which weights are to be served, and what a runner's answer to them means. Pure."""
+"""Decisions about weights and about a runner's answer to a load of them. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ __all__ = ["load_result", "publish"]
 
 
 def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bool = False) -> list[ev.Event]:
-    """Decide on a publication. `serving`: ready runners that serve the new version already.
+    """Decide on a publication; `serving` are the ready runners that serve the new version already.
 
-    A version that no runner could load may be published again from another place. One that was published from memory
-    may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads them again.
-    `again`: its place was lost and has been written anew. Raises SyncError for an older version, and for one that is
-    served from another place.
+    A version that no runner could load may be published again from another place. A version in memory may be published
+    again as a checkpoint: the same weights are on a disk now, so no runner loads them again. `again` means that its
+    place was lost and written again. Raises SyncError for an older version, and for one served from another place.
     """
     if new.version < current.version:
         raise SyncError(f"weights version {new.version} is older than the current one, {current.version}")
@@ -34,10 +33,10 @@ def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bo
 
 
 def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, place_gone: bool) -> list[ev.Event]:
-    """Return what became of a load. `place_gone`: there is nothing where the current weights were published.
+    """Record the result of a load; `place_gone` means that the current weights are no longer where they were published.
 
-    A runner that could not load goes on with what it had, if that was current once. One that came up with older weights
-    fails: better no runner than wrong weights. It tries again every few seconds: what it says again is no news.
+    A runner that could not load goes on with its old weights if they were current once. A new one with older weights
+    fails, since no runner is better than wrong weights; it retries every few seconds, which is not recorded again.
     """
     name, incarnation = life.name, life.incarnation
     if result.error is None:

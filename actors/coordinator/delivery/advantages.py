@@ -1,12 +1,12 @@
-"""Advantages that are computed from the experiences of a batch: operators that set `advantages` and `returns`.
+"""Operators that compute `advantages` and `returns` from the experiences of a batch.
 
 Both become float32 [response] of each experience: its score where `action_mask` is true, 0 elsewhere. Experiences come
-out task by task, in the order in which the tasks came. Names, formulas and arguments are those that Trinity-RFT's users
-know. It computes in float32, and so do these, rounding each operation once (sums and standard deviations are rounded
-when they are complete, so their order changes nothing). `grpo` alone computes in float64 and rounds the score.
+out task by task, in the order of the tasks. Names, formulas and arguments are Trinity-RFT's, and so is float32: each
+operation is rounded once (sums and standard deviations when complete, so their order changes nothing). Only `grpo`
+computes in float64 and rounds the score.
 
-Where Trinity-RFT draws at random, the draws here are made from the ids of the experiences: a pipeline that runs again
-after a failure gives the same.
+Random draws are seeded with the experiences' ids, so a pipeline that runs again after a failure gives the same result.
+`process` raises DataError, which names the experience, if a reward or an action mask that it needs is missing.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ class GroupAdvantage:
     """`grpo`, also `group_advantage`: how much better a run was than the other runs of its task.
 
     advantage = (reward - mean) / (std + epsilon), over the experiences of a task (`eid.tid`), with the sample standard
-    deviation (n - 1); of a task with one experience the mean is 0 and the std 1. Source: DeepSeekMath
-    (arXiv:2402.03300), eq. 3 and below, as Trinity-RFT's `grpo` advantage function has it; it computes in float32, we
-    in float64 and round once.
+    deviation (n - 1). A task with one experience has mean 0 and std 1. Source: DeepSeekMath (arXiv:2402.03300), eq. 3
+    and below, as Trinity-RFT's `grpo` advantage function has it; it computes in float32, this in float64, rounded once.
 
     - `std_cal_level="batch"` takes the std over all experiences (arXiv:2508.08221).
-    - With `std_threshold` tasks whose own std is not above it, and tasks with one experience, are dropped.
-    - With `duplicate_experiences` as well, each dropped task is replaced by a copy of another (Polaris,
+    - `std_threshold` drops tasks whose own std is not above it, and tasks with one experience.
+    - `duplicate_experiences` with it replaces each dropped task by a copy of another (Polaris,
       hkunlp.github.io/blog/2025/Polaris), whose `eid.suffix` ends in `-copy<n>`.
     - `rank_penalty` (arXiv:2506.02355): for mean and std each reward counts as reward * (1 - rank / n * rank_penalty),
       where rank is 0 for the run with the least mean logprob. Needs logprobs.
@@ -77,7 +76,6 @@ class GroupAdvantage:
         self.std_cal_level = std_cal_level
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         batch_std = mean_and_std([reward_of(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
         kept: list[list[Experience]] = []
         per_group: list[dict[str, float]] = []
@@ -85,7 +83,7 @@ class GroupAdvantage:
         for members in groups.values():
             rewards = [reward_of(e) for e in members]
             penal = self.rank_penalty is not None and len(members) > 1
-            mean, std = mean_and_std(self._ranked(members) if penal else rewards)
+            mean, std = mean_and_std(self._penalized_rewards(members) if penal else rewards)
             per_group.append({"reward_mean": mean, "reward_std": std})
             if self.std_threshold is not None and (len(members) == 1 or std <= self.std_threshold):
                 continue
@@ -99,8 +97,8 @@ class GroupAdvantage:
             kept += _copies(kept, len(groups) - len(kept))
         return [e for members in kept for e in members], metrics
 
-    def _ranked(self, members: list[Experience]) -> list[float]:
-        """Return the rewards of a task as they count with `rank_penalty`; float32, as there."""
+    def _penalized_rewards(self, members: list[Experience]) -> list[float]:
+        """Return a task's rewards after `rank_penalty`, computed in float32 as in Trinity-RFT."""
         means = []
         for e in members:
             if e.logprobs is None or not len(e.logprobs):
@@ -118,7 +116,6 @@ class ReinforceAdvantage:
     needs = ("reward", "action_mask")
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
@@ -129,10 +126,10 @@ class ReinforceAdvantage:
 
 
 class OPMDAdvantage:
-    """`opmd`: reward - baseline, over the experiences of a task; of a task with one experience the baseline is 0.
+    """`opmd`: reward - baseline, over the experiences of a task; the baseline of a task with one experience is 0.
 
     The baseline is the mean reward (`opmd_baseline="mean"`), or tau * (logsumexp(rewards / tau) - log n)
-    ("logavgexp"): Kimi k1.5 (arXiv:2501.12599), section 2.3.2, as Trinity-RFT's `opmd` has it. Metrics:
+    ("logavgexp"): Kimi k1.5 (arXiv:2501.12599), section 2.3.2, as in Trinity-RFT's `opmd`. Metrics:
     `group_advantages/group_baseline|reward_mean/mean|max|min` over tasks.
     """
 
@@ -146,19 +143,17 @@ class OPMDAdvantage:
         self.opmd_baseline, self.tau = opmd_baseline, tau
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = _rewards(members)
             mean = _mean(rewards)
-            baseline = F32(0) if len(members) == 1 else mean if self.opmd_baseline == "mean" else self._soft(rewards)
+            baseline = F32(0) if len(members) == 1 else mean if self.opmd_baseline == "mean" else self._logavg(rewards)
             per_group.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
             _score_all("opmd", members, [r - baseline for r in rewards])
         return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
 
-    def _soft(self, rewards: list[np.float32]) -> np.float32:
-        """tau * log of the mean of exp(reward / tau)."""
+    def _logavg(self, rewards: list[np.float32]) -> np.float32:
         tau = F32(self.tau)
         scaled = [r / tau for r in rewards]
         most = max(scaled)
@@ -167,10 +162,10 @@ class OPMDAdvantage:
 
 
 class AsymREAdvantage:
-    """`asymre`: reward - (mean + baseline_shift), over the experiences of a task; of one experience the baseline is 0.
+    """`asymre`: reward - (mean + baseline_shift) over a task's experiences; with one experience the baseline is 0.
 
-    Source: AsymRE (arXiv:2506.20520), as Trinity-RFT's `asymre` has it. Metrics: `group_advantages/group_baseline`,
-    and `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
+    Source: AsymRE (arXiv:2506.20520), as in Trinity-RFT's `asymre`. Metrics: `group_advantages/group_baseline`, and
+    `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
     """
 
     needs = ("reward", "action_mask")
@@ -179,24 +174,24 @@ class AsymREAdvantage:
         self.baseline_shift = baseline_shift
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = _rewards(members)
             baseline = F32(0) if len(members) == 1 else _mean(rewards) + F32(self.baseline_shift)
-            told = {"group_baseline": float(baseline), "reward_mean": float(baseline) - self.baseline_shift}
-            per_group.append(told)
+            per_group.append({
+                "group_baseline": float(baseline), "reward_mean": float(baseline) - self.baseline_shift,
+            })
             _score_all("asymre", members, [r - baseline for r in rewards])
         return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
 
 
 class RECAdvantage:
-    """`rec`: reward - mean, over the experiences of a task, with `std_normalize` over (population std + epsilon).
+    """`rec`: reward - mean over a task's experiences; with `std_normalize` divided by (population std + epsilon).
 
-    `drop="balance"`: where more rewards of a task are below its mean than not, so many of those below get advantage 0
-    that both are as many, and mean and std are those of the others. Which ones is drawn from the task's id. A task of
-    which one experience counts has mean 0 and std 1. Source: REC (arXiv:2509.24203), as Trinity-RFT's `rec` has it.
+    `drop="balance"`: if more rewards of a task are below its mean than not, enough of those below are drawn (from the
+    task's id) to make both numbers equal; the drawn get advantage 0 and count for neither mean nor std. A task with one
+    counted experience has mean 0 and std 1. Source: REC (arXiv:2509.24203), as in Trinity-RFT's `rec`.
     Metrics: `group_advantages/drop_balance` (share of a task's experiences that do not count), `reward_mean`,
     `reward_std`, each `/mean|max|min` over tasks.
     """
@@ -212,12 +207,11 @@ class RECAdvantage:
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for tid, members in groups.items():
             rewards = _rewards(members)
-            out = self._left_out(tid, rewards)
+            out = self._uncounted(tid, rewards)
             counted = [r for i, r in enumerate(rewards) if i not in out]
             mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, 0))
             scale = std + F32(self.epsilon) if self.std_normalize else F32(1)
@@ -227,8 +221,7 @@ class RECAdvantage:
             })
         return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
 
-    def _left_out(self, tid: str, rewards: list[np.float32]) -> set[int]:
-        """Return which experiences of a task do not count."""
+    def _uncounted(self, tid: str, rewards: list[np.float32]) -> set[int]:
         if self.drop is None:
             return set()
         mean = _mean(rewards) if len(rewards) > 1 else F32(0)
@@ -240,10 +233,10 @@ class RECAdvantage:
 class StepWiseAdvantage:
     """`step_wise_grpo`: the advantage of a run's last step, for each of its steps.
 
-    It is computed from the last steps' rewards as `grpo` does over runs; a run's last step is the last of its
-    experiences. `enable_step_norm` divides it by the number of steps. `std_cal_level="batch"` takes the std over the
-    last steps of all runs. With `std_threshold` tasks whose std is not above it, and tasks with one run, are dropped.
-    Source: rLLM (github.com/rllm-org/rllm), as Trinity-RFT's `step_wise_grpo` has it. Metrics:
+    It is computed from the last steps' rewards as `grpo` does over runs; a run's last step is its last experience.
+    `enable_step_norm` divides it by the number of steps. `std_cal_level="batch"` takes the std over the last steps of
+    all runs. `std_threshold` drops tasks whose std is not above it, and tasks with one run.
+    Source: rLLM (github.com/rllm-org/rllm), as in Trinity-RFT's `step_wise_grpo`. Metrics:
     `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`, `skipped_group_ratio`.
     """
 
@@ -262,7 +255,6 @@ class StepWiseAdvantage:
         self.std_cal_level, self.std_threshold = std_cal_level, std_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for a last step without a reward, or an experience without an action mask."""
         if not experiences:
             return [], {}
         tasks = [group_by(members, "run") for members in group_by(experiences, "task").values()]
@@ -294,10 +286,10 @@ class StepWiseAdvantage:
 
 # --- sums -----------------------------------------------------------------------------------------------------------
 def reward_of(experience: Experience) -> float:
-    """Return its reward. Raises DataError, naming it, where it has none."""
+    """Return its reward. Raises DataError, which names the experience, if it has none."""
     if experience.reward is None:
         raise DataError(f"experience {experience.eid} has no reward: have its workflow set one, name a reward_fn in "
-                        "its taskset, or set buffer.pipeline.operators to those that need none")
+                        "its taskset, or choose buffer.pipeline.operators that need none")
     return experience.reward
 
 
@@ -306,15 +298,15 @@ def mean_and_std(rewards: list[float]) -> tuple[float, float]:
     n = len(rewards)
     if n < 2:
         return 0.0, 1.0
-    if min(rewards) == max(rewards):  # rounding must not make a difference that epsilon would blow up
+    if min(rewards) == max(rewards):  # else epsilon would amplify a difference that is rounding alone
         return rewards[0], 0.0
-    # fsum is correctly rounded: the order of the runs changes nothing.
+    # fsum is correctly rounded, so the order of the runs changes nothing.
     mean = math.fsum(rewards) / n
     return mean, math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / (n - 1))
 
 
 def _rewards(members: Sequence[Experience]) -> list[np.float32]:
-    with np.errstate(over="ignore"):  # a reward beyond float32 is found where the pipeline checks what came out
+    with np.errstate(over="ignore"):  # the pipeline's check finds rewards that overflow float32
         return [F32(reward_of(e)) for e in members]
 
 
@@ -346,7 +338,7 @@ def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
 
 
 def _copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
-    """Return `count` copies of these tasks, drawn from their ids."""
+    """Return `count` copies of tasks, drawn with their ids as the seed."""
     if not groups:
         return []
     chosen = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)
@@ -354,9 +346,9 @@ def _copies(groups: list[list[Experience]], count: int) -> list[list[Experience]
 
 
 def _copy(experience: Experience, number: int) -> Experience:
-    made = copy.deepcopy(experience)
-    made.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
-    return made
+    duplicate = copy.deepcopy(experience)
+    duplicate.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
+    return duplicate
 
 
 def _require_epsilon(operator: str, epsilon: float) -> None:

@@ -1,8 +1,7 @@
-"""The operators that the experience pipeline knows by name: shaped rewards, filters; advantages are `advantages.py`.
+"""The operators of the experience pipeline that a config names: shaped rewards, filters, and those of `advantages.py`.
 
-An operator takes all experiences of a batch and gives back those to go on with, in order. What it leaves out is counted
-by the pipeline and named in the log (`BatchFinalized.dropped_by`). Names are those that Trinity-RFT's users know, where
-the meaning is the same.
+An operator takes all experiences of a batch and returns those to keep, in order. The pipeline counts the others and
+names them in the log (`BatchFinalized.dropped_by`). Names are those of Trinity-RFT if the meaning is the same.
 """
 
 from __future__ import annotations
@@ -46,61 +45,59 @@ __all__ = [
 ]
 
 class Operator(Protocol):
-    """One step of the pipeline. Built once with the `args` of its config, then called for every batch.
+    """One step of the pipeline, built once with the `args` of its config and called for every batch.
 
-    It may have `needs`, a tuple of names of fields: runs with an experience that lacks one are dropped before it, and
-    named, unless all do.
+    It may have `needs`, a tuple of field names: runs with an experience that lacks one of these fields are dropped and
+    named before the operator runs, unless all runs lack it.
 
-    It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` has them.
-    These, but for the first, and `process` may be coroutines; all of them run on one event loop, in one thread.
+    It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` does. The last
+    two and `process` may be coroutines. All methods run on one event loop, in one thread.
     """
 
     def process(self, experiences: list[Experience]) -> Operated | Awaitable[Operated]:
-        """Return the experiences to go on with, in order, and metrics (finite numbers).
+        """Return the experiences to keep, in order, and metrics (finite numbers).
 
-        `experiences` are all of the batch, possibly none; they may be changed in place. What it raises fails the
-        finalize, and the batch can be finalized again.
+        `experiences` are all of the batch, possibly none, and may be changed in place. An exception fails the finalize,
+        which can be retried.
         """
         ...
 
 
 class ExperienceOperator:
-    """Base of an operator with a plain `process`, under the name that Trinity-RFT's users know. None has to have it."""
+    """Optional base of an operator with a plain `process`, under its name in Trinity-RFT."""
 
     def process(self, exps: list[Experience]) -> Operated:
-        """Return the experiences to go on with, and metrics: see `Operator`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what it holds; called when the system ends in order."""
+        """Release resources when the system ends in order."""
 
 
 class ExperienceOperatorV1:
-    """Base of an operator with a coroutine `process`, under the name that Trinity-RFT's users know."""
+    """Optional base of an operator with a coroutine `process`, under its name in Trinity-RFT."""
 
     auxiliary_models: Mapping[str, list[Any]]
 
     def set_auxiliary_model(self, auxiliary_models: Mapping[str, list[Any]] | None = None) -> None:
-        """Take the clients of the auxiliary models: a list of `openai.AsyncOpenAI` by model, one an engine.
+        """Take the clients of the auxiliary models: by model, a list with an `openai.AsyncOpenAI` per engine.
 
-        Called before `prepare`, and again when engines came or went; each client has `model_path`, the name to ask it
-        by.
+        It is called before `prepare`, and again when engines come or go. A client's `model_path` is the model name for
+        its requests.
         """
         self.auxiliary_models = auxiliary_models or {}
 
     async def prepare(self) -> None:
-        """Get ready; called once, before the first batch. What it raises fails that finalize, and is tried again."""
+        """Get ready, once, before the first batch; an exception fails that finalize, and the next one retries."""
 
     async def process(self, exps: list[Experience]) -> Operated:
-        """Return the experiences to go on with, and metrics: see `Operator`."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Release what it holds; called when the system ends in order."""
+        """Release resources when the system ends in order."""
 
 
 class RewardFilter:
-    """`reward_filter`: keeps the experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
+    """`reward_filter`: keeps experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
 
     needs = ("reward",)
 
@@ -108,17 +105,15 @@ class RewardFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward, naming it."""
         kept = [e for e in experiences if reward_of(e) >= self.threshold]
         return kept, {"filtered_count": float(len(experiences) - len(kept))}
 
 
 class RewardSpreadFilter:
-    """`reward_std_filter`, also `zero_variance_filter`: keeps the tasks whose rewards differ.
+    """`reward_std_filter`, also `zero_variance_filter`: keeps tasks whose rewards have a population std > `threshold`.
 
-    Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metrics: `filtered_count`
-    (also as `operator_filtered_count`), and `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all
-    tasks of two experiences or more.
+    Tasks with one experience are dropped. Metrics: `filtered_count` (also as `operator_filtered_count`), and
+    `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all tasks of two experiences or more.
     """
 
     needs = ("reward",)
@@ -127,14 +122,13 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward, naming it."""
         kept: list[Experience] = []
         origin: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
             rewards = [reward_of(e) for e in members]
             if len(members) < 2:
                 continue
-            mean, std = mean_and_std(rewards)  # the sample's; the population's is smaller by sqrt((n - 1) / n)
+            mean, std = mean_and_std(rewards)  # of the sample; the population's is smaller by sqrt((n - 1) / n)
             std *= math.sqrt((len(members) - 1) / len(members))
             origin.append({"reward_mean": mean, "reward_std": std})
             if std > self.threshold:
@@ -145,18 +139,17 @@ class RewardSpreadFilter:
 
 
 class DynamicSampling:
-    """`dapo_dynamic_sampling`: keeps the tasks of which some experiences are right, and not all.
+    """`dapo_dynamic_sampling`: keeps tasks with both right and wrong experiences.
 
-    One is right where `metrics[metric_key]`, or its reward where it has no such metric, is above `correct_threshold`.
-    Tasks with one experience are dropped. Source: DAPO (arXiv:2503.14476), section 3.2, as Trinity-RFT's operator has
-    it. Metrics: `filtered_count`, `dropped_all_correct`, `dropped_all_wrong` (experiences).
+    An experience is right if `metrics[metric_key]`, or without that metric its reward, is above `correct_threshold`.
+    Tasks with one experience are dropped. Source: DAPO (arXiv:2503.14476), section 3.2, as in Trinity-RFT's operator.
+    Metrics: `filtered_count`, `dropped_all_correct`, `dropped_all_wrong` (experiences).
     """
 
     def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience with neither the metric nor a reward, naming it."""
         kept: list[Experience] = []
         all_right = all_wrong = 0
         for members in group_by(experiences, "task").values():
@@ -183,10 +176,10 @@ class DynamicSampling:
 
 
 class MaskTruncated:
-    """`mask_response_truncated`: has no token of a truncated response learnt from.
+    """`mask_response_truncated`: excludes all tokens of truncated responses from training.
 
-    `action_mask` becomes all false where `truncate_status` is "response_truncated"; put it before the advantages, which
-    are 0 then. Source: DAPO (arXiv:2503.14476), section 3.4, as Trinity-RFT's operator has it. Metric:
+    `action_mask` becomes all false if `truncate_status` is "response_truncated". Put it before the advantages, which
+    are then 0. Source: DAPO (arXiv:2503.14476), section 3.4, as in Trinity-RFT's operator. Metric:
     `masked_truncated_count`.
     """
 
@@ -200,11 +193,11 @@ class MaskTruncated:
 
 
 class RewardShaping:
-    """`reward_shaping_mapper`, also `reward_shaping`: changes rewards by numbers that stand in `Experience.info`.
+    """`reward_shaping_mapper`, also `reward_shaping`: changes rewards by numbers in `Experience.info`.
 
     Each of `reward_shaping_configs` is `{"stats_key", "op_type", "weight"}`: reward ADD | SUB | MUL | DIV weight *
     info[stats_key], one after the other. Experiences without a reward or without that key, and divisions by zero, stay
-    as they are. One whose reward becomes no finite number is dropped. Metrics: `reward_diff/mean|max|min`.
+    as they are. An experience whose reward becomes infinite or NaN is dropped. Metrics: `reward_diff/mean|max|min`.
     """
 
     def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
@@ -219,7 +212,7 @@ class RewardShaping:
             self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError where no experience has a number under its key."""
+        """Shape the rewards. Raises DataError if no experience has a number under its key."""
         changes, kept = [], []
         error: DataError | None = None
         for experience in experiences:
@@ -250,10 +243,7 @@ class RewardShaping:
 
 
 class InvalidRewardFilter:
-    """`invalid_reward_filter`: drops the experiences without a reward. Metric: `filtered_count`.
-
-    (No experience has a reward that is NaN: it can't be made.)
-    """
+    """`invalid_reward_filter`: drops experiences without a reward; NaN can't occur. Metric: `filtered_count`."""
 
     def process(self, experiences: list[Experience]) -> Operated:
         kept = [e for e in experiences if e.reward is not None]
@@ -261,12 +251,12 @@ class InvalidRewardFilter:
 
 
 class Dedup:
-    """`dedup`: of experiences that say the same, keeps the first, by task, run and step.
+    """`dedup`: keeps the first of equal experiences, by task, run and step.
 
-    The same: equal tokens, prompt and response, cut at the same place (and for a preference pair equal chosen and
-    rejected tokens), with equal images or other inputs. `scope="task"` (default) compares the runs of one task,
-    `"batch"` all of the batch. The others' rewards are gone with them: put it after `grpo` where the group's mean is to
-    count every run. Metric: `duplicate_count`.
+    Equal are the tokens of prompt and response, the prompt's length, the chosen and rejected tokens of a preference
+    pair, and images or other inputs. `scope="task"` (default) compares the runs of one task, `"batch"` the whole batch.
+    The others' rewards are dropped too: put it after `grpo` if the group's mean should count every run. Metric:
+    `duplicate_count`.
     """
 
     def __init__(self, scope: Literal["task", "batch"] = "task") -> None:
@@ -278,7 +268,7 @@ class Dedup:
         seen: set[object] = set()
         kept = []
         for experience in experiences:
-            key = (experience.eid.tid if self.scope == "task" else "", _said(experience))
+            key = (experience.eid.tid if self.scope == "task" else "", _content_key(experience))
             if key not in seen:
                 seen.add(key)
                 kept.append(experience)
@@ -286,10 +276,10 @@ class Dedup:
 
 
 class PassRate:
-    """`pass_rate_calculator`: the mean reward of each task, in every experience's `info["pass_rate"]`.
+    """`pass_rate_calculator`: puts the mean reward of each task into every experience's `info["pass_rate"]`.
 
-    Metrics: `pass_rate/mean|max|min` over tasks, and the share of tasks whose pass rate p is in a range, as
-    Trinity-RFT's operator has them: `selection/valid_ratio` (0 < p < 1), `selection/strict_valid_ratio`
+    Metrics: `pass_rate/mean|max|min` over tasks, and the share of tasks whose pass rate p is in a range, as in
+    Trinity-RFT's operator: `selection/valid_ratio` (0 < p < 1), `selection/strict_valid_ratio`
     (1/16 + 0.001 < p < 15/16 - 0.001), `selection/<1_ratio`, `selection/>0_ratio`, `selection/<15_16_ratio` and
     `selection/>1_16_ratio` (with the same 0.001). A taskset's `data_selector` needs no operator: it reads the log.
     """
@@ -297,7 +287,6 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Apply it. Raises DataError for an experience without a reward, naming it."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)
@@ -348,11 +337,10 @@ OPERATORS: dict[str, Callable[..., Operator]] = {
     "step_wise_grpo": StepWiseAdvantage,
     "zero_variance_filter": RewardSpreadFilter,
 }
-"""Operators by the name that a config gives; add your own, or name it "module:Class" there."""
+"""Operators by their name in the config; there, "module:Class" names an operator of your own."""
 
 
-def _said(experience: Experience) -> tuple[object, ...]:
-    """Return what an experience says, to be compared."""
+def _content_key(experience: Experience) -> tuple[object, ...]:
     arrays = (experience.tokens, experience.chosen, experience.rejected)
     inputs = sorted((experience.multi_modal_inputs or {}).items())
     return (

@@ -1,14 +1,14 @@
-"""Outputs: what train batches delivered is also written elsewhere (`buffer.pipeline.outputs`), once and whole.
+"""Outputs (`buffer.pipeline.outputs`): further places to which the experiences of train batches are written.
 
-A thread for each output follows the log: every train batch that was finalized, and every `process_experiences`, in the
-order of the log. An output is given the experiences under a key that names the batch and its submission, so whoever
-writes the same again, after a crash or beside a coordinator that was thought dead, writes the same bytes to the same
-place. What was written is an event (OutputWritten); at a start each output goes on behind its last one. So a kill -9 at
-any moment leaves either nothing of a batch or all of it, and what is missing is written at the next start.
+A thread per output follows the log: every finalized train batch and every `process_experiences`, in the log's order. It
+writes the experiences under a key that names the batch and its submission, so a repeated write (after a crash, or by a
+coordinator that was thought dead) puts the same bytes in the same place. Each write is recorded (OutputWritten), and at
+a start each output continues after its last one. So a kill -9 leaves all of a batch or nothing, and the next start
+writes what is missing.
 
-An output that fails never holds up a batch: it was finalized before, and the trainer gets it from the payload store.
-The output says so in the log (OutputFailed) and tries again, after pauses that grow, until it can go on; what retention
-would free meanwhile is kept for it. Payloads that are gone all the same are given up, which is in the log too.
+An output that fails never delays a batch, which the trainer gets from the payload store. The output records the error
+(OutputFailed) and retries after pauses that grow; retention keeps the payloads until then. An output skips payloads
+that are gone anyway, and records that too.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from trinity_es.events.values import batch_stream
 __all__ = ["OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
-"""Seconds before an output that failed is tried again: doubled from the first to the longest."""
+"""First and longest pause in seconds before a failed output is retried; each pause is twice the one before."""
 _TYPES = ("BatchFinalized", "ExperiencesProcessed")
 _LOG = logging.getLogger("trinity_es.outputs")
 
 
 class Output(Protocol):
-    """Where experiences are written. Built once with the `args` of its config, then called from a thread of its own."""
+    """Place for experiences, built once with the `args` of its config and called from a thread of its own."""
 
     def write(self, key: str, experiences: list[Experience]) -> None:
-        """Hold all of these under `key`, durably when it returns; what it raises has it tried again.
+        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry.
 
-        `key` is usable as a file's name. It may come again with the same experiences (after a crash): then nothing must
-        be there twice, so let the key be the name of what you write.
+        The same key and experiences may come again after a crash and must not be stored twice, so name what you write
+        by the key.
         """
 
 
 # --- as rows --------------------------------------------------------------------------------------------------------
 class _Folder:
-    """A file for each batch in one folder, named by its key: there whole, or not at all."""
+    """Folder with a whole file per batch, named by its key."""
 
     suffix: ClassVar[str]
 
     def __init__(self, path: str) -> None:
-        """`path`: the folder, by default `outputs/<name>` in the run's folder."""
+        """Write to the folder `path`, by default `outputs/<name>` in the run's folder."""
         self.folder = Path(path)
         self._made = False
 
@@ -71,10 +71,10 @@ class _Folder:
         data = self.encode(experiences)
         if not self._made:
             make_private_folder(self.folder)
-            for left in self.folder.glob(".unfinished-*"):  # of a process that was killed
-                left.unlink(missing_ok=True)
+            for unfinished in self.folder.glob(".unfinished-*"):  # files of a process that was killed
+                unfinished.unlink(missing_ok=True)
             self._made = True
-        # Of mode 0644, for other tools, where the folder lets them in.
+        # Mode 0644 is for other tools, if the folder lets them in.
         with whole_file(self.folder / f"{key}{self.suffix}", durable=True, mode=0o644) as file:
             file.write(data)
 
@@ -83,7 +83,7 @@ class _Folder:
 
 
 class JsonlOutput(_Folder):
-    """`jsonl`: a line for each experience."""
+    """`jsonl`: a line per experience."""
 
     suffix = ".jsonl"
 
@@ -92,12 +92,12 @@ class JsonlOutput(_Folder):
 
 
 class ParquetOutput(_Folder):
-    """`parquet`: a row for each experience. Needs pyarrow (the extra `parquet`). `compression` as pyarrow knows it."""
+    """`parquet`: a row per experience. Needs pyarrow (the extra `parquet`); `compression` is pyarrow's."""
 
     suffix = ".parquet"
 
     def __init__(self, path: str, compression: str = "zstd") -> None:
-        require_parquet()  # said when the config is read
+        require_parquet()  # so that a missing package fails when the config is read
         super().__init__(path)
         self._compression = compression
 
@@ -110,14 +110,13 @@ class ParquetOutput(_Folder):
 
 
 OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": ParquetOutput}
-"""Outputs by the name that a config gives; your own is named "module:Class" there."""
+"""Outputs by their name in the config; there, "module:Class" names an output of your own."""
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """Return the outputs of a config, by the names that the log has for them.
+    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`.
 
-    A second one of the same name is `<name>_2`. Raises ConfigError for a name that is not found, arguments that do not
-    fit and a class without `write`.
+    Raises ConfigError for a name that is not found, arguments that do not fit and a class without `write`.
     """
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()
@@ -138,35 +137,35 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
 
 # --- following the log ----------------------------------------------------------------------------------------------
 class Outputs:
-    """All outputs of the coordinator that made it."""
+    """All outputs of one coordinator."""
 
     def __init__(
         self, outputs: Mapping[str, Output], live: LiveState, payloads: PayloadStore,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`post` runs a callable in the actor's loop, where `live` is; the threads themselves only read its log."""
+        """Start a thread per output; `post` runs a callable in the actor's loop, which alone may change `live`."""
         self._followers = [_Follower(name, output, live, payloads, post) for name, output in outputs.items()]
 
     def wake(self) -> None:
-        """Something may be left to write."""
+        """Look for something to write."""
         for follower in self._followers:
             follower.wake()
 
     def busy(self) -> bool:
-        """Return True if one is writing now; one that waits until it tries again is not."""
+        """Return True if an output is writing now; one that waits to retry is not."""
         return any(f.busy() for f in self._followers)
 
     def position(self) -> float:
-        """Up to here in the log everything is written; infinite where there is no output. For any thread."""
+        """Return the position up to which all outputs have written; infinite without outputs. For any thread."""
         return min((f.done for f in self._followers), default=float("inf"))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return each output's name, how far in the log it is, and what keeps it from going on (or null)."""
+        """Return each output's name, position in the log, and error (or null)."""
         return [{"output": f.name, "position": f.done, "error": f.error} for f in self._followers]
 
 
 class _Follower:
-    """One output's thread."""
+    """Thread of one output."""
 
     def __init__(
         self, name: str, output: Output, live: LiveState, payloads: PayloadStore,
@@ -175,7 +174,7 @@ class _Follower:
         self.name, self._output, self._live, self._payloads, self._post = name, output, live, payloads, post
         self._log: EventLog = live.log
         self.done = 0
-        """Up to this position in the log it has written all there is to write."""
+        """Position in the log up to which it has written everything."""
         self.error: str | None = None
         self._due, self._working = threading.Event(), False
         threading.Thread(target=self._run, name=f"output-{name}", daemon=True).start()
@@ -197,13 +196,13 @@ class _Follower:
                     self.done, begun = self._last_written(), True
                 self._catch_up()
                 self.error, pause = None, FIRST_PAUSE
-            except Exception as e:  # the log is away, or the output is: everything is tried again
-                told, pause = f"{type(e).__name__}: {e}", min(2 * pause, LONGEST_PAUSE)
-                if told != self.error:
-                    _LOG.warning("output %s can't go on, trying again: %s", self.name, told)
-                self.error = told
+            except Exception as e:  # the log or the output fails: retry everything
+                error, pause = f"{type(e).__name__}: {e}", min(2 * pause, LONGEST_PAUSE)
+                if error != self.error:
+                    _LOG.warning("output %s can't go on, trying again: %s", self.name, error)
+                self.error = error
             self._working = False
-            if self.error is not None:  # a batch that is finalized meanwhile is no reason to hurry
+            if self.error is not None:  # a batch finalized meanwhile does not shorten the pause
                 self._due.clear()
 
     def _last_written(self) -> int:
@@ -224,19 +223,19 @@ class _Follower:
         self.done = max(self.done, until)
 
     def _write(self, recorded: Recorded) -> None:
-        found = self._found(recorded)
-        if found is None:
+        delivery = self._delivery(recorded)
+        if delivery is None:
             return
-        key, refs = found
+        key, refs = delivery
         about = (self.name, key, recorded.position)
         try:
             experiences = read_experiences(self._payloads, list(refs))
             self._output.write(key, experiences)
-        except (PayloadNotFound, CorruptPayload) as e:  # it won't get better
-            _LOG.warning("output %s goes without %s: %s", self.name, key, e)
+        except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
+            _LOG.warning("output %s skips %s: %s", self.name, key, e)
             self._record(_failed(*about, e, retry=False))
         except Exception as e:
-            if self.error != f"{type(e).__name__}: {e}":  # said once, not at every try
+            if self.error != f"{type(e).__name__}: {e}":  # record it once, not at every try
                 self._record(_failed(*about, e, retry=True))
             raise
         else:
@@ -244,8 +243,8 @@ class _Follower:
                 output=self.name, key=key, position=recorded.position, experiences=len(experiences)
             ))
 
-    def _found(self, recorded: Recorded) -> tuple[str, Sequence[ev.PayloadRef]] | None:
-        """Return the key and what is to be written under it; None for an eval."""
+    def _delivery(self, recorded: Recorded) -> tuple[str, Sequence[ev.PayloadRef]] | None:
+        """Return the key and the payloads to write; None for an eval."""
         event = recorded.event
         if isinstance(event, ev.ExperiencesProcessed):
             return f"processed-{quote(event.request, safe='') or recorded.position}", event.experiences
@@ -263,13 +262,13 @@ class _Follower:
         return f"step-{name}-{quote(submission, safe='') or recorded.position}", event.experiences
 
     def _record(self, event: ev.Event) -> None:
-        """Have the actor's loop record it, and wait until it is durable. Raises LogError where it is not."""
+        """Have the actor's loop record an event, and wait until it is durable. Raises LogError if it fails."""
         recorded: Future[bool] = Future()
 
         def record() -> None:
             try:
                 self._live.record(event)
-            except LogError as e:  # its version could not be read: nothing was written
+            except LogError as e:  # the stream's version could not be read: nothing was written
                 _LOG.warning("%s was not recorded: %s", type(event).__name__, e)
                 recorded.set_result(False)
                 return
@@ -282,6 +281,5 @@ class _Follower:
 
 
 def _failed(output: str, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
-    """Return the error's text as the log can hold it."""
-    told = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
-    return ev.OutputFailed(output=output, key=key, position=position, error=told, retry=retry)
+    text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
+    return ev.OutputFailed(output=output, key=key, position=position, error=text, retry=retry)

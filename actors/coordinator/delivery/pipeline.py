@@ -1,14 +1,12 @@
-"""The experience pipeline: what happens to a batch's experiences between the runners and the trainer.
+"""The experience pipeline: the config's operators (shaped rewards, advantages, filters) between runners and trainer.
 
-A list of operators, each a name and arguments from the config: shape rewards, compute advantages, filter. The
-coordinator runs it while a train batch is finalized and writes what it returns; reading and writing payloads is not its
-job. It runs again from the payloads after a failure, so operators may change experiences in place, and should be
-deterministic: the same experiences in, the same out. Operators may be coroutines: one event loop, of the pipeline's
-thread, runs them one after the other.
+The coordinator runs it while a train batch is finalized; it neither reads nor writes payloads. After a failure it runs
+again from the payloads, so operators may change experiences in place, and should be deterministic. Operators may be
+coroutines: one event loop in the pipeline's thread runs them one after the other.
 
-Before the first and after every operator the experiences are checked. Runs with a number that is not finite are taken
-out, and named like those that an operator leaves out: for one run a batch is not lost. An operator that leaves other
-things than experiences (`Experience.validate`), or none that is finite, is wrong, and named.
+Experiences are checked before the first and after every operator. Runs with a number that is not finite are dropped and
+named like those that an operator drops, so one run does not cost the batch. An operator that returns anything but
+experiences (`Experience.validate`), or no finite one, fails with its name in the error.
 """
 
 from __future__ import annotations
@@ -33,67 +31,64 @@ __all__ = ["Pipeline", "PipelineResult"]
 
 _PREFIX: Final = "experience_pipeline"
 UNUSABLE: Final = "unusable"
-"""Name, beside those of operators, under which experiences are dropped that were no good when they came."""
+"""Name in `dropped_by`, beside those of operators, for experiences that were not finite when they came."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """What came out."""
+    """Result of a run of the pipeline."""
 
     experiences: list[Experience]
     metrics: dict[str, float]
     """Names start with `experience_pipeline/`; times in seconds."""
     dropped: int = 0
-    """Experiences that went in and did not come out."""
+    """Number of experiences that went in and did not come out."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """Operator -> `eid.uid` of what it left out; operators that left out nothing are not in it."""
+    """`eid.uid` of the dropped experiences by operator; operators that dropped none are left out."""
 
 
 class Pipeline:
-    """The operators of a config, ready to run."""
+    """Operators of a config, ready to run."""
 
     def __init__(
         self, operators: Iterable[Mapping[str, Any]] = (), models: Callable[[], Mapping[str, list[Any]]] = dict
     ) -> None:
-        """`operators`: `{"name": one of OPERATORS or "module:Class", "args": {..}}` each. `models` gives the clients of
-        the auxiliary models, for operators with `set_auxiliary_model`.
+        """Build the operators, each `{"name": one of OPERATORS or "module:Class", "args": {..}}`.
 
-        Raises ConfigError for a name that is not found, for arguments that the operator does not take, and for a class
-        that is no operator.
+        `models` returns the clients of the auxiliary models, for operators with `set_auxiliary_model`. Raises
+        ConfigError for a name that is not found, arguments that the operator does not take, and a class that is no
+        operator.
         """
         self._operators: list[tuple[str, Operator]] = []
         seen: Counter[str] = Counter()
         for entry in operators:
             name = _entry_name(entry)
-            label = name.rpartition(":")[2]  # a ":" in a metric's name would choose how it is aggregated
+            label = name.rpartition(":")[2]  # a ":" in a metric's name would select its aggregation
             seen[label] += 1
             if seen[label] > 1:
                 label = f"{label}_{seen[label]}"
             self._operators.append((label, _build(name, entry.get("args") or {})))
         self._models = models
-        self._told: dict[str, Mapping[str, list[Any]]] = {}
+        self._passed_models: dict[str, Mapping[str, list[Any]]] = {}
         self._prepared: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, experiences: list[Experience], clock: Callable[[], float]) -> PipelineResult:
-        """Take a batch's experiences through all operators. `clock` gives seconds; no experiences give no metrics.
+        """Take a batch's experiences through all operators; `clock` returns seconds.
 
-        Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` where it left some out,
-        `time/total`, `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`. Where two
-        operators use one metric's name, the later one's stands under `<operator>/<name>`; a second operator of the same
-        name is `<operator>_2`.
+        Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` if it dropped some, `time/total`,
+        `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`; none without experiences.
+        If two operators use one metric's name, the later one's is `<operator>/<name>`; a second operator of the same
+        name is `<operator>_2`. Runs in which a field that an operator `needs` is None are dropped before it.
 
-        An operator that has `needs`, names of fields, gets no runs in which one of these is None; those are dropped. So
-        are runs of which it leaves an experience with a NaN reward, advantage or return.
-
-        Raises PipelineError, naming the operator, when one raises, returns something else than experiences and finite
-        metrics, leaves an experience of a wrong shape, or none that is finite.
+        Raises PipelineError, which names the operator, if it raises, returns anything but experiences and finite
+        metrics, or leaves an experience of a wrong shape, or none that is finite.
         """
         if not experiences:
             return PipelineResult([], {})
         first = before = Counter(e.eid.uid for e in experiences)
         dropped_by: dict[str, list[str]] = {}
-        experiences, _ = _without(experiences, Experience.require_finite)
+        experiences, _ = _without_bad_runs(experiences, Experience.require_finite)
         if gone := before - Counter(e.eid.uid for e in experiences):
             dropped_by[UNUSABLE] = list(gone.elements())
             before = before - gone
@@ -103,12 +98,12 @@ class Pipeline:
         for label, operator in self._operators:
             start = clock()
             needs = getattr(operator, "needs", ())
-            having, _ = _without(experiences, partial(_require, needs))
+            eligible, _ = _without_bad_runs(experiences, partial(_require, needs))
             try:
                 self._prepare(label, operator)
-                # Where none has what it needs, it says so itself.
-                returned = self._done(operator.process(having or experiences))
-            except Exception as e:  # a user's code, the boundary to ours
+                # If all runs lack what it needs, the operator raises its own error.
+                returned = self._completed(operator.process(eligible or experiences))
+            except Exception as e:  # operators are users' code
                 raise PipelineError(
                     f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
                     operator=label, cause=type(e).__name__,
@@ -132,19 +127,19 @@ class Pipeline:
 
     @property
     def has_open_operators(self) -> bool:
-        """True if an operator that was prepared has something to close."""
+        """True if a prepared operator has something to close."""
         return any(label in self._prepared and hasattr(operator, "close") for label, operator in self._operators)
 
     def close(self) -> list[str]:
-        """Close the operators that were prepared; returns what went wrong, a line an operator. In `run`'s thread."""
+        """Close the prepared operators in `run`'s thread; return an error message for each that failed."""
         problems = []
         for label, operator in self._operators:
             close = getattr(operator, "close", None)
             if label not in self._prepared or not callable(close):
                 continue
             try:
-                self._done(close())
-            except Exception as e:  # a user's code, the boundary to ours
+                self._completed(close())
+            except Exception as e:  # operators are users' code
                 problems.append(f"operator {label} could not be closed: {type(e).__name__}: {e}")
         self._prepared.clear()
         if self._loop is not None:
@@ -153,21 +148,21 @@ class Pipeline:
         return problems
 
     def _prepare(self, label: str, operator: Operator) -> None:
-        """Give an operator the clients that there are now; the first time, have it get ready."""
+        """Pass the current clients to an operator, and the first time let it get ready."""
         take = getattr(operator, "set_auxiliary_model", None)
         if callable(take):
             models = self._models()
-            if self._told.get(label) != models:
+            if self._passed_models.get(label) != models:
                 take(models)
-                self._told[label] = models
+                self._passed_models[label] = models
         if label not in self._prepared:
             prepare = getattr(operator, "prepare", None)
             if callable(prepare):
-                self._done(prepare())
+                self._completed(prepare())
             self._prepared.add(label)
 
-    def _done(self, returned: Any) -> Any:
-        """Return what an operator returned; where that is a coroutine, its result."""
+    def _completed(self, returned: Any) -> Any:
+        """Return an operator's result, after awaiting it if it is a coroutine."""
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -185,10 +180,10 @@ def _require(needs: Iterable[str], experience: Experience) -> None:
             raise DataError(f"experience {experience.eid} has no {name}")
 
 
-def _without(
+def _without_bad_runs(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
-    """Return the experiences without runs for one of which `check` raises this error, and the first such error."""
+    """Drop all experiences of runs for which `check` raises `error`; return the rest and the first such error."""
     first: DataError | None = None
     bad: set[str] = set()
     for experience in experiences:
@@ -220,7 +215,7 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
 
 
 def _checked(label: str, returned: Any) -> Operated:
-    """Return an operator's experiences and metrics. Raises PipelineError where it returned something else."""
+    """Return an operator's experiences and metrics. Raises PipelineError if it returned anything else."""
 
     def wrong(what: str, **details: Any) -> PipelineError:
         return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)
@@ -237,7 +232,7 @@ def _checked(label: str, returned: Any) -> Operated:
         if not isinstance(experience, Experience):
             raise wrong(f"returned a {type(experience).__name__} among the experiences")
     try:
-        usable, error = _without(experiences, Experience.validate, NotFinite)
+        usable, error = _without_bad_runs(experiences, Experience.validate, NotFinite)
         if error is not None and not usable:
             raise error
     except DataError as e:

@@ -1,4 +1,4 @@
-"""The experience pipeline off the actor's loop: one thread that reads payloads, runs operators, writes the outcome."""
+"""The pipeline's thread: it reads payloads, runs the operators and writes the result, outside the actor's loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["PipelineDone", "PipelineJob", "PipelineThread"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineJob:
-    """Run the pipeline over these experiences; `done` gets a PipelineDone, or the exception, in the actor's loop."""
+    """Experiences to process; `done` gets a PipelineDone or the exception, in the actor's loop."""
 
     refs: list[PayloadRef]
     done: Callable[[Any], None]
     prepare: Callable[[list[Experience]], None] | None = None
-    """What is done to them first, in the pipeline's thread."""
+    """Change to the experiences before the operators run, in the pipeline's thread."""
     refer: bool = False
-    """What is delivered may refer to the payloads of `refs`: they are kept for as long as it is."""
+    """Whether delivered experiences may refer to the payloads of `refs`, which are then kept as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class PipelineDone:
     dropped: int
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
     model_versions: list[tuple[int, int]] = field(default_factory=list)
-    """As in BatchFinalized."""
+    """`BatchFinalized.model_versions`."""
 
 
 class PipelineThread:
-    """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
+    """Pipeline that runs jobs one at a time, in the order of `run`, so operators need not be thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PipelineThread:
         post: Callable[[Callable[[], None]], None],
         models: Callable[[], Mapping[str, list[Any]]] = dict,
     ) -> None:
-        """`models` gives the clients of the auxiliary models; it is called in the pipeline's thread and may wait."""
+        """`models` returns the auxiliary models' clients; it is called in the pipeline's thread and may wait."""
         self._pipeline = Pipeline(operators, models)
         self._payloads = payloads
         self._post = post
@@ -62,9 +62,9 @@ class PipelineThread:
         self._pool.submit(self._work, job)
 
     def closed(self, problem: Callable[[str], None]) -> bool:
-        """Return True if the operators that have something to close are closed; the first call has it done.
+        """Return True once all operators are closed; the first call starts that, so call it again until it is True.
 
-        `problem` is called in the actor's loop for each that could not be. Ask again until it is so.
+        `problem` is called in the actor's loop for each operator that could not be closed.
         """
         if not self._pipeline.has_open_operators and self._closing is None:
             return True
@@ -101,6 +101,6 @@ def _tell(lines: list[str], problem: Callable[[str], None]) -> None:
 
 
 def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:
-    """(count, version) of each stretch of experiences of one version of the weights; 0 where they don't say."""
+    """Return (count, version) of each stretch of experiences with one weights version, 0 if they name none."""
     versions = (v if type(v := e.info.get("model_version")) is int else 0 for e in experiences)
     return [(len(list(same)), version) for version, same in groupby(versions)]

@@ -1,13 +1,12 @@
-"""Retention: the payloads of batches that were trained long enough ago are deleted (`store.retention`).
+"""Retention (`store.retention`): deletes the payloads of batches that were trained long enough ago.
 
-A batch's experiences are freed when it was acknowledged and `keep` later steps were too, but not before the pipeline's
-outputs have written them; those of an aborted batch, and of one that a scheduler collected, when `keep` steps were
-acknowledged since. Its events stay, and so do its tasks. A payload is named by its content, so one that a batch refers
-to that is not freed stays as well.
+A batch's experiences are freed once it and `keep` later steps were acknowledged and the outputs have written them.
+Those of an aborted batch, or of one that a scheduler collected, are freed once `keep` steps were acknowledged since.
+Events and tasks stay. Payloads are named by their content, so a payload that another kept batch refers to stays too.
 
-A thread looks after each acknowledgement and when a coordinator starts. It finds what can go, has the actor's loop
-record PayloadsFreed, and deletes when that is durable: whoever finds a payload missing finds the event that says why.
-If the process ends in between, the next coordinator deletes what the last event names. So events come one at a time.
+A thread runs after each acknowledgement and at a start. It finds what can go, has the actor's loop record PayloadsFreed
+and deletes once that is durable, so the log explains every missing payload. If the process ends in between, the next
+coordinator deletes what the last event names; therefore events come one at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sqlalchemy import select
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError
-from trinity_es.events.store.log import Recorded
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_at
@@ -41,7 +39,7 @@ _LOG = logging.getLogger("trinity_es.retention")
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the table says of a batch."""
+    """Row of the table of batches."""
 
     batch_id: BatchId
     batch_type: str
@@ -52,27 +50,27 @@ class _Row:
 
 
 class Retention:
-    """Frees payloads for the coordinator that made it; without `keep`, nothing."""
+    """Deleter of payloads for one coordinator; without `keep` it deletes nothing."""
 
     def __init__(
         self, keep: int | None, live: LiveState, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         written: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`post` runs a callable in the actor's loop, where `live` is; the thread itself only reads its log.
+        """Start the thread. `post` runs a callable in the actor's loop, which alone may change `live`.
 
-        `written`: up to which position in the log the pipeline's outputs hold what batches delivered.
+        `written` returns the position in the log up to which the outputs have written everything.
         """
         self._written = written
         self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log
         self._due = threading.Event()
         self._known: dict[str, tuple[int, frozenset[str]]] = {}
-        """Digests of each batch that is not freed, and the position up to which its stream was read."""
+        """Position up to which each kept batch's stream was read, and its digests."""
         if keep is not None:
             threading.Thread(target=self._run, name="retention", daemon=True).start()
 
     def wake(self) -> None:
-        """Something was acknowledged, or may be left to do."""
+        """Look for something to free."""
         self._due.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -87,7 +85,7 @@ class Retention:
                     begun = True
                 while self._free():
                     pass
-            except LogError as e:  # the database is away, say: there will be another acknowledgement
+            except LogError as e:  # for instance the database is away: the next acknowledgement retries
                 _LOG.warning("nothing was freed: %s", e)
             except Exception:
                 _LOG.exception("nothing was freed")
@@ -99,13 +97,13 @@ class Retention:
             return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
 
     def _free(self) -> bool:
-        """Free what can go; False where nothing can, or it was not recorded."""
+        """Free what can go; return False if nothing can, or the event was not recorded."""
         rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first}
         streams = self._candidates(kept)
         if not streams:
             return False
-        digests = self._only_of(streams, kept)
+        digests = self._unshared_digests(streams, kept)
         sizes = [size for d in digests if (size := self._payloads.size(d)) is not None]
         batches = [rows[s].batch_id for s in streams]
         event = ev.PayloadsFreed(batches=batches, payloads=len(sizes), bytes=sum(sizes))
@@ -117,7 +115,7 @@ class Retention:
         return True
 
     def _candidates(self, kept: dict[str, _Row]) -> list[str]:
-        """Return batches that can be freed now, the oldest first."""
+        """Return the streams of batches that can be freed now, the oldest first."""
         assert self._keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
@@ -137,15 +135,15 @@ class Retention:
             return row.trained_step is not None and row.trained_step < oldest
 
         written = self._written()
-        found = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
-        return sorted(found, key=lambda s: kept[s].first)[:MOST]
+        streams = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
+        return sorted(streams, key=lambda s: kept[s].first)[:MOST]
 
     def _delivered(self, stream: str) -> int:
-        """Position of the batch's last BatchFinalized; 0 where it was aborted."""
+        """Return the position of the batch's last BatchFinalized; 0 if it was aborted."""
         return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
-    def _only_of(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
-        """Return the digests that these batches refer to, and nobody else who is kept."""
+    def _unshared_digests(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
+        """Return the digests to which only these batches refer."""
         for gone in self._known.keys() - kept.keys():
             del self._known[gone]
         for stream, row in kept.items():
@@ -164,15 +162,13 @@ class Retention:
             ))
 
     def _delete_again(self) -> None:
-        """Delete what the last event freed, as far as nobody else refers to it: its coordinator may have died first."""
-        last: Recorded | None = None
-        for recorded in self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]):
-            last = recorded
+        """Delete what the last event freed and nothing kept needs, since its coordinator may have ended before."""
+        last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
             kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first}
             streams = [batch_stream(b) for b in last.event.batches]
-            self._delete(self._only_of([s for s in streams if s not in kept], kept))
+            self._delete(self._unshared_digests([s for s in streams if s not in kept], kept))
 
     def _delete(self, digests: set[str]) -> None:
         for digest in sorted(digests):
@@ -180,13 +176,13 @@ class Retention:
 
     # --- the actor's loop -------------------------------------------------------------------------------------------
     def _record(self, event: ev.PayloadsFreed, recorded: Future[bool]) -> None:
-        """Record it in this turn, if none of its batches was submitted anew meanwhile; tell the thread what became."""
+        """Record the event in this turn, unless a batch of it was submitted again; set the result for the thread."""
         try:
             if any(batch_id in self._live.batches for batch_id in event.batches):
                 recorded.set_result(False)
                 return
             self._live.record(event)
-        except LogError as e:  # its version could not be read: nothing was written
+        except LogError as e:  # the stream's version could not be read: nothing was written
             _LOG.warning("nothing was freed: %s", e)
             recorded.set_result(False)
             return

@@ -1,7 +1,8 @@
-"""Which LoRA adapters the runners serve: who is told to load what, and who waits for it. The coordinator's side.
+"""Loading of LoRA adapters into the runners: the coordinator's side.
 
-An order names all adapters that an engine is to serve, so it may be lost, or come twice. Engines answer on while they
-load one: a request keeps the version that it began with. A runner that comes up gets no unit before it has them all.
+An order lists all adapters that an engine must serve, so it does no harm if it is lost or arrives twice. Engines answer
+requests while they load an adapter, and a request keeps the version that it began with. A new runner gets no unit
+before it has all adapters.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from trinity_es.projections.runner import RunnerState
 __all__ = ["AdapterLoading"]
 
 ORDER_LOST_SECONDS = 10.0
-"""How long a runner may take to load what it was told to; then it is told again, which does no harm."""
+"""Time in which a runner answers an order; then it is sent again."""
 MOST_DOUBLINGS = 6
-"""How often the pause doubles before a runner tries again what it could not load: to ten minutes."""
+"""Maximum number of times that the pause before a retry doubles: up to ten minutes."""
 
 
 class AdapterLoading:
-    """Tells the runners of a registry which adapters to serve, and records what came of it."""
+    """Orders to the runners of a registry to serve adapters, and the record of their results."""
 
     def __init__(self, registry: RunnerRegistry, most: int, models: Collection[str] = ()) -> None:
-        """Begin with nobody. `most`: adapters that engines have room for; 0: they serve none. `models`: their names."""
+        """`most`: number of adapters that engines can hold, 0 for none; `models`: names that adapters may not have."""
         self.registry, self.live, self.most, self.models = registry, registry.live, most, models
         self.waiters: dict[Awaited, tuple[str, int]] = {}
-        """Those who wait for all runners to have a version of an adapter, and which."""
-        self._orders = int(registry.sender.now() * 1e6)  # none that a runner has of an earlier coordinator
+        """Waits for all runners to load a version of an adapter, and that adapter and version."""
+        self._orders = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner that said how it is load what it lacks."""
+        """Have a runner load the adapters that its status lacks."""
         if runner.life.model != "rollout":
             return
         runner.adapters = dict(message.adapters)
@@ -48,19 +49,19 @@ class AdapterLoading:
                 failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=reason)
                 self.live.record(failed)
         elif runner.up:
-            none = self.most == 0  # a log may have some, of a start with another config: whoever names one is refused
+            none = self.most == 0  # the log may have adapters from an earlier config; requests for them are refused
             had = runner.has_adapters or none
             runner.has_adapters = had or adapters.has_all(self.live.adapters, runner.adapters)
             pause = ORDER_LOST_SECONDS * 2 ** min(max(runner.adapters_failures - 1, 0), MOST_DOUBLINGS)
             late = self.registry.sender.now() - runner.adapters_since > pause
             if late or (runner.adapters_order is None and not runner.adapters_failures):
                 self.order(runner)
-        self._look(runner.name, runner.adapters)
+        self._end_waits(runner.name, runner.adapters)
 
     def lacks(self, message: RunnerStatus) -> str:
-        """Return why a life that failed stays so though its engine is ready, as it lacks adapters; empty: it does not.
+        """Return why a failed life whose engine is ready stays failed: it lacks adapters. Empty if it does not.
 
-        The log knows of the failure, so another coordinator goes on with it.
+        The failure is in the log, so it outlives this coordinator.
         """
         life = self.live.lives.get((message.name, message.incarnation))
         if message.state != "ready" or message.model != "rollout" or life is None:
@@ -72,41 +73,41 @@ class AdapterLoading:
         return adapters.lacks(self.live.adapters, message.adapters, self.most)
 
     def on_death(self, name: str) -> None:
-        """Wait no more for a runner whose life ended."""
+        """Stop waiting for a runner whose life ended."""
         for awaited in self.waiters:
             awaited.done(name)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
-        """Have every runner load a version: `adapter_decisions.py` says which may be published."""
+        """Publish a version, if `adapter_decisions.py` allows it, and have every runner load it."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
         awaited = Awaited(
-            f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); they go on with "
-            "the version that they had",
+            f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "
+            "keep the version that they had",
             {r.name for r in self.registry.up() if r.adapters.get(new.adapter) != new.version},
         )
         self.waiters[awaited] = new.adapter, new.version
-        self._order_anew()
+        self._order_all()
         return awaited
 
     def remove(self, name: str) -> None:
-        """Take an adapter back from every runner."""
+        """Remove an adapter from every runner."""
         self.live.record(*adapters.remove(self.live.adapters, name))
         for awaited, (adapter, _) in self.waiters.items():
             if adapter == name:
                 for runner in list(awaited.waiting_on):
                     awaited.done(runner, "the adapter was removed")
-        self._order_anew()
+        self._order_all()
 
-    def _order_anew(self) -> None:
-        """Tell every runner what it is to serve now; what it could not load before is no reason to put that off."""
+    def _order_all(self) -> None:
+        """Send every runner the current adapters at once, without the pause after earlier failures."""
         for runner in self.registry.rollout():
             runner.adapters_failures = 0
             if runner.up:
                 self.order(runner)
 
     def order(self, runner: RunnerRecord) -> None:
-        """Tell a runner what it is to serve, where that is not what it serves."""
+        """Send a runner the current adapters, unless it serves exactly those."""
         current = current_adapters(self.live.adapters) if self.most else {}
         if runner.adapters == {name: event.version for name, event in current.items()}:
             runner.adapters_order = None
@@ -117,7 +118,7 @@ class AdapterLoading:
         self.registry.send_later(runner.address, order)
 
     def on_load_result(self, message: AdaptersLoadResult) -> None:
-        """Take note of what a runner loaded, and of what it could not: then it goes on with what it had."""
+        """Record the adapters that a runner loaded, and those that it could not, of which it keeps the old version."""
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return
@@ -134,12 +135,12 @@ class AdapterLoading:
         runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, has)
         self.registry.changed(runner.name)
         failed = {(adapter, version): error for adapter, version, error in message.errors}
-        self._look(runner.name, runner.adapters, failed)
+        self._end_waits(runner.name, runner.adapters, failed)
 
-    def _look(
+    def _end_waits(
         self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
     ) -> None:
-        """Let those go who wait for what this runner has, or could not load."""
+        """End the waits for versions that this runner has, or could not load."""
         for awaited, (adapter, version) in self.waiters.items():
             error = (failed or {}).get((adapter, version))
             if has.get(adapter, -1) >= version:

@@ -1,4 +1,4 @@
-"""Somebody waits until runners have done what they were told to."""
+"""A wait until runners have carried out an order."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["Awaited"]
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """The runners that have not done it yet, and what went wrong with others."""
+    """Runners that have not carried out an order yet, and the errors of those that failed."""
 
     failure: str
-    """The error's sentence, in which {what} stands for what each runner said."""
+    """Error message, in which {what} stands for the runners' errors."""
     waiting_on: set[str]
     errors: dict[str, str] = field(default_factory=dict)
 
     def done(self, runner: str, error: str | None = None) -> None:
-        """Wait no more for this runner: it did it, or said this error, or ended."""
+        """Stop waiting for this runner, which carried the order out, failed with `error`, or ended."""
         if runner in self.waiting_on:
             self.waiting_on.discard(runner)
             if error is not None:
                 self.errors[runner] = error
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """Return what went wrong, when it is over."""
+        """Return the error of a wait that is over, if any; `timed_out` is the error of each runner still awaited."""
         errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
         if not errors:
             return None

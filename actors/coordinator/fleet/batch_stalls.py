@@ -1,8 +1,8 @@
-"""Stalls: an open batch in which nothing moves for longer than a bound is recorded, with what it waits for.
+"""Detection of stalls: open batches without a new event for too long, recorded with what they wait for.
 
-`check` is called every few seconds. It reads memory only (the live state's batches, the runners), so it costs little
-and blocks nobody; that a batch moved it sees by the version of its stream, so its times are late by one check at most.
-A stall is recorded once, and again when its cause changes. A batch that waits only for its trainer is no stall.
+`check` runs every few seconds and reads memory only (the live state's batches, the runners). A new version of a batch's
+stream shows that it moved, so times are late by one check at most. A stall is recorded once, and again when its cause
+changes. A batch that waits only for its trainer is no stall.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["Stalls"]
 
 @dataclass(slots=True)
 class _Watched:
-    """What was seen of a batch at the last check."""
+    """State of a batch at the last check."""
 
     submission: str
     version: int = 0
     moved_at: float = 0.0
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
     """When a unit was first seen with a runner, by unit, attempt and runner."""
-    told: tuple[object, ...] | None = None
-    """The cause that was recorded last."""
+    cause: tuple[object, ...] | None = None
+    """Cause that was recorded since the batch last moved."""
 
 
 class Stalls:
-    """Looks after the open batches of a live state."""
+    """Detector of stalls in the open batches of a live state."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Stalls:
         limit: float | None = None,
         sequential: bool = False,
     ) -> None:
-        """`clock` gives unix seconds, as the coordinator's does; `limit` and `sequential` as in `SystemSnapshot`."""
+        """`clock` returns unix seconds; `limit` and `sequential` are as in `SystemSnapshot`."""
         self.live, self.registry, self.after_seconds, self.clock = live, registry, after_seconds, clock
         self.limit, self.sequential = limit, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
     def check(self, now: float | None = None) -> None:
-        """Record a StallDetected for each open batch that stands still and was not told of yet."""
+        """Record a StallDetected for each stalled batch whose cause is not recorded yet."""
         at = self.clock() if now is None else now
         overdue = [b for b in self.live.batches.values() if self._stands_still(b, at)]
         for gone in self._watched.keys() - self.live.batches.keys():
@@ -62,13 +62,13 @@ class Stalls:
         for batch in overdue:
             assert situation is not None
             watched = self._watched[batch.batch_id]
-            told = why(situation, batch.batch_id, now=at)
-            key = told.waiting[0].key
-            if told.of_trainer or key == watched.told:
+            answer = why(situation, batch.batch_id, now=at)
+            cause = answer.waiting[0].key
+            if answer.of_trainer or cause == watched.cause:
                 continue
-            stall = ev.StallDetected(waiting_on=told.sentence, since=watched.moved_at)
+            stall = ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)
             self.live.record_batch(batch.batch_id, [stall])
-            watched.told, watched.version = key, batch.version  # this event is no movement
+            watched.cause, watched.version = cause, batch.version  # this event is no movement
 
     def _stands_still(self, batch: BatchState, now: float) -> bool:
         watched = self._watched.get(batch.batch_id)
@@ -78,19 +78,18 @@ class Stalls:
             seen = watched.flying_since
             keys = [(key, f.unit.attempt, f.runner, f.incarnation) for key, f in batch.flights.items()]
             watched.flying_since = {key: seen.get(key, now) for key in keys}
-            watched.version, watched.moved_at, watched.told = batch.version, now, None
+            watched.version, watched.moved_at, watched.cause = batch.version, now, None
         return now - watched.moved_at > self.after_seconds
 
     def _situation(self) -> SystemSnapshot:
-        """Return what is known of batches and runners, from memory."""
         fleet = self.registry.runners.values()
-        took = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
-        courses = {
+        unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
+        batches = {
             batch_id: BatchTimes(
                 state=self.live.batches[batch_id],
                 moved_at=watched.moved_at,
                 flying_since={key: at for (key, *_), at in watched.flying_since.items()},
-                took=took,
+                took=unit_seconds,
             )
             for batch_id, watched in self._watched.items()
         }
@@ -118,7 +117,7 @@ class Stalls:
             for r in fleet
         }
         return SystemSnapshot(
-            courses=courses, runners=runners, hosts={
+            batches=batches, runners=runners, hosts={
                 h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()},
             limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
         )

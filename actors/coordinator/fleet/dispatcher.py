@@ -1,4 +1,4 @@
-"""Which runner gets the next unit, and which of its outcomes are safe."""
+"""Dispatch of units to runners, and acknowledgement of their outcomes."""
 
 from __future__ import annotations
 
@@ -18,64 +18,66 @@ from trinity_es.projections.runner import RunnerState
 __all__ = ["Dispatcher", "ahead"]
 
 AHEAD_SECONDS = 0.1
-"""How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
+"""Time that the units beyond a runner's places keep it busy while its outcomes travel (Little's law)."""
 AHEAD_MOST = 32
-"""Maximum of these units, as a multiple of its places."""
+"""Maximum number of these units, as a multiple of its places."""
 REST_SECONDS = 30.0
-"""How long a host gets nothing that lacks what a unit needed: one that fails at once would draw them all."""
+"""Time without units for a host that lacked what a unit needed: failing at once, it would attract all units."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none where they are long, so that no runner hoards at the end."""
+    """Return how many units may wait in a runner: none if units are long, so that no runner hoards the last ones."""
     if unit_seconds is None:
         return 0
     return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
 
 
 class Dispatcher:
-    """Sends units to runners, when what it decided is durable."""
+    """Sender of units to runners, once the decision is durable."""
 
     def __init__(
         self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
         end: Callable[[], Mark | None] = lambda: None,
     ) -> None:
-        """`timeout`: seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout. `end`: the end
-        of the log now."""
+        """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
+
+        `end` returns the current end of the log.
+        """
         self.registry, self.live = registry, registry.live
         self._timeout, self._end = timeout, end
         self._acks: dict[str, dict[int, None]] = {}
         self._room = Room(fits=self._fits)
         self._resting: dict[str, float] = {}
-        """Host -> when it gets units again, monotonic seconds."""
+        """When each resting host gets units again, monotonic seconds."""
 
     def rest(self, host: str) -> None:
-        """Give nothing to a host for a while, which lacks what a unit needed: others may have it."""
+        """Give no units to a host for REST_SECONDS, because it lacks what a unit needed and other hosts may have."""
         self._resting[host] = self.registry.sender.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
-        """Tell the runner, with what is sent next, that this group of its outcomes is safe."""
+        """Acknowledge a group of a runner's outcomes with the next message to it."""
         self._acks.setdefault(runner, {})[number] = None
 
     def forget(self) -> None:
-        """Forget which outcomes were taken: it may not be in the log."""
+        """Forget the outcomes to acknowledge, which may not be in the log."""
         self._acks = {}
         self._room = Room(fits=self._fits)
 
     def dispatch(self) -> None:
-        """Give out what can run, and say to each runner which outcomes are safe."""
+        """Send the units that can run now, and the acknowledgements of outcomes."""
         acks, self._acks = self._acks, {}
         items: dict[str, list[UnitAssignment]] = {}
         batches = self.live.batches.values()
         if any(b.pending for b in batches):
-            self._look()
+            self._update_room()
             for batch, event in decisions.dispatch(batches, self._room, self._timeout()):
                 self.live.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
         for name in sorted(items.keys() | acks.keys()):
             self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
-    def _look(self) -> None:
-        """See how full those runners are of which something changed."""
+    def _update_room(self) -> None:
+        """Update the capacity of the runners that changed."""
         changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
         for host in [h for h, until in self._resting.items() if until <= self.registry.sender.now()]:
             del self._resting[host]
@@ -95,13 +97,13 @@ class Dispatcher:
             ))
 
     def _fits(self, capacity: Capacity) -> bool:
-        """Return True if a runner may be given something now; where not, it says so itself when that is over."""
+        """Return True if a runner may get units now; if not, it is marked as changed when that is over."""
         runner = self.registry.runners[capacity.name]
         fits = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return fits and host_of(capacity.name) not in self._resting
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Send again what the log says this runner has and it does not know of: that never arrived."""
+        """Send again the units that the log assigns to this runner and its status lacks, because they never arrived."""
         items = []
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
@@ -114,7 +116,7 @@ class Dispatcher:
             self._send_work(runner, items, ())
 
     def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Stop what this runner still does for a batch that has ended: the Revoke for it never arrived."""
+        """Cancel units that this runner still runs for an ended batch, because the earlier message never arrived."""
         for batch_id, submission, units in message.running:
             batch = self.live.batches.get(batch_id)
             if batch is None or batch.submission != submission:
@@ -122,7 +124,7 @@ class Dispatcher:
                 self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
     def revoke(self, batch: BatchState) -> None:
-        """Have runners stop what they still do for this batch."""
+        """Cancel the units in flight of this batch."""
         by_runner: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for unit, flight in batch.flights.items():
             by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
@@ -139,10 +141,10 @@ class Dispatcher:
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self.live.then(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop's value
+            self.live.then(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop variable
                 runner.address, RunUnits(runner.incarnation, group, acks, self._end())))
 
 
 def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
-    """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
+    """Split units into groups under the size limit of a message; at least one group, which may be empty."""
     return grouped(items, lambda item: 200 + len(item.task or b""))

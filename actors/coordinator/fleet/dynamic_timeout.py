@@ -1,7 +1,7 @@
-"""How long an attempt may take, from what attempts took so far (`explorer.dynamic_timeout`).
+"""Timeout of attempts, from the durations of earlier attempts (`explorer.dynamic_timeout`).
 
-What was measured is in the log, an event a train step, so a coordinator that takes over goes on with it; and which
-timeout a unit got stands in its TasksDispatched.
+The log has the measurements, one event per train step, so they survive a takeover. The timeout that a unit got is in
+its TasksDispatched.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ __all__ = ["DynamicTimeout", "allowed", "measured"]
 def allowed(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Return seconds that an attempt may take.
-
-    It is 0 for `max_timeout`: while there were too few steps, or where that is less.
-    """
+    """Return the seconds that an attempt may take; 0, for `max_timeout`, after too few steps or if that is less."""
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts
@@ -31,10 +28,7 @@ def allowed(
 
 
 def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """Return what is known after this batch, which has ended; None where it is no train step.
-
-    `limits`: see `allowed`.
-    """
+    """Return the measurements after this ended batch; None if it is no train step. `limits` are those of `allowed`."""
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None
     steps, attempts, seconds = (0, 0, 0.0) if last is None else (last.steps, last.attempts, last.seconds)
@@ -46,7 +40,7 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
 
 
 class DynamicTimeout:
-    """The timeout of attempts by what the live state says that attempts took, under this config."""
+    """Timeout of attempts, from the measurements in the live state and the config."""
 
     def __init__(self, explorer: ExplorerConfig, live: LiveState) -> None:
         dynamic = explorer.dynamic_timeout
@@ -58,13 +52,13 @@ class DynamicTimeout:
         }
 
     def ended(self, batch: BatchState) -> None:
-        """Record what a batch that has just ended tells."""
+        """Record the measurements after a batch that has just ended."""
         event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
             self._live.record(event)
 
     def timeout(self) -> float:
-        """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
+        """Return the seconds that an attempt may take if dispatched now; 0 for explorer.max_timeout."""
         last = self._live.attempt_times
         if not self._enabled or last is None:
             return 0.0

@@ -1,9 +1,9 @@
-"""The hosts besides the head's own: who is taken in, who is lost, who leaves; and the way to their runners.
+"""The hosts that joined the head: their admission, loss and departure, and the connection to their processes.
 
-Each host has one connection to this coordinator (`actors/hosts/link.py`), on which its runners and its guardian speak
-as the head's own do: here their messages get the address that leads back to them. A host that is not heard of for
-`hosts.timeout` seconds is lost, and with it all its runners at once: what they had is attempted again and blamed for
-nothing. A coordinator that takes over gives the hosts of its predecessor the same time to find it.
+Each host has one connection to this coordinator (`actors/hosts/link.py`). Its runners and its guardian use it as if
+they were the head's own, and here their messages get the address that leads back to them. A host that is silent for
+`hosts.timeout` seconds is lost together with its runners; their units are attempted again and blamed for nothing. After
+a takeover, hosts have the same time to find the new coordinator.
 """
 
 from __future__ import annotations
@@ -34,55 +34,58 @@ if TYPE_CHECKING:
 __all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening", "place_of_head"]
 
 LOOK_SECONDS = 0.5
-"""Interval between two looks at who was not heard of."""
+"""Interval between two checks for silent hosts."""
 BACK_SECONDS = 5.0
-"""How long a host has at least to come back to a new coordinator, however long it was silent under the one before."""
+"""Minimum time that a host has to reach a new coordinator, even if it was silent under the previous one."""
 SHOWN_SECONDS = 600.0
-"""How long a host that was lost is shown."""
+"""How long `status` shows a lost host."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FarProcess:
-    """Where a process of another host is: a runner by its name, the guardian by none, a client by its request."""
+    """Address of a process on another host: a runner by its name, the guardian by "", a client by its request."""
 
     host: str
     name: str
 
 
-def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
-    """Return the incarnation of each runner that may live on another host: its host has time to come back."""
-    there = {host.name for host in known.values() if host.there}
+def far_lives(states: Hosts, lives: Lives) -> dict[str, int]:
+    """Return the incarnation of each runner that may live on another host, whose host may still come back."""
+    there = {host.name for host in states.values() if host.there}
     return {name: n for (name, n), life in lives.items() if host_of(name) in there and not life.state.gone}
 
 
 def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
-    """Return what the lease is to say of where hosts are taken in, and the certificate that it names, if they are."""
-    made = Certificate.made() if settings.address else None
-    return {"hosts": settings.address, "certificate": made.digest.hex() if made is not None else ""}, made
+    """Return where hosts can join, for the lease to tell, and the certificate that it names, if hosts may join."""
+    certificate = Certificate.made() if settings.address else None
+    digest = certificate.digest.hex() if certificate is not None else ""
+    return {"hosts": settings.address, "certificate": digest}, certificate
 
 
 def listening(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
-    have to have too, of models and weights."""
-    from trinity_es.actors.hosts.link import HeadEnd  # with aiohttp, which a run of one host does not need
+    """Return the end that listens for hosts and handles their messages in the actor's loop.
+
+    `folders` returns the folders of models and weights that hosts need too.
+    """
+    from trinity_es.actors.hosts.link import HeadEnd  # it imports aiohttp, which a run on one host does not need
 
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
     def do(call: Callable[[HostFleet], None]) -> None:
         def now() -> None:
-            found = fleet()
-            if found is not None:
-                call(found)
+            current = fleet()
+            if current is not None:
+                call(current)
 
         post(now)
 
     end = HeadEnd(
         (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
-        hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
+        hello=lambda offer, where, answer: do(lambda fleet: fleet.hello(offer, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),
         facts=lambda: facts(folders()),
@@ -92,87 +95,89 @@ def listening(
 
 
 class HostFleet:
-    """See the module. Works only while the log is open; what comes meanwhile is said again."""
+    """Hosts of a run, handled only while the log is open; hosts repeat what they sent meanwhile."""
 
     def __init__(
         self, settings: HostsConfig, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
         handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
         models: Mapping[str, str] = MappingProxyType({}), heard: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`epoch`: of the coordinator. `handle(message, from)` takes a message as if it came from an actor; `died` the
-        loss of a runner. `models`: the model paths of the config, by the names of the models. `heard`: when a
-        predecessor of this one last heard of hosts, monotonic seconds."""
+        """`handle(message, from)` takes a message as if it came from an actor; `died` takes the loss of a runner.
+
+        `epoch` is the coordinator's. `models` has the config's model paths by name. `heard` has the time when a
+        predecessor last heard of each host, in monotonic seconds.
+        """
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
         self._models = models
         self._connected: dict[str, int] = {}
-        """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
-        # A host that was silent under a predecessor is not given the whole time again, only enough to come back.
+        """Epoch of each host that has a connection; a host just admitted has none yet."""
+        # A host that was silent under a predecessor does not get the whole time again, only enough to come back.
         least = registry.sender.now() - settings.timeout + min(BACK_SECONDS, settings.timeout)
         self._heard = {host: max(at, least) for host, at in heard.items()}
-        """When a host without a connection was last heard, or seen to have none, monotonic seconds."""
+        """When each host without a connection was last heard of, monotonic seconds."""
         self._why: dict[str, str] = {}
-        """Why a connection ended."""
+        """Reason for the end of each host's last connection."""
         self._lost: dict[str, float] = {}
-        """When this coordinator saw a host be lost, monotonic seconds."""
+        """When this coordinator declared each host lost, monotonic seconds."""
 
     def heard(self) -> dict[str, float]:
-        """Return when each host that takes part was last heard of, monotonic seconds."""
+        """Return when each present host was last heard of, monotonic seconds."""
         last = self._heard | self._end.heard()
         return {host.name: last[host.name] for host in self.there() if host.name in last}
 
     def there(self) -> list[Host]:
-        """Return the hosts that take part."""
         return [host for host in self._live.hosts.values() if host.there]
 
-    # --- what the connection tells ----------------------------------------------------------------------------------
-    def hello(self, said: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to take part; it is told when that, and what it rests on, is in the log. One that
-        wants files is told at once: it shows for it that it has the key."""
-        if "fetch" in said:
-            answer(self._folder(said))
+    # --- messages of connections ------------------------------------------------------------------------------------
+    def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
+        """Decide on a host that wants to join, and answer once all that the answer rests on is durable.
+
+        A request for files is answered at once: its sender has shown that it has the key.
+        """
+        if "fetch" in offer:
+            answer(self._folder(offer))
             return
         try:
-            asks = hosts.Hello(
-                str(said["name"]), str(said["life"]), address, int(said["pid"]),
-                {str(k): int(v) for k, v in dict(said["places"]).items()}, str(said["build"]),
+            hello = hosts.Hello(
+                str(offer["name"]), str(offer["life"]), address, int(offer["pid"]),
+                {str(k): int(v) for k, v in dict(offer["places"]).items()}, str(offer["build"]),
             )
         except (KeyError, TypeError, ValueError):
-            answer(Admission(refused="what it says of itself is not understood: another version?", for_good=True))
+            answer(Admission(refused="its hello is not understood: does it run another version?", for_good=True))
             return
-        decided = hosts.hello(self._live.hosts, asks, build=VERSION, connected=asks.name in self._connected)
-        if isinstance(decided, hosts.Refusal):
-            # Durable first: a head that was cut off believes all hosts lost, while another leads and has them.
-            refusal = Admission(refused=decided.reason, for_good=decided.for_good)
+        decision = hosts.hello(self._live.hosts, hello, build=VERSION, connected=hello.name in self._connected)
+        if isinstance(decision, hosts.Refusal):
+            # Durable first: a head that was cut off believes all hosts lost, while another head leads and has them.
+            refusal = Admission(refused=decision.reason, for_good=decision.for_good)
             self._live.then(lambda: answer(refusal))
             return
-        if said.get("check"):
+        if offer.get("check"):
             answer(Admission())
             return
-        for event in decided:
+        for event in decision:
             if isinstance(event, ev.HostLost):
                 self._lose(event)
             else:
                 self._live.record(event)
-        epoch = self._live.hosts[asks.name].epoch
-        self._heard[asks.name] = self._registry.sender.now()
+        epoch = self._live.hosts[hello.name].epoch
+        self._heard[hello.name] = self._registry.sender.now()
         self._live.then(lambda: answer(Admission(epoch, self._epoch)))
 
-    def _folder(self, said: Mapping[str, Any]) -> Admission:
-        """Return which folder a host gets the files of, or why none."""
-        asked = said["fetch"] if isinstance(said["fetch"], Mapping) else {}
-        found = hosts.folder_of(
-            asked, str(said.get("build")), own_build=VERSION, weights=self._live.weights, adapters=self._live.adapters,
-            models=self._models,
+    def _folder(self, offer: Mapping[str, Any]) -> Admission:
+        wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
+        folder = hosts.folder_of(
+            wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
+            adapters=self._live.adapters, models=self._models,
         )
-        if isinstance(found, hosts.Refusal):
-            return Admission(refused=found.reason, for_good=found.for_good)
-        return Admission(folder=found)
+        if isinstance(folder, hosts.Refusal):
+            return Admission(refused=folder.reason, for_good=folder.for_good)
+        return Admission(folder=folder)
 
     def take(self, host: str, epoch: int, items: Items) -> None:
-        """Take what a host's processes say. What comes of an epoch that is over is dropped; its connection ends."""
-        known = self._live.hosts.get(host)
-        if known is None or known.epoch != epoch or not known.there:
+        """Handle messages of a host's processes; those of a past epoch are dropped, and their connection closed."""
+        state = self._live.hosts.get(host)
+        if state is None or state.epoch != epoch or not state.there:
             self._end.hang_up(host, epoch)
             return
         if self._connected.get(host) != epoch:
@@ -180,14 +185,14 @@ class HostFleet:
             self._heard.pop(host, None)
         for name, message in items:
             if isinstance(message, HostLeaves):
-                self._leaves(known, message)
+                self._leaves(state, message)
             elif not name or host_of(name) == host or name.startswith("client "):
                 self._handle(message, FarProcess(host, name))
             else:
-                _log.error("host %s speaks for %s, which is not its own", host, name)
+                _log.error("host %s sent a message of %s, which is not its own runner", host, name)
 
     def gone(self, host: str, epoch: int, why: str, heard: float) -> None:
-        """Take note that a connection ended: its host, last heard then, has some seconds to come back."""
+        """Note that a connection ended; its host has until its timeout to come back."""
         if self._connected.get(host) == epoch:
             del self._connected[host]
             self._heard[host], self._why[host] = heard, why
@@ -195,7 +200,7 @@ class HostFleet:
 
     # --- time -------------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """See who was not heard of for too long, and who has nothing any more and may leave."""
+        """Find hosts that were silent for too long, and drained hosts that may leave."""
         now = self._registry.sender.now()
         there, open_now = self.there(), self._end.heard()
         units = self._units() if any(host.state == "draining" for host in there) else {}
@@ -206,7 +211,7 @@ class HostFleet:
                 if host.name in open_now:
                     self._heard.pop(host.name, None)
                     continue
-                # Its connection ended, which is told in a moment; were it not, its time begins now.
+                # Its connection has ended, and `gone` follows; if it does not, the host's time begins now.
             since = self._heard.setdefault(host.name, now)
             if now - since >= self._settings.timeout:
                 why = self._why.get(host.name, "it did not come back to this coordinator")
@@ -214,11 +219,11 @@ class HostFleet:
                     self._lose(event)
 
     def drain(self, name: str, reason: str) -> None:
-        """Have a host get nothing new; when its runners have nothing any more it is told, and leaves."""
+        """Give a host no new units; once its runners have none left it may leave."""
         self._live.record(*hosts.drained(self._live.hosts, name, reason))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every host that takes part, and those lost not long ago, as plain JSON."""
+        """Return every present host, and those lost recently, as plain JSON."""
         now = self._registry.sender.now()
         shown = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost.get(h.name, float("-inf")) < SHOWN_SECONDS)]
@@ -242,16 +247,14 @@ class HostFleet:
         return host.there and self._connected.get(host.name) == host.epoch
 
     def stop(self) -> None:
-        """Hear no host any more."""
         self._end.stop()
 
-    # --- the way there ----------------------------------------------------------------------------------------------
+    # --- messages to hosts ------------------------------------------------------------------------------------------
     def send(self, to: FarProcess, message: Any) -> None:
-        """Send to a process of another host."""
         self._end.send(to.host, to.name, message)
 
     def guardian_of(self, runner: str, own: Any) -> Any:
-        """Return the guardian of a runner: `own` of those of the head."""
+        """Return the guardian of a runner, which is `own` on the head."""
         host = host_of(runner)
         return FarProcess(host, "") if host else own
 
@@ -276,17 +279,16 @@ class HostFleet:
         over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
         loads = self._live.in_flight.loads
         for life in [life for (name, _), life in self._live.lives.items() if host_of(name) == host]:
-            # One that retired may have units still: its host ended before they did.
+            # A retired runner may still have units, if its host ended before they did.
             if life.state not in over or loads.get((life.name, life.incarnation)):
                 self._died(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
     def units_of(self, host: str) -> int:
-        """Count the units that a host's runners have."""
         return self._units().get(host, 0)
 
     def _units(self) -> dict[str, int]:
-        """Count the units of the runners of each host that has any."""
-        found: dict[str, int] = {}
+        """Return the number of units in flight on each host that has any."""
+        counts: dict[str, int] = {}
         for (name, _), units in self._live.in_flight.loads.items():
-            found[host_of(name)] = found.get(host_of(name), 0) + units
-        return found
+            counts[host_of(name)] = counts.get(host_of(name), 0) + units
+        return counts

@@ -1,9 +1,9 @@
-"""The leases that runs took: recorded, and released for runs that can't.
+"""The leases that runs take: recorded, and released for runs that can't do it themselves.
 
-Whatever ends an attempt is an event of its batch, or of its runner; the turn that records it records as well which
-leases nobody will release (`look`). When that is durable, processes of their own release them (`lease_releases.py`),
-again after pauses that double, until the providers are content. An owner that is still there after all, and releases
-its lease too, does no harm.
+An attempt ends with an event of its batch or its runner. The turn that records that event also records the leases which
+no owner will release any more (`look`). Once this is durable, separate processes release them (`lease_releases.py`);
+failed releases are retried after pauses that double. It does no harm if an owner is alive after all and releases its
+lease too.
 """
 
 from __future__ import annotations
@@ -23,51 +23,54 @@ from trinity_es.projections.leases import OpenLease
 __all__ = ["LeaseFleet", "Releases"]
 
 LOOK_SECONDS = 1.0
-"""Interval between two looks at what expired and what is to be released."""
+"""Interval between two checks for expired leases and due releases."""
 PAUSE_SECONDS = 1.0, 300.0
-"""Pause before a release that failed is tried again: the first, and the longest."""
-MOST_TOLD = 5
-"""Maximum of leases that could not be released and are told one by one."""
+"""First and longest pause before a failed release is retried."""
+MOST_SHOWN = 5
+"""Maximum number of failing leases that `status` lists."""
 
 
 class Releases(Protocol):
-    """Releases leases of one provider in a process, and tells an error, or "", of each, and what to say of those that
-    the process said nothing of."""
+    """Port to the processes that release leases."""
 
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None: ...
+    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
+        """Release leases of one provider in a process.
+
+        `done` gets the error of each lease, "" if it was released, and the error of those the process did not report.
+        """
 
 
 class LeaseFleet:
-    """See the module."""
+    """Open leases of a run, their expiry and their release."""
 
     def __init__(self, registry: RunnerRegistry, actor: TimerHost, releases: Releases) -> None:
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy: set[str] = set()
-        """Providers that have a process now."""
+        """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}
-        """Tries that failed, of leases that were tried and are to be tried again."""
+        """Number of failed releases of each lease that was tried."""
         self._due: dict[str, float] = {}
-        """When orphaned leases are to be released, unix seconds."""
+        """When each orphaned lease is due for release, unix seconds."""
         self._most: dict[str, int] = {}
-        """How many leases a process may have beside one that a process said nothing of, with itself."""
+        """Maximum number of leases in one process with a lease that an earlier process did not report."""
         self._known_since = math.inf
-        """When runners were told of this coordinator, unix seconds."""
+        """When this coordinator was announced to runners, unix seconds; infinite before."""
 
     def begin(self) -> None:
-        """Count expiries from now on, after a time for runners: they are told of this coordinator."""
+        """Start to count expiries, after the grace time that runners have once they know this coordinator."""
         self._known_since = self._registry.clock()
 
     def forget(self) -> None:
-        """Count no expiries until runners are told again: what they told meanwhile is lost."""
+        """Stop counting expiries until `begin`, because renewals reported meanwhile are lost."""
         self._known_since = math.inf
 
     def leave(self) -> None:
-        """Release none of those that are open: they belong to another store, which this one is a copy of."""
+        """Release no open lease: they belong to the store of which this one is a copy."""
         self._live.record(*decisions.left(list(self._live.leases.values())))
 
-    # --- what runs tell ---------------------------------------------------------------------------------------------
+    # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
-        """Record a group of changes; answered when it is durable."""
+        """Record a group of changes, and answer when it is durable."""
         live, refused = self._live, dict[str, str]()
         for change in message.changes:
             life = live.lives.get((message.name, message.incarnation))
@@ -82,9 +85,9 @@ class LeaseFleet:
         self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused))
         live.then(self.release_due)
 
-    # --- what is to be released -------------------------------------------------------------------------------------
+    # --- releases ---------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """Record, at the end of a turn, which leases nobody will release since what it did."""
+        """Record, at the end of a turn, the leases that lost their owner in it."""
         if not self._live.leases:
             return
         turn = self._live.turn
@@ -97,11 +100,11 @@ class LeaseFleet:
             self._actor.after(LOOK_SECONDS, "leases", self._tick)
 
     def look_at(self, leases: Any) -> None:
-        """Record which of these leases nobody will release, and have them released when that is durable."""
+        """Record which of these leases have no owner to release them, and release those when that is durable."""
         live = self._live
-        found = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._known_since)
-        live.record(*found)
-        if found:
+        orphans = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._known_since)
+        live.record(*orphans)
+        if orphans:
             live.then(self.release_due)
 
     def _tick(self) -> None:
@@ -109,9 +112,9 @@ class LeaseFleet:
         self._live.then(self.release_due)
 
     def release_due(self) -> None:
-        """Begin to release what is due, a process for each provider that has none."""
+        """Start to release due leases, in one process per provider."""
         now, live = self._registry.clock(), self._live.leases
-        self._tries = {key: n for key, n in self._tries.items() if key in live}  # the others' owners released them
+        self._tries = {key: n for key, n in self._tries.items() if key in live}  # without closed leases
         self._most = {key: n for key, n in self._most.items() if key in live}
         self._due = {key: self._due.get(key, now) for key, lease in live.items() if lease.orphaned}
         for provider, leases in decisions.due(live.values(), self._due, self._most, self._busy, now).items():
@@ -119,40 +122,40 @@ class LeaseFleet:
             self._releases.start(leases, functools.partial(self._released, provider, leases, now))
 
     def _released(
-        self, provider: str, leases: Sequence[OpenLease], begun: float, found: dict[str, str], trouble: str
+        self, provider: str, leases: Sequence[OpenLease], begun: float, errors: dict[str, str], trouble: str
     ) -> None:
-        """Take what came of a process that was begun with these leases."""
+        """Record the results of a process that was started with these leases."""
         self._busy.discard(provider)
         now = self._registry.clock()
-        for given in leases:
-            key = given.taken.lease
-            error = found.get(key, trouble)
+        for started in leases:
+            key = started.taken.lease
+            error = errors.get(key, trouble)
             lease = self._live.leases.get(key)
             tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, given, begun, error, tries))
+            self._live.record(*decisions.released(lease, started, begun, error, tries))
             self._tries[key] = tries
             if error:
                 first, most = PAUSE_SECONDS
                 self._due[key] = now + min(most, first * 2.0 ** min(tries - 1, 30))
-            elif lease is not None:  # where it is still open, a creation may have come through, or may still
+            elif lease is not None:  # if it is still open, its creation may have succeeded since, or may yet
                 self._due[key] = now if lease.held else lease.made_by
-            if key in found:
+            if key in errors:
                 self._most.pop(key, None)
             else:
                 self._most[key] = max(1, len(leases) // decisions.SPLIT)
         self._live.then(self.release_due)
 
     def is_busy(self) -> bool:
-        """Return True while something is released, or is about to be for the first time."""
+        """Return True while a release runs, or an orphaned lease has not been tried yet."""
         waiting = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._tries)
         return bool(self._busy) or any(waiting)
 
-    # --- what is told -----------------------------------------------------------------------------------------------
+    # --- status -----------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:
-        """Return how many are open, and some of those that could not be released, as plain JSON."""
+        """Return the number of open leases, and some that could not be released, as plain JSON."""
         leases = self._live.leases.values()
         failing = [lease for lease in leases if lease.error]
         return {
             "open": len(leases), "orphaned": sum(bool(lease.orphaned) for lease in leases), "failing": len(failing),
-            "first_failing": [lease.as_dict() for lease in failing[:MOST_TOLD]],
+            "first_failing": [lease.as_dict() for lease in failing[:MOST_SHOWN]],
         }

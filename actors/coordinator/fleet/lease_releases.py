@@ -1,4 +1,4 @@
-"""Releasing leases in processes of their own (`release_main.py`): one for what is due of one provider."""
+"""Release of leases in separate processes (`release_main.py`), one for the due leases of a provider."""
 
 from __future__ import annotations
 
@@ -21,79 +21,79 @@ from trinity_es.projections.leases import OpenLease
 __all__ = ["LeaseReleases"]
 
 RELEASE_SECONDS = 60.0
-"""How long one release may take."""
+"""Time limit of one release."""
 START_SECONDS = 60.0
-"""How long such a process may take on top of that: to start, to import, and for its turn where many are released."""
+"""Additional time limit of a process: to start, to import, and to wait its turn if many leases are released."""
 KILL_SECONDS = 10.0
-"""How long it may take to end once it was killed."""
+"""Time limit for the end of a killed process."""
 
 Done = Callable[[dict[str, str], str], None]
 
 
 class LeaseReleases:
-    """Starts the processes. `post` runs a callable in the actor's loop."""
+    """Starter of release processes. `post` runs a callable in the actor's loop."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
 
     def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Release these leases of one provider; `done` is called in the actor's loop with what `released` returns."""
+        """Release leases of one provider, then call `done` in the actor's loop with the result of `released`."""
 
         def work() -> None:
             try:
-                found, trouble = released(leases)
-            except Exception as e:  # a provider is tried again only when its process has ended
-                found, trouble = {}, f"{type(e).__name__}: {e}"
-            self._post(lambda: done(found, trouble))
+                errors, trouble = released(leases)
+            except Exception as e:  # without `done` the provider would never be tried again
+                errors, trouble = {}, f"{type(e).__name__}: {e}"
+            self._post(lambda: done(errors, trouble))
 
-        # A thread for each: PDEATHSIG comes when the thread ends that started a process.
+        # One thread per process: PDEATHSIG comes when the thread ends that started a process.
         threading.Thread(target=work, name="lease release", daemon=True).start()
 
 
 def released(
     leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, more_seconds: float = START_SECONDS
 ) -> tuple[dict[str, str], str]:
-    """Release these leases of one provider in a process.
+    """Release leases of one provider in a process.
 
-    Returns an error for each, empty where it was released, and what to say of those that the process said nothing of.
+    Returns the error of each lease, "" if it was released, and the error of those that the process did not report.
     """
-    given = {"seconds": seconds, "leases": [
+    request = {"seconds": seconds, "leases": [
         {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases
     ]}
-    # As a worker: it finds the user's modules where this process does, and has no business with the system's key.
+    # Like a worker, it finds the user's modules where this process does, and must not have the system key.
     main = "trinity_es.actors.coordinator.release_main"
     code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
     environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:  # no pipes: what it starts may keep those
-        asked.write(orjson.dumps(given))
-        asked.seek(0)
+    with tempfile.TemporaryFile() as input_, tempfile.TemporaryFile() as output:  # its children could hold pipes open
+        input_.write(orjson.dumps(request))
+        input_.seek(0)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, str(os.getpid())], stdin=asked, stdout=said, env=environment,
+                [sys.executable, "-c", code, str(os.getpid())], stdin=input_, stdout=output, env=environment,
                 start_new_session=True,
             )
         except OSError as e:
             trouble = f"no process could be started to release it: {e}"
         else:
-            trouble = _ended(process, seconds + more_seconds)
-        said.seek(0)
-        lines = said.read().splitlines()
+            trouble = _wait_and_clean_up(process, seconds + more_seconds)
+        output.seek(0)
+        lines = output.read().splitlines()
     answers: dict[str, str] = {}
     for line in lines:
-        with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # it was cut off
+        with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # a line that was cut off
             answer = orjson.loads(line)
             answers[answer["lease"]] = clean_text(masked_text(answer["error"], os.environ))
     return answers, trouble
 
 
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait for its end, and end what it leaves behind in its session; returns what to say where it said nothing."""
+def _wait_and_clean_up(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """Wait for the process, and kill what is left of its session; return the error of leases it did not report."""
     try:
         process.wait(seconds)
         trouble = f"the process that was to release it ended with status {process.returncode}"
     except subprocess.TimeoutExpired:
         trouble = f"the process that was to release it had not ended after {seconds:g} s"
     kill_group(process.pid)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: a file system that does not answer
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, on a file system that does not answer
         process.wait(KILL_SECONDS)
     return trouble

@@ -1,4 +1,4 @@
-"""The runners that the coordinator knows, by name, and the way to them."""
+"""The runners that the coordinator knows, by name."""
 
 from __future__ import annotations
 
@@ -17,47 +17,50 @@ __all__ = ["RunnerRecord", "RunnerRegistry"]
 
 @dataclass(slots=True)
 class RunnerRecord:
-    """What the coordinator knows of a runner: its life as it was folded, and what no event tells."""
+    """A runner's state in the coordinator: its life from the log, and facts that are in no event.
+
+    Reported fields hold the value of its last status or heartbeat.
+    """
 
     life: RunnerLife
     address: Any = None
-    """Of its actor; None for one that has not spoken to this coordinator."""
+    """Address of its actor; None until it reports to this coordinator."""
     model_version: int = 0
-    """The weights that it serves, at its last word."""
+    """Version of the weights that it serves."""
     unit_seconds: float | None = None
-    """Moving mean of the time of a unit."""
+    """Moving mean of the seconds per unit."""
     loading: int | None = None
-    """The version that it is loading now; until it has it, it gets no units."""
+    """Version that it is loading; it gets no units until that is loaded."""
     loading_since: float = 0.0
-    """When it was told to, monotonic seconds."""
+    """When it was ordered to load that version, monotonic seconds."""
     could_not_load: int | None = None
-    """The version that it could not load when it tried last."""
+    """Version that it failed to load at its last try."""
     up: bool = False
-    """Its engine serves, at its last word; one that lacks adapters is `failed` all the same."""
+    """True if its engine serves, also while its state is `failed` because it lacks adapters."""
     seen: float = 0.0
-    """Unix seconds of its last sign of life."""
+    """Unix seconds of its last message."""
     progressed: float = 0.0
-    """Unix seconds when it last finished a unit, or came up."""
+    """Unix seconds when it last finished a unit, or started."""
     finished: float = 0.0
-    """Unix seconds when it last finished a unit, as far as this coordinator knows; 0 before."""
+    """Unix seconds when it last finished a unit under this coordinator; 0 before."""
     silent: float = 0.0
-    """Seconds that its engine's loop had not answered, at the last sign of life."""
+    """Seconds since its engine's loop last answered."""
     trouble: str = ""
-    """Why it could not store what it finished, at the last sign of life."""
+    """Why it could not store its outcomes; empty if it could."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """The LoRA adapters that it serves, at its last word."""
+    """Version of each LoRA adapter that it serves."""
     has_adapters: bool = False
-    """It has served every adapter at once: until then it gets no units."""
+    """True once it has served all adapters at the same time; it gets no units before."""
     adapters_order: int | None = None
-    """The order to load adapters that it has not answered."""
+    """Number of the order to load adapters that it has not answered."""
     adapters_since: float = 0.0
-    """When that was sent, monotonic seconds."""
+    """When that order was sent, monotonic seconds."""
     adapters_failures: int = 0
-    """How many such orders in a row it could not carry out, of what is to be served now."""
+    """Number of orders in a row, for the current adapters, that it could not carry out."""
     waits_for: str = ""
-    """What its engine waited for before it can start, at the last sign of life."""
+    """External action that its engine waits for before it can start."""
     runs_wait: str = ""
-    """What some of its runs waited for outside of the system, at the last sign of life."""
+    """What some of its runs wait for outside the system."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 
@@ -75,46 +78,45 @@ class RunnerRecord:
 
 
 class RunnerRegistry:
-    """Runners by name. What is sent to them goes out when the live state is durable."""
+    """Runners by name, and the sending of messages to them once the live state is durable."""
 
     def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
-        """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
+        """`clock` returns unix seconds to show to users; the default does not follow steps of the machine's clock."""
         self.live, self.sender, self.clock = live, sender, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
         self.leaving: frozenset[str] = frozenset()
-        """Runners that get nothing new: their servers were taken away."""
+        """Runners that get nothing new because their servers were removed."""
 
     def rollout(self) -> list[RunnerRecord]:
-        """Return the runners of the rollout model."""
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
     def up(self) -> list[RunnerRecord]:
-        """Return the runners of the rollout model whose engines run, those that failed for want of weights too."""
+        """Return rollout runners whose engines run, including those that failed because they lack weights."""
         return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
 
     def ready(self) -> list[RunnerRecord]:
-        """Return the runners of the rollout model whose engines serve."""
+        """Return rollout runners whose engines serve."""
         return [r for r in self.rollout() if r.state is RunnerState.READY]
 
     def staying(self) -> list[RunnerRecord]:
-        """Return those of them that may be given something new."""
+        """Return ready rollout runners that may get something new."""
         return [r for r in self.ready() if not self.is_leaving(r.name)]
 
     def is_leaving(self, name: str) -> bool:
-        """Return True if a runner gets nothing new: its server was taken away, or its host is to leave."""
+        """Return True if a runner gets nothing new, because its server was removed or its host is draining."""
         host = self.live.hosts.get(host_of(name))
         return name in self.leaving or (host is not None and host.state == "draining")
 
     def changed(self, name: str) -> None:
-        """Have the dispatcher look at a runner again, which may be given more now, or other weights' units."""
+        """Have the dispatcher check again what a runner can take."""
         self.live.in_flight.changed[name] = None
 
     def send_later(self, address: Any, message: Any) -> None:
-        """Send when everything that was recorded so far is durable."""
+        """Send a message when everything recorded so far is durable."""
         self.live.then(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every runner at a glance, as plain JSON; not those of hosts that are gone."""
+        """Return every runner, except those of hosts that are gone, as plain JSON."""
         gone = {host.name for host in self.live.hosts.values() if not host.there}
         load = self.live.in_flight.loads
         now, monotonic = self.clock(), self.sender.now()

@@ -1,6 +1,6 @@
-"""The list of servers that a file or a command gives, read again and again in a thread of its own.
+"""The list of servers from a file or a command, read every `poll_interval` in its own thread.
 
-One that can't be read, also one of its lines, changes nothing. It is told once in the text log, and by `trouble`.
+A list of which any line can't be read changes nothing; the text log says so once, and `trouble` while it lasts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["ServerList", "read_lines"]
 _log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 60.0
-"""How long a command that lists servers may take."""
+"""Time limit of a command that lists servers."""
 LIST_BYTES = 2**20
-"""Maximum size of a list: a command that never stops printing fills the coordinator's memory otherwise."""
+"""Maximum size of a list, so that a command that never stops printing can't fill the coordinator's memory."""
 
 
 def read_lines(text: str) -> tuple[list[str], list[str]]:
-    """Return the URLs of a list, and what is wrong with its other lines. `#` begins a comment."""
+    """Return the URLs of a list, and the problems of its other lines. `#` begins a comment."""
     urls: dict[str, None] = {}
     problems = []
     for line in text.splitlines():
@@ -44,15 +44,15 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reads the list; `tell` is called, in the thread, with what it says whenever all of it could be read."""
+    """Reader of the list; it calls `tell` in its thread with each list that it could read whole."""
 
     def __init__(self, settings: ServersConfig, tell: Callable[[list[str]], None]) -> None:
         self._settings, self._tell = settings, tell
         self.trouble = ""
-        """What is wrong with the list as it was read last; empty: nothing."""
+        """Problem with the list when it was last read; empty if there was none."""
 
     def start(self) -> None:
-        """Begin to read, until the process ends."""
+        """Read the list until the process ends."""
         threading.Thread(target=self._run, name="server list", daemon=True).start()
 
     def _run(self) -> None:
@@ -62,15 +62,15 @@ class ServerList:
             pause.wait(self._settings.poll_interval)
 
     def read(self) -> None:
-        """Read it once."""
+        """Read the list once."""
         try:
             urls, problems = read_lines(self._text())
         except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
-        told = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"
-        if problems and told != self.trouble:
-            _log.warning("%s", told)
-        self.trouble = told if problems else ""
+        trouble = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"
+        if problems and trouble != self.trouble:
+            _log.warning("%s", trouble)
+        self.trouble = trouble if problems else ""
         if not problems:
             self._tell(urls)
 
@@ -79,22 +79,22 @@ class ServerList:
             require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:
                 return _decoded(file.read(LIST_BYTES + 1))
-        # A session of its own: what a command that hangs has started is ended with it.
+        # In its own session, so that the children of a command that hangs are ended with it.
         process = subprocess.Popen(
             self._settings.command, shell=True, start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
-        late = threading.Event()
+        timed_out = threading.Event()
 
-        def end() -> None:
+        def kill() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        def end_late() -> None:
-            late.set()
-            end()
+        def kill_late() -> None:
+            timed_out.set()
+            kill()
 
-        timer = threading.Timer(COMMAND_SECONDS, end_late)
+        timer = threading.Timer(COMMAND_SECONDS, kill_late)
         timer.start()
         assert process.stdout is not None
         with process.stdout:
@@ -104,11 +104,11 @@ class ServerList:
             finally:
                 timer.cancel()
                 if process.poll() is None:
-                    end()
+                    kill()
                     process.wait()
-        if late.is_set():
+        if timed_out.is_set():
             raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s")
-        if process.returncode != 0:  # what it printed may be half of the list
+        if process.returncode != 0:  # its output may be half of the list
             raise ValueError(
                 f"the command failed (exit status {process.returncode}; what it wrote on stderr is in launch-*.log)"
             )

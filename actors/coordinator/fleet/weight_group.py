@@ -1,8 +1,8 @@
-"""The group over which a trainer sends weights to the engines: who is in it. The coordinator's side.
+"""The runners in the group through which a trainer sends weights to the engines: the coordinator's side.
 
-A group is whole while every life of a runner that joined it is the one that serves now. Where it is not (a runner died,
-another coordinator took over, which knows of no group), weights are loaded from their place in shared memory, and the
-trainer makes a new group before its next version.
+A group is whole while exactly the incarnations that joined it serve. If it is not (a runner died, or another
+coordinator took over, which knows of no group), runners load weights from shared memory, and the trainer forms a new
+group before its next version.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ __all__ = ["WeightGroup"]
 
 
 class WeightGroup:
-    """Who is in the group, and who is asked to join one."""
+    """Members of the current group, and the invitation to the next."""
 
     def __init__(self, registry: RunnerRegistry) -> None:
         self.registry = registry
         self.members: dict[str, int] = {}
         """Runner -> incarnation."""
-        self._asked: tuple[str, dict[str, int], Awaited] = "", {}, Awaited("", set())
-        """Who was asked last: the group's id, its members to be, who of them has not answered."""
+        self._invitation: tuple[str, dict[str, int], Awaited] = "", {}, Awaited("", set())
+        """Last invitation: the group's id, the invited runners and incarnations, the answers."""
 
     def whole(self) -> bool:
-        """Return True if the runners that serve are the group, and none of them is busy with other weights."""
+        """Return True if exactly the members serve, and none of them is loading weights."""
         serving = {r.name: r.incarnation for r in self.registry.ready()}
         busy = any(r.loading is not None for r in self.registry.ready())
         return bool(serving) and serving == self.members and not busy
 
     def join(self, request_id: str, command: JoinWeightGroup) -> Awaited:
-        """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
+        """Invite every runner to a new group. Raises SyncError unless all `command.engines` engines serve."""
         serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
         self.members = {}
-        asked = {r.name: r.incarnation for r in serving}
-        awaited = Awaited(
-            "there is no group to send weights over ({what}); engines serve what they had", {*asked}
-        )
-        self._asked = request_id, asked, awaited
+        invited = {r.name: r.incarnation for r in serving}
+        awaited = Awaited("no group to send weights was formed ({what}); engines keep their weights", {*invited})
+        self._invitation = request_id, invited, awaited
         for number, runner in enumerate(serving):
             message = JoinGroup(
                 runner.incarnation, request_id, command.address, command.port, 1 + number * command.workers,
@@ -52,16 +50,16 @@ class WeightGroup:
         return awaited
 
     def on_join_result(self, message: GroupJoinResult) -> None:
-        """Take note that a runner is in, or could not join."""
-        group_id, asked, awaited = self._asked
-        if group_id != message.id or asked.get(message.name) != message.incarnation:
+        """Note that a runner joined, or could not join."""
+        group_id, invited, awaited = self._invitation
+        if group_id != message.id or invited.get(message.name) != message.incarnation:
             return
         awaited.done(message.name, message.error)
         if not awaited.waiting_on and not awaited.errors:
-            self.members = asked
+            self.members = invited
 
     def on_left(self, name: str, reason: str) -> None:
-        """Give the group up where a runner ended, or left after a transfer that failed: it is needed to go on."""
+        """Give the group up if one of its members ended, or left after a failed transfer."""
         if name in self.members:
             self.members = {}
-        self._asked[2].done(name, reason)
+        self._invitation[2].done(name, reason)

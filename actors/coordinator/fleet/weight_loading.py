@@ -1,8 +1,8 @@
-"""Which weights the runners serve: who loads a new version, when, and who waits for it. The coordinator's side.
+"""Loading of published weights into the runners: the coordinator's side.
 
-All that serve load a version when it is published; one that comes up later, before its first unit. In mode `serve` they
-load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. Where the trainer sends a
-version to the engines itself is in `weight_group.py`.
+Every serving runner loads a version when it is published; a runner that starts later loads it before its first unit. In
+mode `serve` they load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. Weights that a
+trainer sends directly to the engines go through `weight_group.py`.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from trinity_es.projections.runner import RunnerState, Weights
 __all__ = ["WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
-"""How long a runner may take to say that it loads what it was told to; then it is told again."""
+"""Time in which a runner reports that it loads a version; then the order is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rolling:
-    """How new weights come to engines that go on answering: one engine after the other."""
+    """Settings of a rolling update, which loads weights engine by engine while the others answer requests."""
 
     keep: int
-    """Minimum of the engines that go on serving."""
+    """Minimum number of engines that go on serving."""
     take_out: Callable[[Callable[[], None]], None]
-    """It is given what tells an engine to load, and calls that when nothing new is sent to the engine."""
+    """Takes an engine out of rotation, then calls its argument, which sends the order to load."""
     alive: Iterable[str]
-    """Runners that had a process when this coordinator began."""
+    """Runners that had a process when this coordinator started."""
 
 
 class WeightLoading:
-    """Tells the runners of a registry what to load, and records what came of it."""
+    """Orders to the runners of a registry to load weights, and the record of their results."""
 
     def __init__(self, registry: RunnerRegistry, rolling: Rolling | None = None) -> None:
-        """Begin with nobody. `rolling`: load engine by engine; None: all at once."""
+        """Load engine by engine as `rolling` says; None: all at once."""
         self.registry, self.live = registry, registry.live
         self.waiters: dict[Awaited, int] = {}
-        """Those who wait for all runners to have a version, and which."""
+        """Waits for all runners to load a version, and that version."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unknown = set[str]() if rolling is None else set(rolling.alive)
-        """Runners that live and have not said yet how they are."""
+        """Living runners that have not reported their status to this coordinator yet."""
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Take note of a life of a runner that was not known."""
+        """Take over what a new life of a runner is loading."""
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
     def lacks(self, message: RunnerStatus) -> str:
-        """Return why a life that failed stays so though its engine is ready, as it could not load the current weights
-        and never served; empty: it does not.
+        """Return why a failed life whose engine is ready stays failed: it never served, and could not load the current
+        weights. Empty if it does not stay failed.
         """
         life = self.live.lives.get((message.name, message.incarnation))
         if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
@@ -67,20 +67,20 @@ class WeightLoading:
         return life.reason if behind else ""
 
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner that said how it is load what it lacks."""
+        """Have a runner load the current weights if its status lacks them."""
         self._unknown.discard(runner.name)
         if runner.life.model != "rollout":
             return
         for awaited, version in self.waiters.items():
             if message.state == "ready" and message.model_version == version:
-                awaited.done(runner.name)  # it told a coordinator that could not write it
+                awaited.done(runner.name)  # its result went to a coordinator that could not record it
         current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
                 seconds = round(self.registry.sender.now() - runner.loading_since, 3)
                 self.on_load_result(WeightsLoadResult(runner.name, runner.incarnation, runner.loading, seconds))
             elif self.registry.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
-                runner.loading = None  # the order was lost: it is given again
+                runner.loading = None  # the order was lost, and is sent again below
         if message.state == "ready" and runner.model_version != current.version and current.path:
             if self._rolling is None or not runner.life.served:
                 self.load(runner)
@@ -89,7 +89,7 @@ class WeightLoading:
         self.roll()
 
     def on_death(self, name: str, reason: str) -> None:
-        """Wait no more for a runner whose life ended."""
+        """Stop waiting for a runner whose life ended."""
         self._unknown.discard(name)
         for awaited in self.waiters:
             awaited.done(name)
@@ -97,7 +97,7 @@ class WeightLoading:
         self.roll()
 
     def forget(self) -> None:
-        """Forget all runners: nobody is known until it says again how it is."""
+        """Forget all runners until each reports its status again."""
         self._unknown |= {r.name for r in self.registry.runners.values() if not r.state.gone}
         self.group = WeightGroup(self.registry)
 
@@ -105,21 +105,21 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Have every runner load new weights: `weight_decisions.py` says which may be published.
+        """Publish weights, if `weight_decisions.py` allows it, and have every runner load them.
 
-        Returns also whether the trainer sends them; otherwise runners load them from their place.
+        Also returns whether the trainer sends them; if it does not, runners load them from `path`.
         """
         serving = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving, again=again))
         from_group = method == "nccl" and self.group.whole()
         awaited = Awaited(
-            f"version {version} was not loaded everywhere ({{what}}); it is the current one all the same: "
-            "engines that live go on with what they had, one that comes up loads it: sync it again, or a newer one",
+            f"version {version} was not loaded everywhere ({{what}}). It is now the current one, but these engines "
+            "keep their weights: sync it again, or a newer one",
             set(),
         )
         self.waiters[awaited] = version
-        for runner in self.registry.up():  # one that failed, as it could not load the version before, too
+        for runner in self.registry.up():  # also those that failed because they could not load the previous version
             if runner.model_version != version:
                 awaited.waiting_on.add(runner.name)
                 runner.could_not_load = None
@@ -129,13 +129,13 @@ class WeightLoading:
         return awaited, from_group
 
     def roll(self) -> None:
-        """Have those load that can be spared now, where weights are rolled out."""
+        """Continue a rolling update: order the engines that can be spared now to load."""
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
         for runner in self.registry.ready():
             lacks = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
-            if lacks and self.registry.is_leaving(runner.name):  # nobody sends it anything: it can always be spared
+            if lacks and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
                 self.load(runner)
         turns = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
@@ -147,7 +147,7 @@ class WeightLoading:
             self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
-        """Have a runner load the current version, once."""
+        """Order a runner to load the current version, unless it is doing so."""
         current = self.live.weights
         if runner.loading == current.version:
             return
@@ -158,7 +158,7 @@ class WeightLoading:
         self.live.then(send if rolling is None else lambda: rolling.take_out(send))
 
     def on_load_result(self, message: WeightsLoadResult) -> None:
-        """Take note that a runner loaded a version, or could not and goes on with the one it had."""
+        """Record that a runner loaded a version, or that it could not and keeps its weights."""
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return

@@ -1,7 +1,4 @@
-"""What a trainer asks of its batches: submit, finalize, abort, redo; and experiences through the pipeline without one.
-
-Who waits for a batch is answered when it has ended, however that comes about.
-"""
+"""Handlers of a trainer's commands about batches; a client that waits for a batch is answered however it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.request_reads import given_tasks, processed_before
+from trinity_es.actors.coordinator.handlers.request_reads import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -45,16 +42,15 @@ __all__ = ["BatchHandlers"]
 
 @dataclass(slots=True)
 class Waiter:
-    """A client that waits for a batch."""
+    """Client that waits for a batch."""
 
     request: CommandRequest[FinalizeBatch]
     batch_id: BatchId
     grace_over: bool = False
-    """`wait_after_min` has passed since the batch had enough."""
+    """Whether `wait_after_min` has passed since the batch had enough tasks."""
 
 
 class BatchHandlers:
-    """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
@@ -67,10 +63,9 @@ class BatchHandlers:
         self.dynamic_timeout = dynamic_timeout
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
-        """What was decided of the batches that were open when this coordinator started: how many, by decision."""
+        """Number of batches by recovery decision, for those that were open when this coordinator started."""
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [
             handled(SubmitBatch, self.submit),
             handled(FinalizeBatch, self.finalize),
@@ -80,7 +75,7 @@ class BatchHandlers:
         ]
 
     def recover(self, alive: Mapping[str, int]) -> None:
-        """Decide what becomes of every open batch as a coordinator starts. `alive`: living runners' incarnations."""
+        """Decide on every open batch at a start; `alive` has the incarnations of living runners."""
         staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
@@ -92,10 +87,9 @@ class BatchHandlers:
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit(self, request: CommandRequest[SubmitBatch]) -> None:
-        """Record a new batch, unless this request did so before."""
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
-        tasks, parcels = given_tasks(self.live, parcel)
+        tasks, parcels = submitted_tasks(self.live, parcel)
         events = batches.submit(
             self.live.find(batch_id),
             batch_id=batch_id,
@@ -122,7 +116,7 @@ class BatchHandlers:
         self.router.reply(request)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
-        """Have a batch ended when it has what it needs; at once tell the result of one that has ended."""
+        """Finalize a batch once it has enough settled tasks, and answer with its result."""
         batch_id, timeout = request.command.batch_id, request.command.timeout
         batch = batches.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
@@ -137,11 +131,11 @@ class BatchHandlers:
     def _timed_out(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
         waiters = self.waiters.get(batch_id, [])
         batch = self.live.batches.get(batch_id)
-        if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read anew
+        if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read again
             self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
             return
         if batch is None or batch.state is BatchLifecycleState.FINALIZING:
-            return  # it is over, or in the pipeline: the answer is on its way
+            return  # it has ended or is in the pipeline, so its answer follows
         self.waiters[batch_id] = [w for w in waiters if w.request.id != request.id]
         done, of = batch.completed_task_count, batch.expected_task_count
         error = FinalizeTimeout(
@@ -153,7 +147,7 @@ class BatchHandlers:
         self.router.reply(request, error=error)
 
     def check_finalize(self, batch_ids: Sequence[BatchId]) -> None:
-        """Begin to finalize those of these batches that have enough, and that somebody waits for."""
+        """Begin to finalize the batches that have enough settled tasks and a waiting client."""
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
@@ -183,9 +177,9 @@ class BatchHandlers:
             self.actor.after(seconds, name, over)
 
     def start_pipeline(self, batch: BatchState) -> None:
-        """Run the batch's experiences through the pipeline, in its thread: those of settled tasks.
+        """Run the experiences of settled tasks through the pipeline.
 
-        With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
+        With `return_partial_tasks`, those of finished runs of dropped tasks too.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
@@ -194,7 +188,7 @@ class BatchHandlers:
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
-        """Run a pipeline, unless that has ended coordinators before; its outcome tells."""
+        """Run a pipeline, or pass on the error if it has ended coordinators before."""
 
         def done(result: PipelineDone | BaseException) -> None:
             self.in_hand.end_job(key)
@@ -214,7 +208,7 @@ class BatchHandlers:
         if isinstance(result, BaseException):
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
-                error = _with_way_out(error, batch)
+                error = _with_redo_command(error, batch)
             self.live.record_batch(batch_id, batches.finalize_failed(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
@@ -224,7 +218,7 @@ class BatchHandlers:
         )
         try:
             self.live.record_batch(batch_id, events)
-        except InvalidEvent as e:  # a metric's name that is no text for the log, say
+        except InvalidEvent as e:  # for instance a metric's name that the log can't hold
             self._pipeline_done(batch_id, submission, e)
             return
         self._ended(batch_id)
@@ -241,18 +235,16 @@ class BatchHandlers:
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:
-        """Give a batch up."""
         command, batch_id = request.command, request.command.batch_id
         batch = self.live.batches.get(batch_id)
         events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.dispatcher.revoke(batch)  # of what it has now; they are told when it is durable
+            self.dispatcher.revoke(batch)  # with its current units; runners hear of it once it is durable
             self.live.record_batch(batch_id, events)
             self._ended(batch_id)
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
-        """Let tasks that have ended run again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
@@ -263,9 +255,9 @@ class BatchHandlers:
 
     def process_experiences(self, request: CommandRequest[ProcessExperiences]) -> None:
         """Run experiences through the pipeline, unless this request did so before."""
-        known = self.live.fetch("processed", lambda: processed_before(self.live.log, request.id))
-        if known is not None:
-            self.router.reply(request, known)
+        metrics = self.live.fetch("processed", lambda: processed_before(self.live.log, request.id))
+        if metrics is not None:
+            self.router.reply(request, metrics)
             return
 
         def done(result: PipelineDone | BaseException) -> None:
@@ -281,7 +273,7 @@ class BatchHandlers:
             )
             try:
                 self.live.record(processed)
-            except InvalidEvent as e:  # a metric's name that is no text for the log, say
+            except InvalidEvent as e:  # for instance a metric's name that the log can't hold
                 self.router.reply(request, error=e)
                 return
             self.router.reply(request, result.metrics)
@@ -290,8 +282,8 @@ class BatchHandlers:
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
 
 
-def _with_way_out(error: TrinityError, batch: BatchState) -> TrinityError:
-    """Return the error of a payload that is lost, with the tasks whose experiences it held."""
+def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:
+    """Add the `redo` command for the tasks whose payload is lost."""
     digest = error.details.get("digest")
     lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
     way = f"; `trinity-es redo {batch.batch_id} {' '.join(lost)}` lets what it held run again" if lost else ""

@@ -1,12 +1,11 @@
-"""The queue that a trainer may take experiences from (`take_experiences`), instead of whole batches.
+"""The queue from which a trainer takes single experiences (`take_experiences`) instead of whole batches.
 
-Who goes first is decided here, by a priority function; what can be taken at all is the fold in
-`projections/experience_queue.py`. Taking is an event (ExperiencesTaken), written before the client is told, so nothing
-is taken more often than `max_use_count`, whoever dies. Asked again under the same request id, it is the same
-experiences.
+A priority function chooses among the experiences that the fold in `projections/experience_queue.py` offers. Each take
+is recorded (ExperiencesTaken) before the client gets its answer, so no crash lets an experience be taken more than
+`max_use_count` times, and the same request id gets the same experiences again.
 
-A request that can't be served waits, and is served in the order of arrival. A client that waits asks again every few
-seconds (`connection.py`); one that has not for `SILENT_SECONDS` is taken for dead and gets nothing until it does.
+Requests that can't be served yet wait in the order of arrival. A waiting client asks again every few seconds
+(`connection.py`); while it is silent for `SILENT_SECONDS` it gets nothing.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ from trinity_es.projections.experience_queue import QueueState, add_older, find_
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
 SILENT_SECONDS = 15.0
-"""How long a client may be silent: three times the pause after which it asks again."""
+"""Silence after which a client counts as dead: three times the pause after which it asks again."""
 _LOG = logging.getLogger("trinity_es.queue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Experiences that a priority function is asked about together: all that it is told of them is the same."""
+    """Neighbouring experiences of one delivery with equal properties, which a priority function ranks together."""
 
     batch_id: BatchId
     first: int
-    """Number of the first of them among what the batch delivered; `count` of them in a row."""
+    """Number of the first of these `count` experiences among all that the batch delivered."""
     count: int
     model_version: int
     use_count: int
-    """Times that they were taken so far."""
+    """How often they were taken so far."""
     age: int
-    """Deliveries after theirs that are in the queue; 0 for the newest."""
+    """Number of later deliveries in the queue; 0 for the newest."""
 
 
 class Priority(Protocol):
-    """Who goes first. Pure: the same candidate, the same answer. Built once with `priority_fn_args`."""
+    """Pure ranking function, built once with `priority_fn_args`."""
 
     def __call__(self, candidate: Candidate) -> float | None:
-        """Return the higher, the earlier; equal ones go by age. None: not to be taken."""
+        """Return a rank, the highest first and equal ranks by age; None if they must not be taken."""
 
 
 class LinearDecay:
@@ -73,9 +72,9 @@ class LinearDecay:
 
 
 class LimitedDecay(LinearDecay):
-    """`decay_limit_randomization`: the same, plus normal noise of deviation `sigma`, up to `use_count_limit` uses.
+    """`decay_limit_randomization`: `linear_decay` plus normal noise of deviation `sigma`, for `use_count_limit` uses.
 
-    The noise is the same whenever the same candidate is asked about: it comes from a hash of it. A limit of 0 is none.
+    The noise is derived from a hash of the candidate, so it is always the same. A limit of 0 means no limit.
     """
 
     def __init__(self, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0) -> None:
@@ -99,11 +98,11 @@ class Fifo:
 PRIORITIES: dict[str, Callable[..., Priority]] = {
     "decay_limit_randomization": LimitedDecay, "fifo": Fifo, "linear_decay": LinearDecay,
 }
-"""Priority functions by the name that a config gives; your own is named "module:Class" there."""
+"""Priority functions by their name in the config; there, "module:Class" names one of your own."""
 
 
 def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
-    """Return a priority function, as `buffer.queue` names it. Raises ConfigError."""
+    """Return the priority function that `buffer.queue` names. Raises ConfigError."""
     shape = "a class whose objects are called with a Candidate and return a number"
     priority: Priority = build("priority_fn", name, args, PRIORITIES, shape)
     if not callable(priority):
@@ -114,11 +113,11 @@ def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
 def choose(
     state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
 ) -> list[ev.TakenItem]:
-    """Return the `n` experiences that go next, or fewer where there are no more; the state stays as it is.
+    """Return the next `n` experiences, or fewer if there are no more, without changing the state.
 
-    `now` in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
+    `now` is in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
     """
-    found = []
+    ranked = []
     newest = len(state.deliveries) - 1
     for number, delivery in enumerate(state.deliveries.values()):
         uses, versions = delivery.use_counts, delivery.model_versions
@@ -134,9 +133,9 @@ def choose(
                 )
                 rank = _rank(priority, candidate)
                 if rank is not None:
-                    found.append(((-rank, number, first), candidate, delivery.version))
+                    ranked.append(((-rank, number, first), candidate, delivery.version))
     items = []
-    for _, candidate, version in sorted(found, key=lambda f: f[0]):
+    for _, candidate, version in sorted(ranked, key=lambda f: f[0]):
         if n <= 0:
             break
         items.append(ev.TakenItem(
@@ -153,15 +152,15 @@ def _rank(priority: Priority, candidate: Candidate) -> float | None:
         if rank is None:
             return None
         number = float(rank)
-    except Exception as e:  # a user's code, the boundary to ours
+    except Exception as e:  # priority functions are users' code
         raise PipelineError(f"priority_fn failed for {candidate}: {type(e).__name__}: {e}") from e
     if math.isnan(number):
-        raise PipelineError(f"priority_fn gave NaN for {candidate}: a number is expected, or None")
+        raise PipelineError(f"priority_fn gave NaN for {candidate}: return a number, or None")
     return number
 
 
 def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
-    """Return experiences that were not taken too often or too recently."""
+    """Return the number of experiences that were not taken too often or too recently."""
     return sum(
         int(np.count_nonzero((d.use_counts < max_use_count) & (d.taken_at + cooldown <= now)))
         for d in state.deliveries.values()
@@ -169,30 +168,28 @@ def available(state: QueueState, now: float, *, max_use_count: int, cooldown: fl
 
 
 class ExperienceQueue:
-    """The coordinator's side: who waits, and what they get."""
+    """Queue of experiences with the requests that wait for it."""
 
     def __init__(
         self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
         float]
     ) -> None:
-        """`config` is `buffer.queue`; `clock` gives unix seconds."""
+        """`config` is `buffer.queue`; `clock` returns unix seconds."""
         self._priority = priority_of(config.priority_fn, config.priority_fn_args)
         self._rules: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
-        self._asked: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
         self._unused = 0
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [handled(TakeExperiences, self.take, again=self.asked_again)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Give a client experiences, at once or when there are enough."""
         timeout = request.command.timeout
-        known = self._live.queue.requests.get(request.id)
-        if known is not None:  # a coordinator before this one did it, and its answer was lost
-            self._give(request, known)
+        items = self._live.queue.requests.get(request.id)
+        if items is not None:  # an earlier coordinator did it, and its answer was lost
+            self._give(request, items)
             return
         queue, log = self._live.queue, self._live.log
         if queue.unread:
@@ -200,20 +197,20 @@ class ExperienceQueue:
             add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
-        self._waiting[request.id], self._asked[request.id] = request, self._clock()
+        self._waiting[request.id], self._asked_at[request.id] = request, self._clock()
         self.check()
 
     def asked_again(self, request_id: str) -> None:
-        """Take note that the client of a request that waits still lives."""
+        """Note that the client of a waiting request still lives."""
         if request_id in self._waiting:
-            self._asked[request_id] = self._clock()
+            self._asked_at[request_id] = self._clock()
             self.check()
 
     def check(self) -> None:
-        """Serve who waits and can be served. What was delivered or has cooled down since may suffice now."""
+        """Serve the waiting requests that the queue can serve by now."""
         now = self._clock()
         for request in list(self._waiting.values()):
-            if now - self._asked[request.id] > SILENT_SECONDS:
+            if now - self._asked_at[request.id] > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
@@ -231,11 +228,11 @@ class ExperienceQueue:
             self._wait_for_cooldown(now)
         if self._live.queue.unused > self._unused:
             self._unused = self._live.queue.unused
-            if self._live.queue.requests:  # somebody uses the queue
+            if self._live.queue.requests:  # the queue is in use
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Look again when the next experience can be taken again."""
+        """Check again when the next experience has cooled down."""
         cooldown, soonest = self._rules["cooldown"], math.inf
         for delivery in self._live.queue.deliveries.values():
             cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)
@@ -252,14 +249,14 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Return experiences in the queue, how many of them can be taken now, and requests that wait."""
+        """Return the numbers of experiences, of those that can be taken now, and of waiting requests."""
         state = self._live.queue
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting.pop(request.id, None)
-        self._asked.pop(request.id, None)
+        self._asked_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
     def _timed_out(self, request: CommandRequest[TakeExperiences]) -> None:
@@ -269,34 +266,33 @@ class ExperienceQueue:
         n, timeout = request.command.n, request.command.timeout
         can = available(self._live.queue, self._clock(), **self._rules)
         self._router.reply(request, error=TakeTimeout(
-            f"{can} of {n} experiences could be taken after {timeout} s; none was, take fewer or ask again",
+            f"{can} of {n} experiences could be taken after {timeout} s, so none was: take fewer or ask again",
             available=can, wanted=n,
         ))
 
     def _give(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
         try:
-            value = [self._told(item) for item in items]
+            value = [self._location(item) for item in items]
         except PayloadNotFound as e:
             self._router.reply(request, error=e)
             return
         self._router.reply(request, value)
 
-    def _told(self, item: ev.TakenItem) -> TakenExperiences:
-        """Return where an item's experiences lie; read from the log where the queue has forgotten its batch."""
+    def _location(self, item: ev.TakenItem) -> TakenExperiences:
+        """Return where an item's experiences lie; if its batch has left the queue, the log tells."""
         stream = batch_stream(item.batch_id)
         delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
         if refs is None:
             refs = self._live.fetch((stream, item.version), lambda: _delivered(self._live.log, stream, item.version))
-        found = slice_refs(refs or [], item.first, item.count)
+        parts = slice_refs(refs or [], item.first, item.count)
         return TakenExperiences(
             batch_id=item.batch_id, use_count=item.use_count,
-            refs=[PayloadPart(digest=r.digest, first=r.first, count=r.count) for r in found],
+            refs=[PayloadPart(digest=r.digest, first=r.first, count=r.count) for r in parts],
         )
 
 
 def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
-    """Return what a batch delivered with the event of this version."""
     for recorded in log.read(stream=stream, types=["BatchFinalized"]):
         if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
             return recorded.event.experiences

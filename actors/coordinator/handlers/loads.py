@@ -1,4 +1,4 @@
-"""What is asked about weights and LoRA adapters: who waits until every runner has a version, or is in the group."""
+"""Handlers of commands about weights and LoRA adapters, which wait until every runner has a version or a group."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from trinity_es.events import vocabulary as ev
 
 __all__ = ["LoadHandlers"]
 
-Asked = CommandRequest[SyncWeights] | CommandRequest[SyncAdapter] | CommandRequest[JoinWeightGroup]
+LoadRequest = CommandRequest[SyncWeights] | CommandRequest[SyncAdapter] | CommandRequest[JoinWeightGroup]
 
 
 class LoadHandlers:
-    """Handles what is asked about that which engines serve."""
 
     def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
         self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
-        self._waiting: dict[str, tuple[Asked, Awaited, Callable[[], Any]]] = {}
-        """By the id of the request: what it waits for, and what gives the answer then."""
+        self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
+        """What each request waits for, and its answer then, by its id."""
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [
             handled(SyncWeights, self.sync_weights),
             handled(CheckWeightGroup, self.check_group),
@@ -48,7 +46,7 @@ class LoadHandlers:
         ]
 
     def sync_weights(self, request: CommandRequest[SyncWeights]) -> None:
-        """Publish weights; answered when every runner has them."""
+        """Publish weights, and answer when every runner has them."""
         command = request.command
         awaited, from_group = self.weights.publish(command.version, command.path, command.method, command.again)
 
@@ -59,7 +57,7 @@ class LoadHandlers:
         self._wait(request, awaited, answer)
 
     def sync_adapter(self, request: CommandRequest[SyncAdapter]) -> None:
-        """Publish a version of an adapter; answered when every runner has it."""
+        """Publish a version of an adapter, and answer when every runner has it."""
         command = request.command
         awaited = self.adapters.publish(ev.AdapterPublished(
             adapter=command.adapter, version=command.version, path=command.path, rank=command.rank, size=command.size,
@@ -73,16 +71,16 @@ class LoadHandlers:
         self._wait(request, awaited, answer)
 
     def remove_adapter(self, request: CommandRequest[RemoveAdapter]) -> None:
-        """Take an adapter back; answered when that is in the log."""
+        """Remove an adapter, and answer when that is durable."""
         self.adapters.remove(request.command.adapter)
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        """Tell whether the group is whole."""
+        """Answer whether the group is whole."""
         self.router.answer(request, self.weights.group.whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:
-        """Ask every runner into the trainer's group; answered when all are in it."""
+        """Invite every runner into the trainer's group, and answer when all have joined."""
         awaited = self.weights.group.join(request.id, request.command)
         joined = JoinedRunners(runners=sorted(awaited.waiting_on))
         for other in [r for r, _, _ in self._waiting.values() if isinstance(r.command, JoinWeightGroup)]:
@@ -93,13 +91,13 @@ class LoadHandlers:
     def _runners(self, has: Callable[[RunnerRecord], bool]) -> list[str]:
         return sorted(r.name for r in self.weights.registry.rollout() if has(r))
 
-    def _wait(self, request: Asked, awaited: Awaited, answer: Callable[[], Any]) -> None:
+    def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
         timeout = request.command.timeout
         self._waiting[request.id] = request, awaited, answer
         self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
 
     def check(self) -> None:
-        """Answer, at the end of a turn, who waited for what all runners have done now."""
+        """Answer, at the end of a turn, the requests whose runners are all done."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
                 self._end(request_id)

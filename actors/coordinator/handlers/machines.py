@@ -1,4 +1,4 @@
-"""What is asked about the machines under the engines: which servers of others there are, which host is to leave."""
+"""Handlers of commands about the machines under the engines: servers of others, and hosts."""
 
 from __future__ import annotations
 
@@ -16,38 +16,34 @@ __all__ = ["MachineHandlers"]
 
 
 class MachineHandlers:
-    """Handles what is asked about servers and hosts."""
 
     def __init__(self, servers: ServerFleet, hosts: Callable[[], HostFleet | None], router: Responder) -> None:
-        """`hosts`: those that joined, where this head takes any."""
+        """`hosts` returns the hosts that joined, or None if this head takes none."""
         self.servers, self.hosts, self.router = servers, hosts, router
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [handled(ScaleServers, self.scale), handled(DrainHost, self.drain)]
 
     def scale(self, request: CommandRequest[ScaleServers]) -> None:
-        """Add servers, and take others away."""
         command = request.command
         if not self.servers.enabled:
-            raise DataError("the engines of this run are no servers that come and go: set "
-                            "explorer.rollout_model.engine_type to http")
+            raise DataError("this run has no servers that can come and go: set explorer.rollout_model.engine_type "
+                            "to http")
         self.servers.scale(_urls("add", command.add), _urls("remove", command.remove))
         self.router.reply(request, ScaledServers(servers=[*self.servers.status()]))  # type: ignore[list-item]
 
     def drain(self, request: CommandRequest[DrainHost]) -> None:
-        """Have a host leave."""
         name, fleet = request.command.host, self.hosts()
         there = {} if fleet is None else {host.name: host for host in fleet.there()}
         if fleet is None or name not in there:
-            known = ", ".join(sorted(there)) or "none besides the head's own"
-            raise HostNotFound(f"no host {name!r} takes part: there is {known}")
+            names = ", ".join(sorted(there)) or "none besides the head's own"
+            raise HostNotFound(f"no host {name!r} takes part: there is {names}")
         fleet.drain(name, request.command.reason)
         self.router.reply(request, DrainingHost(host=name, epoch=there[name].epoch, units=fleet.units_of(name)))
 
 
-def _urls(what: str, given: list[str]) -> list[str]:
+def _urls(what: str, urls: list[str]) -> list[str]:
     try:
-        return [checked_url(url) for url in given]
+        return [checked_url(url) for url in urls]
     except ValueError as e:
         raise DataError(f"{what}: a server {e}") from None

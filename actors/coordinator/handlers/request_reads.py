@@ -1,4 +1,4 @@
-"""What requests need to have read: the tasks that they hand in, and what became of those that came before."""
+"""Reads for requests: the tasks that they bring, and the results of an earlier coordinator."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trinity_es.actors.requests import LIMIT, Parcel, pack, unpack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 
-__all__ = ["given_tasks", "processed_before"]
+__all__ = ["processed_before", "submitted_tasks"]
 
 REMEMBERED_REQUESTS = 1000
-"""Maximum of the requests that are looked through for one that an earlier coordinator did."""
+"""Maximum number of events searched for the result of an earlier coordinator."""
 
 
-def given_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
-    """Return the tasks, and each as it will be sent. Raises DataError, naming the task.
+def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
+    """Return the tasks, and each as it will be sent. Raises DataError, which names the task.
 
-    Where they do not fit into a message a thread reads them, and stores each one that does not.
+    If they do not fit into a message, a thread reads them and stores each task that is too large for one.
     """
 
     def read() -> tuple[list[dict[str, Any]], list[Parcel]]:
@@ -27,14 +27,14 @@ def given_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], 
         return tasks, [pack(task, live.payloads) for task in tasks]
 
     small = parcel.inline is not None and len(parcel.inline) <= LIMIT
-    found: tuple[list[dict[str, Any]], list[Parcel]] = read() if small else live.fetch("tasks", read)
-    return found
+    result: tuple[list[dict[str, Any]], list[Parcel]] = read() if small else live.fetch("tasks", read)
+    return result
 
 
 def processed_before(log: EventLog, request_id: str) -> dict[str, float] | None:
-    """Return the metrics of this request where an earlier coordinator did it, and its answer was lost.
+    """Return this request's metrics if an earlier coordinator did it and its answer was lost.
 
-    Who lost an answer asks again within minutes, so the newest are looked through.
+    A client that lost an answer asks again within minutes, so the newest events suffice.
     """
     for recorded in log.rare(["ExperiencesProcessed"], descending=True, limit=REMEMBERED_REQUESTS):
         event = recorded.event

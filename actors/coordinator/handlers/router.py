@@ -1,7 +1,7 @@
-"""What clients ask: each request is handled once, by the handler of its command, and answered once.
+"""The router of client commands: it handles each request once, by its command's handler, and answers it once.
 
-A request is known by its id: sent again, it gets the same answer, or goes on waiting under its new address. Nobody is
-answered before what the answer says is durable.
+A request is identified by its id: sent again, it gets the same answer, or goes on waiting under its new address. An
+answer is sent only once everything that it tells is durable.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trinity_es.events.store.checks.log_end import Mark
 __all__ = ["CommandRouter", "Handled", "handled"]
 
 REMEMBERED_ANSWERS = 4096
-"""Maximum number of requests whose answers are kept for a client that asks again."""
+"""Maximum number of requests whose answers are kept for clients that ask again."""
 STATUS_LIMIT = 8 * LIMIT
-"""Maximum bytes of JSON of a status that travel in a message: it is told also while no payload can be stored."""
+"""Maximum bytes of JSON of a status inside a message, since it is sent even while no payload can be stored."""
 
 A = TypeVar("A")
 C = TypeVar("C", bound=Command[Any])
@@ -36,7 +36,7 @@ Handler = Callable[[CommandRequest[Any]], None]
 
 
 class Handled(NamedTuple):
-    """A command, and what handles it."""
+    """Command and its handler."""
 
     command: type[Command[Any]]
     handler: Handler
@@ -46,39 +46,39 @@ class Handled(NamedTuple):
 def handled(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
 ) -> Handled:
-    """Return a row of the router's table; the type checker sees that the handler takes this command.
+    """Return a row of the router's table, in which the type checker matches handler and command.
 
-    `again` is called with the id of a request that waits, when its client asks again.
+    `again` is called with the id of a waiting request when its client asks again.
     """
     return Handled(command, handler, again)
 
 
 class CommandRouter:
-    """Has each request handled once, and remembers its answer."""
+    """Table of handlers, and memory of answers."""
 
     def __init__(
         self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`end` gives the end of the log, as it may be told; `in_hand` knows which requests ended coordinators."""
+        """`end` returns the end of the log as others may hear it; `in_hand` knows which requests ended coordinators."""
         self._live, self._actor, self._end, self._in_hand = live, actor, end, in_hand
         self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
-        self._again: dict[str, CommandRequest[Any]] = {}
-        """Requests that were undone with others that could not be written: they are handled anew."""
+        self._undone: dict[str, CommandRequest[Any]] = {}
+        """Requests that were undone with others that could not be written, to be handled again."""
 
     def connect(self, handlers: Iterable[Handled]) -> None:
-        """Take the handlers of all commands. Raises TypeError where one has none, or two."""
+        """Take the handlers of all commands. Raises TypeError if a command has none, or two."""
         for row in handlers:
-            if known := self._handlers.get(row.command):
-                raise TypeError(f"{row.command.__name__} has two handlers: {known.handler} and {row.handler}")
+            if other := self._handlers.get(row.command):
+                raise TypeError(f"{row.command.__name__} has two handlers: {other.handler} and {row.handler}")
             self._handlers[row.command] = row
         if missing := [command.__name__ for command in COMMANDS.values() if command not in self._handlers]:
-            raise TypeError(f"nobody handles {', '.join(missing)}: see coordinator/handlers/")
+            raise TypeError(f"nobody handles {', '.join(missing)}: add a handler in coordinator/handlers/")
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Take a request, which arrives perhaps not for the first time."""
+        """Handle a request, unless it came before."""
         if self.is_waiting(request, sender):
             if self._answers[request.id] is None:
                 self._handlers[type(request.command)].again(request.id)
@@ -87,24 +87,23 @@ class CommandRouter:
         while len(self._answers) > REMEMBERED_ANSWERS:
             old = next((i for i, reply in self._answers.items() if reply is not None), None)
             if old is None:
-                break  # what is not answered yet would be done again
+                break  # an unanswered request that is forgotten would be done again
             del self._answers[old]
             self._senders.pop(old, None)
         self._handle(request, Fetch())
 
     def is_waiting(self, request: CommandRequest[Any], sender: Any) -> bool:
-        """Return True if this request came before: it goes on waiting under its new address, or has its answer again.
-        """
+        """Return True if this request came before; deliver its answer, or let it wait under its new address."""
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender
-        known = self._answers[request.id]
-        if known is not None:
-            self._deliver(known)
+        answer = self._answers[request.id]
+        if answer is not None:
+            self._deliver(answer)
         return True
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
-        """Have it handled; where that needs what is not in memory, again from its start when it was read."""
+        """Handle a request; if the handler has to read first, handle it again from its start after the read."""
         self._live.turn.failed.append(lambda error: self.lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)].handler
         written, self._live.fetch = len(self._live.turn.writes), fetched
@@ -112,16 +111,16 @@ class CommandRouter:
             self._in_hand.take(request)
             handler(request)
         except NotRead as missing:
-            key = missing.key  # an exception's name ends with its block
+            key = missing.key  # the name `missing` ends with this block
             if len(self._live.turn.writes) > written:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
                 self._in_hand.blame(request, error)
-                raise error from None  # it would record it again, each time that it begins
+                raise error from None  # it would record again with each new start
             self._in_hand.put_aside(request)
-            self._live.turn.failed.pop()  # it did nothing that could fail
+            self._live.turn.failed.pop()  # nothing of it can fail
 
-            def done(found: Any) -> None:
-                fetched.put(key, found)
+            def done(result: Any) -> None:
+                fetched.put(key, result)
                 self._handle(request, fetched)
 
             self._live.ask(missing.read, done)
@@ -130,21 +129,20 @@ class CommandRouter:
                 self._in_hand.blame(request, e)
                 raise  # memory may be ahead of the log
             plain = isinstance(e, TrinityError | ValueError)
-            what = f"request {name!r} can't be used: {type(e).__name__}: {e}"
-            self.reply(request, error=e if plain else DataError(what))
+            message = f"request {name!r} can't be used: {type(e).__name__}: {e}"
+            self.reply(request, error=e if plain else DataError(message))
         finally:
             self._live.fetch = read_now
 
     def lost(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Take note that its turn could not be written. Where that was another's fault, it is done again."""
+        """Answer that the request's turn could not be written; if another one caused that, keep it to do it again."""
         if isinstance(error, Undone):
-            self._again[request.id] = request
+            self._undone[request.id] = request
         else:
             self.answer(request, error=error)
 
     def do_again(self) -> None:
-        """Handle what was undone."""
-        undone, self._again = self._again, {}
+        undone, self._undone = self._undone, {}
         for request in undone.values():
             if request.id in self._senders:
                 self._handle(request, Fetch())
@@ -153,32 +151,32 @@ class CommandRouter:
     def reply(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
-        """Answer when this turn is durable, or that it could not be written."""
+        """Answer once this turn is durable, or with the error if it can't be written."""
         self._live.then(lambda: self.answer(request, value, error))
         self._live.turn.failed.append(lambda lost: self.lost(request, lost))
 
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
-        """Answer now, or when a payload holds what is too large for a message."""
-        told = None if error is None else error_to_dict(error)
+        """Answer now; a value too large for a message is stored as a payload first."""
+        failure = None if error is None else error_to_dict(error)
         try:
             data = orjson.dumps(value)
         except TypeError as e:
-            data, told = b"null", error_to_dict(DataError(f"the answer can't be sent: {e}"))
+            data, failure = b"null", error_to_dict(DataError(f"the answer can't be sent: {e}"))
         if len(data) <= (STATUS_LIMIT if isinstance(request.command, GetStatus) else LIMIT):
-            self._tell(Reply(request.id, Parcel(data), told))
+            self._answered(Reply(request.id, Parcel(data), failure))
             return
 
         def stored(digest: str | Exception) -> None:
             if isinstance(digest, Exception):
-                self._tell(Reply(request.id, Parcel(b"null"), error_to_dict(digest)))
+                self._answered(Reply(request.id, Parcel(b"null"), error_to_dict(digest)))
             else:
-                self._tell(Reply(request.id, Parcel(None, digest), told))
+                self._answered(Reply(request.id, Parcel(None, digest), failure))
 
         self._live.ask(lambda: self._live.payloads.put(data), stored)
 
-    def _tell(self, reply: Reply) -> None:
+    def _answered(self, reply: Reply) -> None:
         self._answers[reply.id] = reply
         self._deliver(reply)
 
@@ -188,6 +186,6 @@ class CommandRouter:
             self._actor.send(sender, replace(reply, end=self._end()))
 
     def give_up(self, error: TrinityError) -> None:
-        """Answer everybody who waits with this."""
+        """Answer every waiting client with this error."""
         for request_id in [i for i, reply in self._answers.items() if reply is None]:
             self._deliver(Reply(request_id, Parcel(b"null"), error_to_dict(error)))

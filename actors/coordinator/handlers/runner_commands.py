@@ -1,9 +1,8 @@
-"""What clients ask of the runners themselves.
+"""Handlers of clients' commands about runners; none of them blocks.
 
-A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
-end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
-many want to know; who does not answer within `ANSWER_SECONDS` is told as the coordinator knows it, and is not asked
-again for a while. Nothing here waits in a handler.
+A restart request goes to the guardian repeatedly until the next life has begun. It names the life to end, so it ends
+only one however often it comes. For states, each live runner gets one question, however many clients ask. If it does
+not answer within `ANSWER_SECONDS`, the answer is what the coordinator knows, and it is not asked again for a while.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from trinity_es.projections.runner import RunnerState, newest_life
 __all__ = ["RunnerHandlers"]
 
 ANSWER_SECONDS = 1.0
-"""How long runners may take to answer what they do."""
+"""Time for runners to report their state."""
 AGAIN_SECONDS = 2.0
-"""Interval between two questions to the guardian."""
+"""Interval between two requests to the guardian."""
 SILENT_SECONDS = 20.0
-"""How long a runner that has not answered is not asked again. What was sent to it is lost by then, if it was."""
+"""Time after which a silent runner is asked again, since by then the first question must be lost."""
 
 States = dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True)
 class _Question:
-    """Runners were asked; who has not answered, and whom to tell."""
+    """Open question to runners: the silent ones, the answers, and a callback for them."""
 
     names: list[str]
     waiting: set[str]
@@ -46,25 +45,23 @@ class _Question:
 
 
 class RunnerHandlers:
-    """Handles what is asked of runners."""
 
     def __init__(
         self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian_of: Callable[[str], Any]
     ) -> None:
-        """`guardian_of`: a runner's guardian."""
+        """`guardian_of` returns a runner's guardian."""
         self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
         self._questions: dict[str, _Question] = {}
-        self._asked: dict[tuple[str, int], float] = {}
-        """Lives of runners that have not answered yet, and when each was asked."""
+        self._asked_at: dict[tuple[str, int], float] = {}
+        """Time of the open question to each life of a runner that has not answered."""
         self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], ReplaceRunner]] = {}
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [handled(commands.RestartRunner, self.restart), handled(GetRunnerStates, self.states)]
 
     # --- restarts ---------------------------------------------------------------------------------------------------
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
-        """End a life of a runner; answered when another one has begun."""
+        """End a life of a runner, and answer when the next one has begun."""
         name, incarnation = request.command.runner, request.command.incarnation
         if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.registry.runners))}")
@@ -74,29 +71,29 @@ class RunnerHandlers:
 
     def _ask_guardian(self, request_id: str) -> None:
         if request_id in self._restarts:
-            wanted = self._restarts[request_id][1]
-            self.actor.send(self.guardian_of(wanted.name), wanted)
+            order = self._restarts[request_id][1]
+            self.actor.send(self.guardian_of(order.name), order)
             self.actor.after(AGAIN_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
 
     def check_restarts(self) -> None:
-        """Answer those whose runner lives again."""
-        for request, wanted in list(self._restarts.values()):
-            known = self.registry.runners.get(wanted.name)
-            if known is not None and known.incarnation > wanted.incarnation:
+        """Answer the restarts whose runner has a new life."""
+        for request, order in list(self._restarts.values()):
+            runner = self.registry.runners.get(order.name)
+            if runner is not None and runner.incarnation > order.incarnation:
                 del self._restarts[request.id]
                 self.actor.cancel(f"restart:{request.id}")
-                self.router.reply(request, RestartedRunner(runner=wanted.name, incarnation=known.incarnation))
+                self.router.reply(request, RestartedRunner(runner=order.name, incarnation=runner.incarnation))
 
     # --- states -----------------------------------------------------------------------------------------------------
     def states(self, request: CommandRequest[GetRunnerStates]) -> None:
-        """Tell what the runners in `names` do, or all; names that nobody has are left out."""
+        """Answer with the states of the named runners, or of all; unknown names are left out."""
         names = request.command.names
-        known = sorted(self.registry.runners)
-        wanted = known if names is None else [n for n in known if n in names]
+        names_known = sorted(self.registry.runners)
+        wanted = names_known if names is None else [n for n in names_known if n in names]
         self.ask(wanted, lambda states: self.router.answer(request, states))
 
     def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
-        """Ask runners what they do; `done` is called with their states, in time whoever answers."""
+        """Ask runners for their states; call `done` with them after `ANSWER_SECONDS` at the latest."""
         number = uuid.uuid4().hex
         question = _Question(list(names), set(), done)
         for name in question.names:
@@ -104,34 +101,33 @@ class RunnerHandlers:
             if runner.address is not None and not runner.state.gone and runner.state is not RunnerState.RETIRED:
                 question.waiting.add(name)
                 life = name, runner.incarnation
-                if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
-                    self._asked[life] = self.actor.now()
+                if self.actor.now() - self._asked_at.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
+                    self._asked_at[life] = self.actor.now()
                     self.actor.send(runner.address, QueryActivity(runner.incarnation))
         self._questions[number] = question
         if question.waiting:
-            self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._over(number))
+            self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._finish(number))
         else:
-            self._over(number)
+            self._finish(number)
 
     def on_activity(self, message: RunnerActivity) -> None:
-        """Answer all who wait for this runner."""
-        self._asked.pop((message.name, message.incarnation), None)
+        self._asked_at.pop((message.name, message.incarnation), None)
         for number, question in list(self._questions.items()):
             if message.name in question.waiting:
                 question.waiting.discard(message.name)
                 question.answers[message.name] = message.state
                 if not question.waiting:
                     self.actor.cancel(f"states:{number}")
-                    self._over(number)
+                    self._finish(number)
 
-    def _over(self, number: str) -> None:
+    def _finish(self, number: str) -> None:
         question = self._questions.pop(number)
-        there = question.answers.keys() | self.registry.runners.keys()  # a reload forgets them
-        known = [n for n in question.names if n in there]
-        question.done({name: question.answers.get(name) or self._as_known(name) for name in known})
+        present = question.answers.keys() | self.registry.runners.keys()  # a reload forgets runners
+        names = [n for n in question.names if n in present]
+        question.done({name: question.answers.get(name) or self._recorded_state(name) for name in names})
 
-    def _as_known(self, name: str) -> dict[str, Any]:
-        """Return what the coordinator knows of a runner that says nothing itself."""
+    def _recorded_state(self, name: str) -> dict[str, Any]:
+        """Return what the coordinator knows of a runner that did not answer."""
         r = self.registry.runners[name]
         load = self.registry.live.in_flight.loads
         return runner_state(

@@ -1,8 +1,8 @@
-"""What schedulers ask: tasks come in, somebody waits for results, results are taken.
+"""Handlers of a scheduler's commands: tasks come in, the scheduler waits for results and takes them.
 
-Waiting changes nothing: a scheduler asks how far a batch is and is answered when it is far enough, or when its patience
-is over. It reads the results themselves from the log and the payload store, and says then that it has them. So one that
-dies in between leaves them to the next.
+Polling changes nothing: it is answered when the batch has come far enough, or when its time is over. The scheduler
+reads the results from the log and the payload store and confirms them afterwards, so one that dies in between leaves
+them to the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import scheduled_batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.request_reads import given_tasks
+from trinity_es.actors.coordinator.handlers.request_reads import submitted_tasks
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -44,7 +44,7 @@ P = TypeVar("P")
 
 @dataclass(slots=True)
 class Poll(Generic[P]):
-    """Somebody waits for a batch (None: for all), until its progress is as they said."""
+    """Wait for a batch (None: for all) until its progress meets a condition."""
 
     request: CommandRequest[Command[P]]
     batch_id: BatchId | None
@@ -53,7 +53,6 @@ class Poll(Generic[P]):
 
 
 class SchedulerHandlers:
-    """Handles what schedulers ask."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
@@ -65,7 +64,6 @@ class SchedulerHandlers:
         self._polls: dict[str, Poll[Any]] = {}
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [
             handled(ScheduleTasks, self.schedule),
             handled(PollBatch, self.poll),
@@ -77,14 +75,14 @@ class SchedulerHandlers:
         ]
 
     def _batches(self) -> list[BatchState]:
-        found = [b for b in self._live.batches.values() if b.batch_type == "collect"]
-        return sorted(found, key=lambda b: sort_batch_id(b.batch_id))
+        scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
+        return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open(self, batch_id: BatchId) -> BatchState | None:
         return scheduled_batches.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
-        """Record what was decided, and the end of the batch where it was the last."""
+        """Record what was decided, and then the end of the batch if it is over."""
         self._live.record_batch(batch.batch_id, events)
         end = scheduled_batches.over(batch)
         self._live.record_batch(batch.batch_id, end)
@@ -93,9 +91,9 @@ class SchedulerHandlers:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
-        """Begin a batch with these tasks, or have them join it. Answers with the number of the first of them."""
+        """Begin a batch with these tasks, or add them to it; answer with the number of the first of them."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
-        tasks, parcels = given_tasks(self._live, parcel)
+        tasks, parcels = submitted_tasks(self._live, parcel)
         events = scheduled_batches.schedule(
             self._live.find(batch_id),
             batch_id=batch_id,
@@ -115,37 +113,37 @@ class SchedulerHandlers:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def poll(self, request: CommandRequest[PollBatch]) -> None:
-        """Tell how far a batch is, at once or when it has come far enough."""
+        """Answer with a batch's progress, now or when it has come far enough."""
         command = request.command
         batch = self._open(command.batch_id)
         if batch is not None and command.resume:
             self._live.record_batch(command.batch_id, scheduled_batches.resume(batch))
 
-        def met(told: BatchProgress) -> bool:
-            enough = told["ready"] >= command.at_least or told["open"] == 0
-            return enough or (told["paused"] and (command.resume or told["running"] == 0))
+        def met(progress: BatchProgress) -> bool:
+            enough = progress["ready"] >= command.at_least or progress["open"] == 0
+            return enough or (progress["paused"] and (command.resume or progress["running"] == 0))
 
         self._wait(Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met), command.seconds)
 
     def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
-        """Tell how far all scheduled batches are, at once or when something was settled."""
+        """Answer with the progress of all scheduled batches, now or when a task was settled."""
         settled = request.command.settled
 
-        def met(told: StoreProgress) -> bool:
-            return told["open"] == 0 or told["settled"] != settled
+        def met(progress: StoreProgress) -> bool:
+            return progress["open"] == 0 or progress["settled"] != settled
 
         self._wait(Poll(request, None, self._progress_of_all, met), request.command.seconds)
 
     def _wait(self, poll: Poll[P], seconds: float) -> None:
-        told = poll.progress()
-        if seconds <= 0 or poll.met(told):
-            self._router.reply(poll.request, told)
+        progress = poll.progress()
+        if seconds <= 0 or poll.met(progress):
+            self._router.reply(poll.request, progress)
             return
         self._polls[poll.request.id] = poll
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
     def check(self, batch_ids: Iterable[BatchId]) -> None:
-        """Answer who waited for these batches, which may have moved."""
+        """Answer the polls of these batches whose condition is met."""
         if not self._polls:
             return
         touched = set(batch_ids)
@@ -176,13 +174,13 @@ class SchedulerHandlers:
 
     # --- results ----------------------------------------------------------------------------------------------------
     def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
-        """Give up what is not settled, of one batch or of all; runners stop it."""
+        """Drop the tasks that are not settled, of one batch or of all, and stop their runs."""
         batch_id, reason = request.command.batch_id, request.command.reason
-        found = self._batches() if batch_id is None else [self._open(batch_id)]
+        selected = self._batches() if batch_id is None else [self._open(batch_id)]
         partial = request.command.return_partial
         if partial is None:
             partial = self._explorer.over_rollout.return_partial_tasks
-        for batch in found:
+        for batch in selected:
             events = [] if batch is None else scheduled_batches.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
                 self._dispatcher.revoke(batch)
@@ -190,7 +188,7 @@ class SchedulerHandlers:
         self._router.reply(request)
 
     def take(self, request: CommandRequest[TakeResults]) -> None:
-        """Record that somebody has these results; answered with those that nobody else had taken."""
+        """Record that this client has these results; answer with those that no other client had taken."""
         command = request.command
         batch = self._live.find(command.batch_id)
         mine: list[int] = []
@@ -204,14 +202,14 @@ class SchedulerHandlers:
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     def pause(self, request: CommandRequest[PauseBatches]) -> None:
-        """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
+        """Pause the batches of a scheduler that stops: they get no runners until a scheduler wants them."""
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._live.record_batch(batch.batch_id, scheduled_batches.pause(batch, "its scheduler was stopped"))
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
-        """Let what was paused go on, as a scheduler starts."""
+        """Let paused batches go on, as a scheduler starts."""
         for batch in self._batches():
             self._live.record_batch(batch.batch_id, scheduled_batches.resume(batch))
         self._router.reply(request)

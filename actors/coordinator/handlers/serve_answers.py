@@ -1,7 +1,7 @@
-"""What the proxy of mode `serve` gives to its clients: recorded before they get the end of it, rewarded later by
-message id, delivered through the pipeline when somebody says so.
+"""Handlers for the answers of mode `serve`'s proxy, from their recording to their delivery; all can be repeated.
 
-Each of these commands can be sent again and changes nothing then.
+An answer is recorded before its client gets the end of it, rewarded later by message id, and delivered through the
+pipeline by a commit.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from trinity_es.projections.tables import serve_answers
 __all__ = ["BATCH", "AnswerHandlers", "rewarded"]
 
 BATCH = "serve"
-"""What stands as the batch in the id of every experience of the proxy."""
+"""Batch id of every experience of the proxy."""
 
 
 class AnswerHandlers:
-    """Handles what is asked about the proxy's answers."""
 
     def __init__(
         self, live: LiveState, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
     ) -> None:
-        """`run_job` runs the pipeline; its first argument names what for."""
+        """`run_job` runs the pipeline; its first argument names the job."""
         self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
         self._deliveries: deque[CommandRequest[DeliverAnswers]] = deque()
-        """The first is being done."""
+        """Requests for deliveries; the first is in progress."""
         self._round = 0
-        """Deliveries that have ended."""
+        """Number of deliveries that have ended."""
         self._rewarding: set[str] = set()
-        """Messages whose reward is on its way into the log: they wait for the next delivery."""
+        """Messages whose reward is being written, so they wait for the next delivery."""
         self._delivering: frozenset[str] = frozenset()
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [
             handled(RecordAnswers, self.record),
             handled(RewardAnswers, self.reward),
@@ -60,16 +58,15 @@ class AnswerHandlers:
         ]
 
     def record(self, request: CommandRequest[RecordAnswers]) -> None:
-        """Record answers that are not recorded yet."""
-        given = request.command.answers
-        known = self._find([a.message for a in given])
-        new = [a for a in given if a.message not in known]  # the rest was recorded, and the reply was lost
+        answers = request.command.answers
+        known = self._find([a.message for a in answers])
+        new = [a for a in answers if a.message not in known]  # the others were recorded, but the reply was lost
         if new:
             self._live.record(ev.AnswersRecorded(answers=new))
         self._router.reply(request, len(new))
 
     def reward(self, request: CommandRequest[RewardAnswers]) -> None:
-        """Give answers a reward. Raises AnswerNotFound, AnswerDelivered: then none of them is rewarded."""
+        """Reward answers: all of them, or none. Raises AnswerNotFound, AnswerDelivered."""
         command = request.command
         messages = list(dict.fromkeys(command.messages))
         event = ev.AnswersRewarded(messages=messages, reward=command.reward, task=command.task, run=command.run)
@@ -92,7 +89,7 @@ class AnswerHandlers:
         self._router.reply(request, len(messages))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
-        """Take all that is rewarded through the pipeline; what has no reward stays. One delivery at a time."""
+        """Take all rewarded answers through the pipeline, one delivery at a time; the others stay."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
             self._deliver_next()
@@ -101,18 +98,17 @@ class AnswerHandlers:
         request, log = self._deliveries[0], self._live.log
         self._live.ask(
             lambda: (processed_before(log, request.id), log.query(serve_answers.to_deliver)),
-            lambda found: self._go_through(request, found),
+            lambda result: self._run_pipeline(request, result),
         )
 
-    def _go_through(
+    def _run_pipeline(
         self, request: CommandRequest[DeliverAnswers],
-        found: tuple[dict[str, float] | None, list[serve_answers.AnswerState]] | Exception,
+        result: tuple[dict[str, float] | None, list[serve_answers.AnswerState]] | Exception,
     ) -> None:
-        """Give the pipeline what is rewarded."""
-        if isinstance(found, Exception):
-            self._delivered(request, None, found)
+        if isinstance(result, Exception):
+            self._delivered(request, None, result)
             return
-        done_before, ready = found[0], [a for a in found[1] if a.message not in self._rewarding]
+        done_before, ready = result[0], [a for a in result[1] if a.message not in self._rewarding]
         if done_before is not None or not ready:
             self._delivered(request, DeliveredAnswers(count=0, metrics=done_before or {}))
             return
@@ -136,7 +132,7 @@ class AnswerHandlers:
         )
         try:
             self._live.record(processed, ev.AnswersDelivered(messages=messages, request=request.id))
-        except InvalidEvent as e:  # a metric's name that is no text for the log, say
+        except InvalidEvent as e:  # for instance a metric's name that the log can't hold
             self._delivered(request, None, e)
             return
         self._live.then(self._outputs.wake)
@@ -146,7 +142,7 @@ class AnswerHandlers:
         self, request: CommandRequest[DeliverAnswers], value: DeliveredAnswers | None,
         error: BaseException | None = None,
     ) -> None:
-        """Answer, and go on with the next when it is durable, since the table says only then what is delivered."""
+        """Answer, and start the next delivery once this is durable, as only then the table shows it."""
         self._router.reply(request, value, error)
 
         def over() -> None:
@@ -164,23 +160,22 @@ class AnswerHandlers:
         self._live.turn.failed.append(lost)
 
     def _find(self, messages: list[str]) -> dict[str, serve_answers.AnswerState]:
-        # What was read before the last delivery ended may say of an answer that it is not delivered.
+        # A read from before the end of the last delivery may show an answer as not delivered.
         log, key = self._live.log, ("answers", self._round, *messages)
-        found: dict[str, serve_answers.AnswerState] = self._live.fetch(
+        states: dict[str, serve_answers.AnswerState] = self._live.fetch(
             key, lambda: log.query(lambda connection: serve_answers.find(connection, messages))
         )
-        return found
+        return states
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
-        """Count the answers: `recorded`, `rewarded`, `delivered`."""
         log = self._live.log
         self._router.answer(request, self._live.fetch("answers", lambda: log.query(serve_answers.counts)))
 
 
 def rewarded(experiences: list[Experience], by_message: dict[str, serve_answers.AnswerState]) -> None:
-    """Write into experiences of the proxy what was posted for them. Each knows its message: `info["message_id"]`.
+    """Put the posted rewards into the proxy's experiences, by `info["message_id"]`.
 
-    The answers of one run are its steps, in the order in which they were given.
+    The answers of one run become its steps, in order.
     """
     steps: dict[tuple[str, int], dict[str, int]] = {}
     for answer in by_message.values():

@@ -1,7 +1,7 @@
-"""The ways to the engines in mode `serve`.
+"""Routes to the engines in mode `serve`.
 
-A proxy asks which engines serve, and is answered when that changes, or after `POLL_SECONDS`. An engine that is to load
-weights is taken out first: it is told to load when every proxy has asked again, and so knows.
+A proxy polls the table of serving engines and is answered when it changes, or after `POLL_SECONDS`. Before an engine
+loads weights it leaves the table; it loads once every proxy has polled again, and so knows the new table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trinity_es.actors.coordinator.ports import Responder, TimerHost
 __all__ = ["RouteHandlers"]
 
 POLL_SECONDS = 2.0
-"""How long a proxy waits for news of the engines before it asks again."""
+"""Maximum time that a poll waits for a change."""
 GONE_SECONDS = 5.0
-"""How long a proxy may ask nothing before it is gone."""
+"""Silence after which a proxy counts as gone."""
 TAKEN_OUT_SECONDS = 1.0
-"""How long every proxy may take to know that an engine is taken out."""
+"""Maximum time until every proxy counts as knowing that an engine was taken out."""
 
 
 @dataclass(slots=True)
@@ -30,29 +30,28 @@ class _Proxy:
 
     url: str
     knows: int = -1
-    """The newest table that it has."""
+    """Number of its newest table."""
     asked_at: float = 0.0
     request: CommandRequest[GetRoutes] | None = None
-    """Its question, where it waits for news."""
+    """Its open poll."""
 
 
 class RouteHandlers:
-    """Tells proxies where engines are asked, and takes engines out that are to load weights."""
+    """Table of serving engines for the proxies; engines leave it before they load weights."""
 
     def __init__(self, registry: RunnerRegistry, router: Responder, actor: TimerHost) -> None:
         self._registry, self._router, self._actor = registry, router, actor
         self._table: list[EngineRoute] = []
-        self._number = int(self._actor.now() * 1e6)  # none that a proxy has of an earlier coordinator
+        self._number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
         self._leaving: list[tuple[int, Callable[[], None]]] = []
-        """(table in which an engine is taken out, what to do when every proxy has it)."""
+        """Number of the table that no longer has an engine, and the engine's load, to call when every proxy has it."""
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [handled(GetRoutes, self.routes)]
 
     def routes(self, request: CommandRequest[GetRoutes]) -> None:
-        """Tell a proxy where engines are asked, at once or when it is not as it knows it."""
+        """Answer a proxy with the table, at once if it has an older one, else when it changes."""
         command = request.command
         proxy = self._proxies.setdefault(command.proxy, _Proxy(command.url))
         self.look()
@@ -60,7 +59,7 @@ class RouteHandlers:
         self._actor.after(POLL_SECONDS, f"routes:{command.proxy}", lambda: self._tell(proxy))
         if proxy.knows != self._number:
             self._tell(proxy)
-        self._let_go()
+        self._start_loads()
 
     def _tell(self, proxy: _Proxy) -> None:
         request, proxy.request = proxy.request, None
@@ -69,7 +68,7 @@ class RouteHandlers:
             self._router.answer(request, RouteTable(number=self._number, engines=self._table))
 
     def look(self) -> None:
-        """Tell the proxies, at the end of a turn, what has changed."""
+        """Send the proxies, at the end of a turn, a table that has changed."""
         if not self._proxies:
             return
         table = [_route(r) for r in self._registry.staying() if r.life.served]
@@ -79,20 +78,20 @@ class RouteHandlers:
                 self._tell(proxy)
 
     def urls(self) -> list[str]:
-        """Return where proxies serve now."""
+        """Return the URLs of the proxies that are alive."""
         now = self._actor.now()
         return sorted(p.url for p in self._proxies.values() if p.url and now - p.asked_at < GONE_SECONDS)
 
     def take_out(self, load: Callable[[], None]) -> None:
-        """Call `load` when no proxy sends anything new to a runner that was marked as loading."""
+        """Call `load` once no proxy sends new requests to a runner that was marked as loading."""
         self.look()
         number = self._number
         self._leaving.append((number, load))
-        self._actor.after(TAKEN_OUT_SECONDS, f"taken out:{number}", lambda: self._let_go(number))
-        self._let_go()
+        self._actor.after(TAKEN_OUT_SECONDS, f"taken out:{number}", lambda: self._start_loads(number))
+        self._start_loads()
 
-    def _let_go(self, overdue: int = -1) -> None:
-        """Have those load that every proxy knows of, and those that were taken out long enough ago."""
+    def _start_loads(self, overdue: int = -1) -> None:
+        """Start the loads of engines whose absence every proxy knows of, or that left the table long enough ago."""
         now = self._actor.now()
         self._proxies = {name: p for name, p in self._proxies.items() if now - p.asked_at < GONE_SECONDS}
         known = min((p.knows for p in self._proxies.values()), default=self._number)

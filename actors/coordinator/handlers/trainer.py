@@ -1,4 +1,4 @@
-"""What a trainer asks: which batch comes next, which it has used, and where it is again after a restart."""
+"""Handlers of a trainer's commands: the next batch, the acknowledgement of a batch, and a restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = ["TrainerHandlers"]
 
 
 class TrainerHandlers:
-    """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         returned: Callable[[int], None],
     ) -> None:
-        """Call `returned` with the step of a trainer that is back: what it took for later ones can be taken again."""
+        """Make the handlers. They call `returned` with the step of a trainer that returns: it may take again what it
+        took for later steps.
+        """
         self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
         self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
-        """For the next batch, by their ids."""
-        self._looking: dict[str, bool] = {}
-        """Those for which the log is being read, and whether it has to be read again then."""
+        """Requests that wait for the next batch, by id."""
+        self._reading: dict[str, bool] = {}
+        """Whether the log must be read again, for each request for which it is being read."""
 
     def handlers(self) -> list[Handled]:
-        """Return what is handled here."""
         return [
             handled(GetNextBatch, self.next_batch),
             handled(AcknowledgeBatch, self.acknowledge),
@@ -52,9 +52,9 @@ class TrainerHandlers:
 
     # --- the next batch ---------------------------------------------------------------------------------------------
     def next_batch(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Tell which batch comes next, at once or when there is one."""
+        """Answer with the next batch, now or when there is one."""
         timeout = request.command.timeout
-        if timeout is not None:  # the client does not wait longer either
+        if timeout is not None:  # the client stops waiting then too
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
         self._waiting[request.id] = request
         self._look(request)
@@ -69,29 +69,29 @@ class TrainerHandlers:
             self._look(request)
 
     def _look(self, request: CommandRequest[GetNextBatch]) -> None:
-        if request.id in self._looking:
-            self._looking[request.id] = True  # what is being read may be older than the batch
+        if request.id in self._reading:
+            self._reading[request.id] = True  # the current read may miss the newest batch
             return
-        self._looking[request.id] = False
+        self._reading[request.id] = False
         log, after = self.live.log, request.command.after
-        self.live.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
+        self.live.ask(lambda: next_delivered(log, after), lambda batch: self._after_read(request, batch))
 
-    def _looked(self, request: CommandRequest[GetNextBatch], found: tuple[BatchId, int] | Exception | None) -> None:
-        again = self._looking.pop(request.id)
+    def _after_read(self, request: CommandRequest[GetNextBatch], batch: tuple[BatchId, int] | Exception | None) -> None:
+        again = self._reading.pop(request.id)
         if request.id not in self._waiting:
             return
-        if isinstance(found, Exception):
+        if isinstance(batch, Exception):
             self._forget(request)
-            self.router.answer(request, error=found)
-        elif found is not None:
+            self.router.answer(request, error=batch)
+        elif batch is not None:
             self._forget(request)
-            self.router.answer(request, DeliveredBatch(batch_id=found[0], position=found[1]))
+            self.router.answer(request, DeliveredBatch(batch_id=batch[0], position=batch[1]))
         elif again:
             self._look(request)
 
-    # --- what was used, and what is to be used again ----------------------------------------------------------------
+    # --- batches that were used, and those to use again -------------------------------------------------------------
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
-        """Record that a step used a batch. Said again it changes nothing, except after a redelivery."""
+        """Record that a step used a batch; a repetition changes nothing, except after a redelivery."""
         batch_id, step = request.command.batch_id, request.command.step
         batch = self.live.find(batch_id)
         if batch is None:
@@ -105,41 +105,43 @@ class TrainerHandlers:
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
-        """Tell a trainer that is back at its checkpoint of `step` what it has to use again, and what it never used.
+        """Answer a trainer that is back at its checkpoint of `step` with the batches that it has yet to use.
 
-        Answers with these batches and the position up to which it knows all that was finalized.
+        These are batches of later steps and unused ones, with the position up to which the answer is complete.
         """
         step, live = request.command.step, self.live
-        position, rows, freed, last = live.fetch("resumed", lambda: _resumed(live.log, step))
+        position, rows, freed, last = live.fetch("resumed", lambda: _resume_data(live.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
         gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
         if gone:
             raise PayloadNotFound(
                 f"batches {gone} were trained after step {step}, and their experiences were freed: store.retention is "
-                f"{self.retained} steps; resume from a later checkpoint",
+                f"{self.retained} steps. Resume from a later checkpoint",
                 batches=gone,
             )
-        told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
-        if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
+        same = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
+        if batches and not (same and last is not None and all(at < last.position for _, _, at in rows)):
             live.record(ev.ExperiencesRedelivered(step=step, batches=batches))
         self.returned(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
         log = self.live.log
-        return bool(self.live.fetch(("redelivered", batch_id), lambda: _redelivered(log, batch_id)))
+        return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
 
-def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
-    """Return the end of the log; what a trainer at `step` has yet to use; what was freed; the last redelivery."""
+def _resume_data(
+    log: EventLog, step: int
+) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
+    """Return the log's end, the batches that a trainer at `step` has yet to use, freed streams and last redelivery."""
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
     freed = freed_at(log.rare(["PayloadsFreed"]))
     return position, rows, freed, log.last(EXPERIENCES, "ExperiencesRedelivered")
 
 
-def _redelivered(log: EventLog, batch_id: BatchId) -> bool:
-    """Return True if the batch was given again after it was trained."""
+def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
+    """Return True if the batch was delivered again after it was trained on."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches

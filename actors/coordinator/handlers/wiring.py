@@ -1,4 +1,4 @@
-"""The parts of a coordinator, put together: its runners, and the handlers of all that clients may ask."""
+"""The parts of a coordinator, put together: its runners, and the handlers of all commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["Handlers"]
 
 
 class Handlers:
-    """The runners (`fleet`), and the handlers of every command; the router has them all."""
+    """Runners (`fleet`), and the router with the handlers of every command."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
@@ -48,9 +48,9 @@ class Handlers:
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
-        process. `epoch`: of the coordinator. `trouble` says what keeps the log from being written now; `refuses`, if
-        who wants something written is refused for that, and not left waiting. `hosts`: those that joined.
+        """`releases` releases leases; `end` returns the log's end as others may hear it; `alive` are runners with a
+        process; `epoch` is the coordinator's. `trouble` returns why the log can't be written now, and `refuses` whether
+        writing requests fail for that instead of waiting. `hosts` returns the hosts that joined.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -89,7 +89,7 @@ class Handlers:
         router.connect([handled(GetStatus, self.status), *(row for kind in kinds for row in kind.handlers())])
 
     def check(self) -> None:
-        """See, at the end of a turn, whose answer it brought about."""
+        """Answer, at the end of a turn, the requests that it completes."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
         if not self.live.ended.keys().isdisjoint(self.live.turn.batches):
@@ -99,7 +99,7 @@ class Handlers:
         self.runners.check_restarts()
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
-        """Tell how everything is, now and from memory: it is asked most where the log can't be written."""
+        """Answer now and from memory, since `status` is wanted most while the log can't be written."""
         batches = [
             {
                 "batch_id": b.batch_id,

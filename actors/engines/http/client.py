@@ -1,11 +1,10 @@
-"""A client for engines' servers that holds hundreds of requests open: httpx's API over aiohttp's connections.
+"""HTTP client for hundreds of open requests to engines' servers: httpx's API over aiohttp's connections.
 
-httpx's own pool goes through all its connections for each request: 16 ms of a core a request at 256 at once, where
-aiohttp takes a fortieth. (The package httpx-aiohttp does the same, and says of a server that ended during a request
-that it could not be reached.) httpx and aiohttp are imported where they are used.
+httpx's own pool scans all its connections for each request: 16 ms of a core per request with 256 open, and aiohttp
+takes a fortieth. (The package httpx-aiohttp reports a server that ended during a request as unreachable.)
 
-Every answer has a limit: an endless one would take the runner's memory, and a compressed one of 2 MiB becomes 10 GB.
-So a request asks for no compression, and may say how large its answer can be: `extensions=up_to(largest_answer(...))`.
+Every answer has a size limit: an endless one would fill the runner's memory, and a compressed one of 2 MiB can become
+10 GB. So requests ask for no compression, and may set a limit with `extensions=up_to(largest_answer(...))`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,26 @@ if TYPE_CHECKING:
 __all__ = ["LOOK_BYTES", "http_client", "largest_answer", "up_to"]
 
 KEEP_SECONDS = 15.0
-"""How long a connection that nobody uses is kept: less than a runner's server keeps it for."""
+"""How long an idle connection is kept: less than a runner's server keeps it."""
 LOOK_BYTES = 8 * 2**20
-"""Maximum size of an answer whose request does not say one, and of an error: `/metrics` of many engines takes 1 MiB."""
+"""Maximum size of an error, and of an answer without another limit: `/metrics` of many engines takes 1 MiB."""
 _ENTRY_BYTES, _EVENT_BYTES, _ID_BYTES = 256, 1024, 16
-"""Mean JSON of a token, or of a logprob, with its names and text; of a stream's event beside it; of an id alone: each
-at most."""
+"""Upper bounds of the mean JSON size: of a token or logprob with its text, of a stream's event around it, of an id."""
 
 
 def largest_answer(
     *, prompt: int, answers: int = 1, tokens: int = 0, entries: int = 0, of_prompt: int = 0, events: bool = False
 ) -> int:
-    """Return the most bytes of JSON that this many answers to a prompt of so many tokens can take.
+    """Return the most bytes of JSON that `answers` answers to a prompt of `prompt` tokens can take.
 
-    `tokens`: of each answer at most; `entries`, `of_prompt`: logprobs that come with each of these, and with each of
-    the prompt's; `events`: each token may have an event of a stream to itself.
+    `tokens`: maximum per answer; `entries`, `of_prompt`: number of logprobs per token of an answer, and of the prompt;
+    `events`: each token may come in a stream event of its own.
     """
     each = (1 + entries) * _ENTRY_BYTES + events * _EVENT_BYTES
     return answers * (tokens * each + prompt * (_ID_BYTES + of_prompt * _ENTRY_BYTES)) + LOOK_BYTES
 
 
 def up_to(most: int) -> dict[str, int]:
-    """Return httpx's `extensions` of a request whose answer may have this many bytes."""
     return {"most_bytes": most}
 
 
@@ -54,12 +51,11 @@ def http_client(
     *, connect: float, read: float | None = None, base_url: str = "", headers: Mapping[str, str] | None = None,
     trust_env: bool = False, transport: httpx.AsyncBaseTransport | None = None, keep: float = KEEP_SECONDS,
 ) -> httpx.AsyncClient:
-    """Return a client without a limit of connections. Use it on the event loop on which it is asked first.
+    """Return a client without a limit of connections, for the event loop of its first request.
 
-    `connect`, `read`: how long these may take, in seconds; `trust_env`: by the proxies of the environment;
-    `transport`: instead of aiohttp's, for tests. What it raises are httpx's errors: ConnectError and ConnectTimeout
-    for a server that saw nothing of the request, other TransportErrors for one that may have. Also EngineError, for an
-    answer that is larger than the request says (else LOOK_BYTES), or compressed.
+    `connect`, `read`: timeouts in seconds; `trust_env`: use the environment's proxies; `transport`: for tests. Requests
+    raise httpx's ConnectError or ConnectTimeout if the server saw nothing of the request, and other TransportErrors if
+    it may have. They raise EngineError for an answer that is compressed, or larger than its limit (else LOOK_BYTES).
     """
     import httpx
 
@@ -71,7 +67,6 @@ def http_client(
 
 
 def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-    """Return a transport whose answers have a limit, and no encoding."""
     import httpx
 
     class Counted(httpx.AsyncByteStream):
@@ -84,8 +79,8 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
                 size += len(part)
                 if size > self._most:
                     raise EngineError(
-                        f"{self._server} answers with more than {self._most:,} bytes, and what it was asked for takes "
-                        "less: see what serves there"
+                        f"{self._server} answers with more than {self._most:,} bytes, more than its answer to this "
+                        "request can take: see what serves there"
                     )
                 yield part
 
@@ -100,8 +95,8 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
             if encoding.strip().lower() not in ("identity", ""):
                 await answer.aclose()
                 raise EngineError(
-                    f"{server} answers in the encoding {encoding!r:.80}, which it was not asked for: switch "
-                    "compression off there, or in what stands before it"
+                    f"{server} answers in the encoding {encoding!r:.80}, which was not requested: switch "
+                    "compression off there, or in the proxy before it"
                 )
             assert isinstance(answer.stream, httpx.AsyncByteStream)
             most = request.extensions.get("most_bytes", LOOK_BYTES)
@@ -148,15 +143,15 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
                     yield part
 
         async def aclose(self) -> None:
-            self._answer.release()  # a body that was not read to its end takes the connection with it
+            self._answer.release()  # this closes the connection if the body was not read to its end
 
     proxies = getproxies() if trust_env else {}
 
     def proxy_for(url: httpx.URL) -> str | None:
-        found = proxies.get(url.scheme) or proxies.get("all")
-        if not found or is_loopback(url.host) or proxy_bypass(url.host):
+        proxy = proxies.get(url.scheme) or proxies.get("all")
+        if not proxy or is_loopback(url.host) or proxy_bypass(url.host):
             return None
-        return found if "://" in found else f"http://{found}"
+        return proxy if "://" in proxy else f"http://{proxy}"
 
     class Transport(httpx.AsyncBaseTransport):
         session: aiohttp.ClientSession | None = None
@@ -167,16 +162,16 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep),
                     cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 )
-            within = request.extensions.get("timeout", {})
+            timeouts = request.extensions.get("timeout", {})
             body = await request.aread()
             with _as_httpx(request):
                 answer = await self.session.request(
                     request.method, str(request.url), headers=request.headers.multi_items(),
                     data=io.BytesIO(body) if len(body) > 2**20 else body or None, allow_redirects=False,
-                    proxy=proxy_for(request.url),  # not by aiohttp's trust_env, which sends what ~/.netrc has, too
+                    proxy=proxy_for(request.url),  # aiohttp's trust_env would also send passwords from ~/.netrc
                     skip_auto_headers=("content-type", "user-agent", "accept", "accept-encoding"),
                     timeout=aiohttp.ClientTimeout(
-                        total=None, sock_connect=within.get("connect"), sock_read=within.get("read")
+                        total=None, sock_connect=timeouts.get("connect"), sock_read=timeouts.get("read")
                     ),
                 )
             return httpx.Response(

@@ -1,8 +1,8 @@
-"""Engines that are asked over HTTP: which one gets a request, and which one gets it when that one fails.
+"""Pool of the engines of one model that are called over HTTP: routing of requests, and retries on another engine.
 
-The least loaded engine does. Requests of one task or conversation share their prompt, which an engine keeps (its prefix
-cache) and another would compute again, so all of them go to one engine, their home, unless that has `SLACK_REQUESTS`
-requests more than the least loaded one, and more than twice as many.
+A request goes to the least loaded engine. Requests of one task or conversation share a prompt, so they go to one
+engine, their home, whose prefix cache has it, unless that has `SLACK_REQUESTS` requests more than the least loaded one
+and more than twice as many.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from typing import Any, TypeVar
 __all__ = ["Backend", "EngineFailed", "EnginePool", "NoEngine"]
 
 SLACK_REQUESTS = 8
-"""Requests that an engine may have more than the least loaded one before a task leaves it."""
+"""Number of requests by which an engine may exceed the least loaded one before a task leaves it."""
 REPORT_SECONDS = 5.0
-"""How long a reported load is trusted. An engine that was busy once would else get no request, and never report."""
+"""How long a reported load counts: else an engine that was busy once would get no request and never report again."""
 AGAIN_SECONDS = 0.5
-"""How long an unreachable engine is left alone before it is tried again; a new URL for it resets this."""
 REMEMBERED = 16384
-"""Maximum number of tasks and conversations whose home is known."""
 MOST_LOST = 2
-"""Maximum of engines that may be lost with one request: it may be what ends them."""
+"""Maximum number of engines that may end during one request, since the request itself may end them."""
 
 T = TypeVar("T")
 
 
 class EngineFailed(Exception):
-    """An engine could not answer; another may. `lost`: it ended, perhaps of this request."""
+    """An engine could not answer; another may. `lost`: it ended, perhaps because of this request."""
 
     def __init__(self, message: str, *, lost: bool = False) -> None:
         super().__init__(message)
@@ -42,7 +40,7 @@ class EngineFailed(Exception):
 
 
 class NoEngine(Exception):
-    """No engine of a pool could answer. `lost`: how many ended while they answered."""
+    """No engine of a pool could answer. `lost`: how many ended during the request."""
 
     def __init__(self, message: str, lost: int) -> None:
         super().__init__(message)
@@ -59,21 +57,20 @@ class Backend:
     model_version: int = 0
     serving: bool = True
     busy: int = 0
-    """Requests that this pool's owner has there now."""
+    """Open requests of this pool's owner."""
     others: int = 0
-    """Requests of others, as it said last, and when."""
-    told: float = -math.inf
+    """Requests of other callers, as last reported at the time `reported_at`."""
+    reported_at: float = -math.inf
     away_until: float = -math.inf
-    """It could not be reached: not before then."""
     answered: int = 0
     failed: int = 0
 
     def load(self, now: float) -> int:
-        return self.busy + (self.others if now - self.told < REPORT_SECONDS else 0)
+        return self.busy + (self.others if now - self.reported_at < REPORT_SECONDS else 0)
 
 
 class EnginePool:
-    """The engines of one model. Not thread-safe: for one event loop."""
+    """The engines of one model. For one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,15 +79,15 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     def update(self, table: Iterable[Mapping[str, Any]]) -> None:
-        """Take the engines as they are now. One that is not in the table does not serve, for now or for ever."""
+        """Replace the table of engines. An engine that is missing from it does not serve."""
         for engine in self._engines.values():
             engine.serving = False
         for row in table:
             new = Backend(**row)
-            known = self._engines.setdefault(new.runner, new)
-            if (known.incarnation, known.endpoint) != (new.incarnation, new.endpoint):
-                known = self._engines[new.runner] = new
-            known.model_version, known.serving = new.model_version, new.serving
+            current = self._engines.setdefault(new.runner, new)
+            if (current.incarnation, current.endpoint) != (new.incarnation, new.endpoint):
+                current = self._engines[new.runner] = new
+            current.model_version, current.serving = new.model_version, new.serving
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -100,9 +97,9 @@ class EnginePool:
     def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Backend | None:
         """Return the engine for a request; None while there is none.
 
-        `keys`: what its task or conversation may be known by; `avoid`: runners that are asked only if there is no
-        other. Of equally loaded engines a key gets its own, the same by every caller; a request without one takes
-        the engine that has answered least, so that they take turns.
+        `keys`: names of its task or conversation; `avoid`: runners to use only if there is no other. Among equally
+        loaded engines a hash of the key decides, the same for every caller. Without a key it is the engine with the
+        fewest answers, so that they take turns.
         """
         now = self._clock()
         fit = [e for e in self._engines.values() if e.serving and e.endpoint and e.away_until <= now]
@@ -127,25 +124,24 @@ class EnginePool:
             self._homes.popitem(last=False)
 
     def shun(self, engine: Backend, seconds: float = AGAIN_SECONDS) -> None:
-        """Leave an engine alone for a while that did not answer."""
+        """Send no requests for a while to an engine that did not answer."""
         engine.away_until = self._clock() + seconds
 
     async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Backend | None:
-        """`choose`, waiting for an engine up to `seconds`."""
         keys, until = list(keys), self._clock() + seconds
         while (chosen := self.choose(keys, avoid)) is None and (left := until - self._clock()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, AGAIN_SECONDS / 2))  # a shunned one comes back
+                await asyncio.wait_for(self._changed.wait(), min(left, AGAIN_SECONDS / 2))  # a shunned one may be back
         return chosen
 
     async def ask(
         self, call: Callable[[Backend], Coroutine[Any, Any, T]], keys: Iterable[str] = (), *,
         seconds: float = math.inf, attempts: float = math.inf,
     ) -> T:
-        """Return what `call` makes of an engine's answer; another engine is asked when one fails.
+        """Return the result of `call` on an engine, retried on another one if it fails.
 
-        `call` raises httpx's TransportError, EOFError or EngineFailed for an engine that could not answer. Raises
-        NoEngine after `attempts` of them, after MOST_LOST that ended, and after `seconds` without an engine.
+        `call` raises httpx's TransportError, EOFError or EngineFailed if the engine could not answer. Raises NoEngine
+        after `attempts` failures, after MOST_LOST engines ended, or after `seconds` without an engine.
         """
         import httpx
 
@@ -163,7 +159,7 @@ class EnginePool:
                 engine.failed += 1
                 if isinstance(e, httpx.TransportError) or getattr(e, "lost", False):
                     self.shun(engine)
-                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):  # else it has not seen this request
+                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):
                     tried.append(engine.runner)
                     lost += getattr(e, "lost", True)
             finally:

@@ -1,9 +1,8 @@
-"""An engine of another runner, asked over HTTP: how workflows reach auxiliary models.
+"""Engines of other runners over HTTP, as workflows use them for auxiliary models.
 
-A `RemoteEngine` is an `Engine` over all engines of one model, which it asks by the routes of
-`serving/token_id_routes.py`: token ids and logprobs as they are. Engines may come and go at any time (`update`): a
-request whose engine died, or that finds none, is asked again of another until its caller gives up, so a workflow sees a
-pause. What the engine refuses is an EngineError, as from the engine itself.
+A `RemoteEngine` is an `Engine` over all engines of one model. It calls the routes of `serving/token_id_routes.py`. The
+engines may come and go (`update`): a request whose engine died, or that finds none, is retried on another until its
+caller gives up, so a workflow sees only a pause.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["RemoteEngine", "remote_models"]
 
 CONNECT_SECONDS = 5.0
-"""How long a connection to an engine's runner may take."""
 
 
 class RemoteEngine:
-    """All engines of one model, as one `Engine` (see the module). Use it on one event loop.
+    """All engines of one model as one `Engine`, for one event loop.
 
-    Requests of one `task` share an engine's prefix cache. `defaults`: the model's own sampling, under the names of
-    `Sampling`. `token` is the one that its runners' HTTP servers ask for. `model_version` is that of the last answer.
-    `transport` is httpx's, for tests.
+    Requests of one `task` share an engine's prefix cache. `token`: of the runners' HTTP servers; `defaults`: the
+    model's own sampling, by the names of `Sampling`. `model_version` is the last answer's.
     """
 
     def __init__(
@@ -52,11 +49,11 @@ class RemoteEngine:
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Replace the engines: runner -> URL. One under a new URL is a new one."""
+        """Replace the engines: runner -> URL. A new URL means a new engine."""
         self.pool.update({"runner": name, "incarnation": 0, "endpoint": url} for name, url in endpoints.items())
 
     def endpoint(self, task: str | None) -> Endpoint:
-        """Return where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
+        """Return the address of the task's engine for an OpenAI client. Raises WorkflowError while there is none."""
         engine = self.pool.choose(_keys(task))
         if engine is None:
             raise WorkflowError(
@@ -67,7 +64,7 @@ class RemoteEngine:
         return Endpoint(f"{engine.endpoint}/v1", self.token, self.name)
 
     async def start(self) -> None:
-        """Nothing to start: its runners do."""
+        """Do nothing: runners start the engines."""
 
     async def stop(self) -> None:
         http, self._http = self._http, None
@@ -75,35 +72,34 @@ class RemoteEngine:
             await http.aclose()
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Raise SyncError: an auxiliary model serves the weights that it was started with."""
+        """Raise SyncError: an auxiliary model keeps its weights."""
         raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
 
     async def generate(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> list[Completion]:
-        """Generate as `Engine.generate` does; waits while no engine can be reached."""
+        """Generate like `Engine.generate`; wait while no engine can be reached."""
         tokens = min(sampling.max_tokens, self.max_model_len or sampling.max_tokens)
         entries = 1 + sampling.top_logprobs if sampling.logprobs else 0
         most = largest_answer(prompt=len(prompt), answers=sampling.n, tokens=tokens, entries=entries)
-        told = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, most)
-        return [Completion(**c) for c in told["completions"]]
+        answer = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, most)
+        return [Completion(**c) for c in answer["completions"]]
 
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """Generate as `Engine.stream` does, in one piece: what is asked from afar is answered whole."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
     async def logprobs(
         self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
     ) -> list[float]:
-        """Compute as `Engine.logprobs` does; waits while no engine can be reached."""
+        """Compute like `Engine.logprobs`; wait while no engine can be reached."""
         most = largest_answer(prompt=len(token_ids), of_prompt=1)
-        told = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task, most)
-        return list(told["logprobs"])
+        answer = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task, most)
+        return list(answer["logprobs"])
 
-    async def _ask(self, what: str, body: dict[str, Any], task: str | None, most: int) -> dict[str, Any]:
+    async def _ask(self, route: str, body: dict[str, Any], task: str | None, most: int) -> dict[str, Any]:
         data = json.dumps(body).encode()
         if self._http is None:
             self._http = http_client(
@@ -113,28 +109,27 @@ class RemoteEngine:
 
         async def ask(engine: Backend) -> dict[str, Any]:
             self.pool.remember(_keys(task), engine)
-            answer = await http.post(f"{engine.endpoint}/engine/{what}", content=data, extensions=up_to(most))
-            told = self._read(answer, engine.runner)
-            engine.others, engine.told = max(0, told["load"] - engine.busy), self._clock()
-            self.model_version = told["model_version"]
+            answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(most))
+            result = self._result(answer, engine.runner)
+            engine.others, engine.reported_at = max(0, result["load"] - engine.busy), self._clock()
+            self.model_version = result["model_version"]
             engine.answered += 1
-            return told
+            return result
 
         try:
             return await self.pool.ask(ask, _keys(task))
-        except NoEngine as e:  # it may be this request that ends them: the attempt fails, and attempts are counted
+        except NoEngine as e:  # this request may be what ends them: its attempt fails, and attempts are counted
             raise EngineError(
                 f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this ({e})"
             ) from e
 
-    def _read(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
-        """Return what an engine's runner answered. Raises EngineFailed for a dead engine, EngineError for an error."""
+    def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
         status = answer.status_code
         try:
-            told: dict[str, Any] = json.loads(answer.content)
-            if "load" in told:
-                return told
-            message = str(told["error"]["message"])
+            result: dict[str, Any] = json.loads(answer.content)
+            if "load" in result:
+                return result
+            message = str(result["error"]["message"])
         except (ValueError, TypeError, LookupError):
             message = answer.text[:200]
         if status == 503:
@@ -149,21 +144,17 @@ def _keys(task: str | None) -> list[str]:
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine for each auxiliary model of a config, in its order.
-
-    Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
-    has no `load_tokenizer`.
-    """
-    found = {}
-    for name, how in auxiliary.items():
-        cls = resolve(how.engine_class, {}, "engine")
+    """Return a RemoteEngine with tokenizer for each auxiliary model. Raises ConfigError without `load_tokenizer`."""
+    engines = {}
+    for name, model in auxiliary.items():
+        cls = resolve(model.engine_class, {}, "engine")
         if not hasattr(cls, "load_tokenizer"):
             raise ConfigError(
-                f"{how.engine_class} can't be the engine of an auxiliary model: it needs a static method "
+                f"{model.engine_class} can't be the engine of an auxiliary model: it needs a static method "
                 "load_tokenizer(config), for the processes that ask it"
             )
-        found[name] = RemoteEngine(
-            name, cls.load_tokenizer(how.engine_config()), token=token, defaults=how.rollout_args(),
-            max_model_len=how.max_model_len,
+        engines[name] = RemoteEngine(
+            name, cls.load_tokenizer(model.engine_config()), token=token, defaults=model.rollout_args(),
+            max_model_len=model.max_model_len,
         )
-    return found
+    return engines

@@ -1,8 +1,4 @@
-"""A vLLM server that somebody else runs, as its HTTP API shows it: what it can, who it is, how weights get into it.
-
-Nothing here knows vllm or torch: an unmodified `vllm serve` is on the other end, on another machine perhaps. Tried with
-vLLM 0.32; docs/ENGINES.md says how one is started, docs/DECISIONS.md why its identity is what it is here.
-"""
+"""HTTP API of an external, unmodified `vllm serve`: its abilities, its identity, its weights. Tried with vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -30,34 +26,30 @@ __all__ = [
 _T = TypeVar("_T")
 
 CONNECT_SECONDS = 5.0
-"""How long a connection may take."""
 KEEP_SECONDS = 2.0
-"""How long a connection is kept that nothing goes over. A server closes it after five seconds, perhaps just when
-something is sent."""
+"""How long an idle connection is kept. A server closes it after five seconds, perhaps just as a request is sent."""
 LOOK_SECONDS = 10.0
-"""How long a server may take to say how it is."""
+"""Timeout of requests for the server's state."""
 UNANSWERED_SECONDS = 10.0
-"""How long a server may answer no request for tokens before that is told: nothing is wrong with it yet."""
+"""How long a server may leave requests for tokens unanswered before that is reported. It may still be fine."""
 BUSY = 429, 503
-"""Statuses of a server that takes nothing now."""
+"""Statuses of a server that accepts no requests now."""
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses before a request is asked again that a server did not take."""
+"""Pauses before a request is sent again to a server that did not accept it."""
 UNLABELLED = "default"
-"""The label that vLLM gives its weights until somebody labels them."""
+"""vLLM's label of weights that were never labelled."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
-"""What a server's environment must hold for weights to be loaded into it while it runs."""
-
 
 ASKED = "/inference/v1/generate", "/v1/completions"
-"""The routes that make tokens: by ids alone, or by what every version has."""
+"""Routes that generate tokens: the one for token ids, and the one that every version has."""
 
 
 class ServerGone(EngineError):
-    """The server could not be asked: it is gone, or the way to it is, or it takes nothing now (429)."""
+    """The server is gone or unreachable, or accepts no requests now (429)."""
 
 
 def unreached(error: BaseException) -> bool:
-    """Return True if nobody took the connection, as where no server is; False for one that is silent, or busy."""
+    """Return True if the connection was refused, as by a host without a server; False if it is silent or busy."""
     import httpx
 
     return isinstance(error, ServerGone) and isinstance(error.__cause__, httpx.ConnectError)
@@ -65,30 +57,28 @@ def unreached(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself when it is met."""
+    """Facts about a server, as it reports them at the first contact."""
 
     model: str
-    """Its name for requests."""
     root: str
-    """The folder or hub id that it was started with; empty where it does not say."""
+    """The folder or hub id that it was started with; empty if it does not say."""
     max_model_len: int
     version: str
-    """Of vLLM; empty where it does not say."""
+    """Version of vLLM; empty if it does not say."""
     spans: bool
-    """Answers tell which weights made which token (`/inference/v1/generate`, of `--enable-scale-out`)."""
+    """Answers say which weights made which token (`/inference/v1/generate`, with `--enable-scale-out`)."""
     loads: bool
-    """It loads weights from a path, and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
+    """It loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
     extension: bool
-    """Its workers have our `WorkerExtension`."""
+    """Its workers have trinity_es's `WorkerExtension`."""
     on_cpu: bool
 
 
 class VLLMServer:
-    """The server at `url`. Use it on one event loop. `key` is its `--api-key`, read from the environment variable
-    `key_variable`; `transport` is httpx's, for tests.
+    """The server at `url`, for one event loop. `key` is its `--api-key`, from the environment variable `key_variable`.
 
-    Raises ServerGone where it can't be reached, EngineError for an answer that is none: details `status`, and
-    `refused=True` for a request for tokens that vLLM itself says to be wrong.
+    Methods raise ServerGone if it can't be reached, and EngineError for an error status (details `status`; with
+    `refused=True` if vLLM itself rejects a request for tokens as wrong).
     """
 
     def __init__(
@@ -98,11 +88,10 @@ class VLLMServer:
         self._http: httpx.AsyncClient | None = None
         self._closed = False
         self._begun: dict[object, float] = {}
-        """Requests for tokens that the server has now: since when."""
 
     def _client(self) -> httpx.AsyncClient:
         if self._closed:
-            raise ServerGone(f"{self.url} is asked nothing any more")
+            raise ServerGone(f"the connection to {self.url} was closed: its engine was stopped")
         if self._http is None:
             self._http = http_client(
                 base_url=self.url, headers={"authorization": f"Bearer {self._key}"} if self._key else {},
@@ -121,12 +110,10 @@ class VLLMServer:
         self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
         **params: str,
     ) -> httpx.Response:
-        """Return the answer, whatever its status. `seconds`: how long it may take; None: as long as it takes; `most`:
-        the bytes that it may have.
-        """
+        """Return the answer, whatever its status. `seconds`: timeout; `most`: maximum of its bytes."""
         import httpx
 
-        # A server closes the connection after an error of its own, which shows when it is used again.
+        # A server closes the connection after its own error, which only the next request notices.
         closed = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
         for again in (True, False):
             try:
@@ -134,37 +121,36 @@ class VLLMServer:
                     return await self._client().request(method, path, json=body, params=params, extensions=up_to(most))
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (again and isinstance(e, closed)):
-                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
+                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
         raise AssertionError
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
         **params: str,
     ) -> Any:
-        """Return the JSON of an answer that is one. Raises EngineError for any other status."""
+        """Return the JSON of a successful answer. Raises EngineError for an error."""
         answer = await self.request(method, path, body, seconds=seconds, most=most, **params)
         self._check(answer, path)
-        told = self._read(answer, lambda told: told) if answer.content else None
-        results = (told.get("results") or [] if isinstance(told, dict) else [])
-        for said in (told, *(results if isinstance(results, list) else ())):
-            if isinstance(said, dict) and (said.get("error") or said.get("success") is False):
+        value = self._read(answer, lambda value: value) if answer.content else None
+        results = (value.get("results") or [] if isinstance(value, dict) else [])
+        for part in (value, *(results if isinstance(results, list) else ())):
+            if isinstance(part, dict) and (part.get("error") or part.get("success") is False):
                 raise EngineError(f"{self.url}{path} answered {answer.status_code}, and says that it failed: "
                                   f"{self.scrubbed(_message(answer.text))}")
-        return told
+        return value
 
     async def tokens(self, path: str, body: Any, most: int) -> Any:
-        """Return the same of a request for tokens: asked again after a while where the server takes nothing now."""
+        """Return the JSON of an answer with tokens; while the server is busy, the request is sent again."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._having():
+                with self._counted():
                     return await self.ask("POST", path, body, most=most)
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
     @contextlib.contextmanager
-    def _having(self) -> Iterator[None]:
-        """Count a request among those that the server has."""
+    def _counted(self) -> Iterator[None]:
         request = object()
         self._begun[request] = time.monotonic()
         try:
@@ -173,40 +159,32 @@ class VLLMServer:
             del self._begun[request]
 
     def works_since(self, moment: float) -> bool:
-        """Return True if the server has a request for tokens that it had before this moment of the monotonic clock: it
-        refuses others at once.
-        """
+        """Return True if the server has had a request for tokens since before `moment`: a busy one rejects at once."""
         return any(begun < moment for begun in self._begun.values())
 
     def unanswered(self, answered: float) -> str:
-        """Return since when the server, asked for tokens, has answered nobody, in words; empty: that is not long.
-
-        `answered`: when it last did, by the monotonic clock.
-        """
+        """Return in words since when requests for tokens got no answer; empty if not long (`answered`: the last)."""
         silent = time.monotonic() - max(answered, min(self._begun.values(), default=math.inf))
         if silent < UNANSWERED_SECONDS:
             return ""
-        asked, since = len(self._begun), local_time(time.time() - silent)
-        return f"an answer of {self.url}: it has {asked} request{'s'[: asked - 1]}, and has answered none since {since}"
+        count, since = len(self._begun), local_time(time.time() - silent)
+        return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer to one. Closing it ends the request. Raises as `ask`."""
+        """Yield the events of a streamed answer with tokens. Closing it aborts the request. Raises like `ask`."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._having():
+                with self._counted():
                     async with contextlib.aclosing(self._streamed(path, body, most)) as events:
                         async for event in events:
                             yield event
                 return
-            except ServerGone as e:  # a server takes nothing now before the first
+            except ServerGone as e:
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait until a server that takes nothing now is asked again: for the next pause, or while somebody pauses it.
-
-        Raises what it was given for any other error, and where no pause is left.
-        """
+        """Wait for the next of `pauses`, or while the server is paused. Raises `gone` if not busy, or none is left."""
         if gone.details.get("status") not in BUSY:
             raise gone
         if await self.rejects():
@@ -235,20 +213,20 @@ class VLLMServer:
         except (ValueError, TypeError, RecursionError) as e:
             raise EngineError(f"{self.url}{path} streamed what no vLLM server does") from e
         except httpx.HTTPError as e:
-            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
+            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
 
     def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
         try:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            told = self.scrubbed(_message(answer.text))
-            raise EngineError(f"{answer.request.url} answered what no vLLM server does: {told!r}") from e
+            text = self.scrubbed(_message(answer.text))
+            raise EngineError(f"{answer.request.url} answered what no vLLM server does: {text!r}") from e
 
     def _check(self, answer: httpx.Response, path: str) -> None:
         status, text = answer.status_code, answer.text
         if status < 300:
             return
-        told = self.scrubbed(_message(text))
+        detail = self.scrubbed(_message(text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
             wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
@@ -258,18 +236,15 @@ class VLLMServer:
         by_vllm = path in ASKED and status in (400, 413, 422) and _error(text) is not None
         refused = {"refused": True} if by_vllm else {}
         to = self.scrubbed(answer.headers.get("location", "")[:300])
-        told = f", which sends on to {to}: give the URL of the server itself" if to else f": {told}" if told else ""
-        raise kind(f"{self.url}{path} answered {status}{told}", status=status, **refused)
+        why = f", which redirects to {to}: give the URL of the server itself" if to else f": {detail}" if detail else ""
+        raise kind(f"{self.url}{path} answered {status}{why}", status=status, **refused)
 
     def scrubbed(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
 
-    # --- who and what it is -----------------------------------------------------------------------------------------
+    # --- identity and abilities -------------------------------------------------------------------------------------
     async def unhealthy(self) -> str:
-        """Return what is wrong where its engine died, or it is a server that starts; empty: it serves.
-
-        Raises ServerGone.
-        """
+        """Return why it can't serve, such as a dead engine; empty if it serves. Raises ServerGone."""
         answer = await self.request("GET", "/health", seconds=LOOK_SECONDS)
         try:
             self._check(answer, "/health")
@@ -278,7 +253,7 @@ class VLLMServer:
         return ""
 
     async def facts(self) -> ServerFacts:
-        """Return what it says of itself. Raises EngineError for a server that is no vLLM."""
+        """Return what the server reports of itself. Raises EngineError if it is no vLLM."""
         served = await self.ask("GET", "/v1/models", seconds=LOOK_SECONDS)
         try:
             [first, *_] = [m for m in served["data"] if not m.get("parent")]
@@ -288,14 +263,14 @@ class VLLMServer:
         version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])
-        # A body that can't be: 400 where the route is there, 403 where it was not enabled, 404 in other versions.
+        # For this invalid body the route answers 400; 403 means that it is not enabled, 404 an older version.
         probe = await self.request("POST", "/inference/v1/generate", {}, seconds=LOOK_SECONDS)
         label = await self.label()
         config: dict[str, Any] = {}
         if label is not None:
             with contextlib.suppress(EngineError, AttributeError):
-                told = await self.ask("GET", "/server_info", config_format="json", seconds=60.0)
-                config = told.get("vllm_config") or {}
+                info = await self.ask("GET", "/server_info", config_format="json", seconds=60.0)
+                config = info.get("vllm_config") or {}
         extension = (config.get("parallel_config") or {}).get("worker_extension_cls") or ""
         device = (config.get("device_config") or {}).get("device") or ""
         return ServerFacts(
@@ -305,7 +280,7 @@ class VLLMServer:
         )
 
     async def label(self) -> str | None:
-        """Return the label of its weights, which is gone with its process; None: it has no labels."""
+        """Return the label of its weights, which its process keeps in memory; None: it has no labels."""
         answer = await self.request("GET", "/weight_info", seconds=LOOK_SECONDS)
         if answer.status_code in (404, 405):
             return None
@@ -313,7 +288,7 @@ class VLLMServer:
         return self._read(answer, lambda told: str(told["weight_version"]))
 
     async def started(self) -> str:
-        """Return when its process was started, as its metrics tell; empty where they don't (`--api-server-count`)."""
+        """Return its process's start time from its metrics; empty if they have none (`--api-server-count`)."""
         answer = await self.request("GET", "/metrics", seconds=LOOK_SECONDS)
         for line in answer.text.splitlines() if answer.status_code == 200 else ():
             if line.startswith("process_start_time_seconds "):
@@ -321,7 +296,7 @@ class VLLMServer:
         return ""
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Return the tokens that it makes of a text; None where it does not tell."""
+        """Return the server's token ids of a text; None if it refuses."""
         answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
         if answer.status_code != 200:
             return None
@@ -329,11 +304,10 @@ class VLLMServer:
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
-        """Label its weights: every token that is made from here on carries it."""
         await self.ask("POST", "/update_weight_version", {"new_version": label}, seconds=LOOK_SECONDS)
 
     async def pause(self) -> None:
-        """Make no token until `resume`; requests are kept, and computed again from their tokens."""
+        """Stop generation until `resume`; open requests are kept and recomputed from their tokens."""
         await self.ask("POST", "/pause", mode="keep", clear_cache="true")
 
     async def resume(self) -> None:
@@ -345,28 +319,28 @@ class VLLMServer:
         return self._read(answer, lambda told: bool(told["is_paused"]))
 
     async def rejects(self) -> bool:
-        """Return True if it is paused, and says so.
+        """Return True if it says that it is paused; False if it can't say.
 
-        Older releases keep requests that come in a pause. vLLM 0.33 answers 503 to them after a pause of mode abort or
-        wait, until it is resumed.
+        Older releases hold requests that arrive in a pause. vLLM 0.33 answers 503 to them after a pause of mode abort
+        or wait, until it is resumed.
         """
         with contextlib.suppress(EngineError):
             return await self.paused()
         return False
 
     async def in_workers(self, method: str, **kwargs: str) -> list[Any]:
-        """Call a method in every worker; what they return, numbers and flags as texts."""
-        told = await self.ask("POST", "/collective_rpc", {"method": method, "kwargs": kwargs})
-        return list((told or {}).get("results") or [])
+        """Call a method in every worker and return the results; numbers and flags are strings."""
+        answer = await self.ask("POST", "/collective_rpc", {"method": method, "kwargs": kwargs})
+        return list((answer or {}).get("results") or [])
 
 
-def _said(error: BaseException) -> str:
+def _named(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _error(text: str) -> str | None:
-    """Return the message of an error that vLLM wrote; None for a body of somebody who stands in front of it."""
+    """Return the message of an error of vLLM's; None if the body is of a proxy before it."""
     try:
         message = json.loads(text)["error"]["message"]
         return message if isinstance(message, str) else None

@@ -1,7 +1,7 @@
-"""How a vLLM server is asked for tokens over HTTP, and what its answers say: by ids, both ways, with exact logprobs.
+"""Requests for tokens to a vLLM server, and its answers: token ids both ways, with exact logprobs.
 
-Two routes: `/inference/v1/generate` (tokens in, tokens out, and which weights made which token), where the server has
-it, else `/v1/completions` with token ids. Both take the same sampling and give the same `Answer`s.
+Requests take `/inference/v1/generate` (token ids in and out, and the weights that made each) if the server has it, else
+`/v1/completions` with token ids. Both take the same sampling and give the same `Answer`s.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from trinity_es.events.errors import EngineError
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
 
 _FLOOR = -9999.0
-"""What vLLM writes for minus infinity, and for NaN."""
+"""The number that vLLM writes for minus infinity and NaN."""
 _ROUNDING = 1e-3
-"""Maximum of a logprob: 0, but for what floats round."""
+"""Maximum of a logprob: 0, and some room for rounding."""
 _ENDS = frozenset({"stop", "length", "abort", "repetition"})
-"""Why an answer may end."""
 OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
-"""What is said where an answer lacks something."""
 UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
-"""What reading JSON of another form than was thought raises."""
+"""Exceptions from reading JSON of an unexpected form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One of the answers to a request, or a piece of one that is streamed."""
+    """One answer to a request, or a piece of a streamed one."""
 
     ids: list[int]
     logprobs: list[float] | None
@@ -43,9 +41,8 @@ class Answer:
     finish_reason: str
     """Empty in all pieces but the last."""
     stop: str
-    """The stop text that ended it; empty: none did."""
     labels: list[tuple[str, int, int]]
-    """`(label, start, end)`: the label of the weights that made these tokens. Empty where the route does not say."""
+    """`(label, start, end)`: label of the weights that made these tokens; empty if the route does not report it."""
 
     def completion(self, prompt: list[int], text: str, spans: tuple[tuple[int, int, int], ...] = ()) -> Completion:
         return Completion(
@@ -55,7 +52,6 @@ class Answer:
 
 
 def route(spans: bool) -> str:
-    """Return the path to ask. `spans`: the server has the route for tokens."""
     return ASKED[0 if spans else 1]
 
 
@@ -63,11 +59,10 @@ def body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return a request. `room`: the tokens that may still be made; `prompt_logprobs`: of the prompt's own, as vLLM's.
-    """
+    """Return the request's JSON. `room`: tokens left in the context; `prompt_logprobs`: vLLM's field of that name."""
     shared: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
     shared |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
-    if sampling.logprobs:  # the row of a token begins with itself: one more than are wanted
+    if sampling.logprobs:
         shared["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
     if sampling.stop:
         shared["stop"] = list(sampling.stop)
@@ -85,55 +80,51 @@ def body(
 
 
 def most_bytes(asked: Mapping[str, Any], vocabulary: int) -> int:
-    """Return the most bytes that the answer to a request, as `body` makes it, can take.
-
-    `vocabulary`: how many token ids the model has, all of which may be asked for with each token of the prompt.
-    """
+    """Return the most bytes that the answer to a request from `body` can take. `vocabulary`: number of token ids."""
     shared = asked.get("sampling_params", asked)
     return largest_answer(
         prompt=len(asked.get("token_ids") or asked["prompt"]), answers=shared["n"], tokens=shared["max_tokens"],
-        entries=shared["logprobs"] + 2 if "logprobs" in shared else 0,  # its own stands beside those of the likeliest
+        entries=shared["logprobs"] + 2 if "logprobs" in shared else 0,  # the token's own comes beside the likeliest
         of_prompt={None: 0, -1: vocabulary + 1}.get(shared.get("prompt_logprobs"), 2), events=asked["stream"],
     )
 
 
 def answers(
-    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server",
+    response: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server",
     prompt: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Return what a response, or an event of a stream (not `whole`), holds, by index.
+    """Return the answers of a response, or of an event of a stream (not `whole`), by index.
 
-    `vocabulary`: how many token ids the model has; `server`: its URL, for errors; `prompt`: what was asked, where an
-    answer that tells its prompt is to be to that. Raises EngineError for what can't be read, or can't be.
+    `vocabulary`: number of the model's token ids; `server`: its URL, for errors; `prompt`: the ids that were sent, to
+    compare if the answer repeats them. Raises EngineError for an answer that can't be read or is impossible.
     """
     try:
-        choices = sorted(told["choices"], key=lambda choice: _whole(choice["index"]))
+        choices = sorted(response["choices"], key=lambda choice: _integer(choice["index"]))
         numbers = [choice["index"] for choice in choices]
         if numbers != list(range(sampling.n)) and (whole or numbers not in ([], [0])):
             raise ValueError(f"it has the choices {numbers!r:.80} where {sampling.n} were asked for, numbered from 0")
-        found = [_answer(choice, sampling, spans) for choice in choices]
-        for answer, choice in zip(found, choices, strict=True):
+        parsed = [_answer(choice, sampling, spans) for choice in choices]
+        for answer, choice in zip(parsed, choices, strict=True):
             _check(answer, sampling, vocabulary, whole)
             if prompt is not None and (to := choice.get("prompt_token_ids")) is not None and to != list(prompt):
                 raise ValueError(f"it is to another prompt, of {len(to)} tokens, where {len(prompt)} were sent")
     except UNREADABLE as e:
-        raise EngineError(f"{server} gave an answer that can't be read ({_odd(e, told)})") from e
-    return found
+        raise EngineError(f"{server} gave an answer that can't be read ({_defect(e, response)})") from e
+    return parsed
 
 
-def _odd(error: BaseException, told: Any) -> str:
-    """Return what is missing or odd in an answer, in words."""
+def _defect(error: BaseException, response: Any) -> str:
     if not isinstance(error, KeyError):
         return f"{type(error).__name__}: {error}"
-    said = f", and says {str(told)[:200]!r}" if error.args == ("choices",) else ""
-    return f"it has no {error.args[0]}{said}{'' if said else OTHERS}"
+    text = f", and says {str(response)[:200]!r}" if error.args == ("choices",) else ""
+    return f"it has no {error.args[0]}{text}{'' if text else OTHERS}"
 
 
 def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
-    given, reason = choice.get("token_ids"), choice.get("finish_reason")
-    if given is None and reason is None:
+    tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+    if tokens is None and reason is None:
         raise ValueError("it has no token_ids")
-    ids = [_whole(token) for token in given or ()]
+    ids = [_integer(token) for token in tokens or ()]
     logprobs, top = None, None
     if sampling.logprobs:
         rows = _token_rows(choice, ids) if spans else _completion_rows(choice, ids)
@@ -142,9 +133,10 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
             ordered = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
             top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ordered]
     if reason is not None and reason not in _ENDS:
-        raise ValueError(f"it ended for {reason!r:.80}")
+        raise ValueError(f"its finish_reason is {reason!r:.80}")
     stop = choice.get("stop_reason")
-    labels = [(str(s["version"]), _whole(s["start"]), _whole(s["end"])) for s in choice.get("weight_versions") or ()]
+    versions = choice.get("weight_versions") or ()
+    labels = [(str(span["version"]), _integer(span["start"]), _integer(span["end"])) for span in versions]
     return Answer(
         ids=ids, logprobs=logprobs, top=top, finish_reason=reason or "",
         stop=stop if isinstance(stop, str) else "", labels=labels,
@@ -152,9 +144,8 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
 
 
 def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
-    """Raise ValueError for an answer that no model gives."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
-        raise ValueError("it has no tokens" if answer.finish_reason else "it has no end")
+        raise ValueError("it has no tokens" if answer.finish_reason else "it has no finish_reason")
     if len(answer.ids) > sampling.max_tokens:
         raise ValueError(f"it has {len(answer.ids)} tokens where {sampling.max_tokens} were asked for")
     strange = next((token for token in answer.ids if not 0 <= token < vocabulary), None)
@@ -162,7 +153,7 @@ def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> 
         raise ValueError(f"it has token {strange:.3g}, and the model has {vocabulary} tokens, from 0")
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if type(value) is not int:
         raise TypeError(f"{value!r:.80} is no integer")
     return value
@@ -170,21 +161,20 @@ def _whole(value: Any) -> int:
 
 def _logprob(value: Any, above: float = -math.inf) -> float:
     try:
-        found = float(value)
+        logprob = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{value!r:.80} is no logprob") from None
-    if not above < found <= _ROUNDING:
-        raise ValueError(f"{found} is no logprob")
-    return found
+    if not above < logprob <= _ROUNDING:
+        raise ValueError(f"{logprob} is no logprob")
+    return logprob
 
 
-def _own(value: Any) -> float:
-    """Return the logprob of a token that was sampled, which can't be minus infinity."""
+def _sampled_logprob(value: Any) -> float:
     return _logprob(value, _FLOOR)
 
 
 Rows = list[tuple[float, list[tuple[int, float]]]]
-"""Of each token its own logprob, and those of the likeliest ones."""
+"""For each token its own logprob, and the likeliest tokens with theirs."""
 
 
 def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
@@ -195,20 +185,20 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
         if int(row["token_id"]) != token:
             raise ValueError(f"a logprob of token {row['token_id']} where {token} was made")
         top = {int(item["token_id"]): _logprob(item["logprob"]) for item in row.get("top_logprobs") or ()}
-        rows.append((_own(row["logprob"]), list(top.items())))
+        rows.append((_sampled_logprob(row["logprob"]), list(top.items())))
     return rows
 
 
 def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
-    told = choice.get("logprobs") or {}
+    logprobs = choice.get("logprobs") or {}
     rows: Rows = []
-    columns = [told.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
+    columns = [logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
     for name, column in zip(("tokens", "token_logprobs", "top_logprobs"), columns, strict=True):
         _require_one_each(f"logprobs.{name}", column, choice, ids)
     for token, name, logprob, top in zip(ids, *columns, strict=True):
-        if _token(name) != token:
+        if _token_id(name) != token:
             raise ValueError(f"a logprob of {name} where token {token} was made")
-        rows.append((_own(logprob), [(_token(n), _logprob(v)) for n, v in (top or {}).items()]))
+        rows.append((_sampled_logprob(logprob), [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]))
     return rows
 
 
@@ -219,7 +209,7 @@ def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any]
         raise ValueError(f"it has {len(entries)} entries in {field}, and {len(ids)} token_ids{OTHERS}")
 
 
-def _token(name: str) -> int:
+def _token_id(name: str) -> int:
     try:
         return int(name.removeprefix("token_id:"))
     except ValueError:
@@ -227,26 +217,22 @@ def _token(name: str) -> int:
 
 
 def prompt_logprobs(
-    told: Any, ids: Sequence[int], temperature: float, *, spans: bool, server: str = "the server"
+    response: Any, ids: Sequence[int], temperature: float, *, spans: bool, server: str = "the server"
 ) -> list[float]:
-    """Return the logprob of each token of the prompt but the first; `told` holds all tokens' where temperature != 1.
-
-    `server`: as in `answers`. Raises EngineError for what can't be read, or can't be.
-    """
+    """Return the logprob of each token of the prompt but the first; needs those of all tokens if temperature != 1."""
     try:
-        told = told["prompt_logprobs"] if spans else told["choices"][0]["prompt_logprobs"]
-        rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in told[1:]]
+        response = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
+        rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in response[1:]]
         own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
     except UNREADABLE as e:
-        raise EngineError(f"{server} told no logprobs of the prompt ({_odd(e, told)})") from e
+        raise EngineError(f"{server} gave no logprobs of the prompt ({_defect(e, response)})") from e
     if temperature == 1.0:
         return own
     return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, own, strict=True)]
 
 
 class TextCutter:
-    """Makes the text of an answer from its ids, whole or piece by piece, as vLLM does: without special tokens, and
-    without the stop text that ended it."""
+    """Decoder of an answer's ids, whole or piece by piece, as in vLLM: without special tokens and final stop text."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._decode = tokenizer.decode
@@ -255,10 +241,10 @@ class TextCutter:
         self._given = 0
 
     def add(self, ids: Sequence[int], stop: str = "", *, last: bool) -> str:
-        """Return what these further ids add to the text. What may yet change, or be a stop text, is kept back."""
+        """Return the text that these further ids add. Text that may still change or become a stop text is held back."""
         self._ids += ids
         text = self._text(self._ids)
-        if stop:  # an earlier one may have been allowed, by min_tokens: it is the last token that completed this one
+        if stop:  # min_tokens may have allowed an earlier one, so look for the one that the last token completed
             at = text.find(stop, max(0, len(self._text(self._ids[:-1])) - len(stop) + 1))
             text = text if at < 0 else text[:at]
         end = len(text) if last else max(self._given, len(text.rstrip("\ufffd")) - self._held)

@@ -1,7 +1,7 @@
-"""Which weights a vLLM server of somebody else's has, and how others get into it: the half of `HTTPEngine` for them.
+"""Weights of an external vLLM server: their identity and their change. The base class of `HTTPEngine`.
 
-A label of ours on the server's weights says which they are, and is lost with the process that holds them; without
-labels, when that process was started, and with which model, says it.
+A label that the engine puts on the server's weights identifies them; it is lost with the server's process. A server
+without labels is identified by its process's start time and model.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 WATCH_SECONDS = 1.0
-"""Interval between two looks at a server."""
+"""Interval between two checks of a server."""
 _BROKEN, _CHANGING = "trinity-es/broken", "trinity-es/changing"
-"""Beginnings of labels: a change of weights failed half-way; one goes on, or its runner ended in it."""
+"""Prefixes of labels: a change of weights failed half-way; one is running, or its runner ended during it."""
 
 
 class LabelLost(EngineError):
-    """The server runs on, and its weights have another label than it was given."""
+    """The server did not restart, but does not keep the label of its weights."""
 
 
 class ServerWeights:
-    """The weights of a server: met, labelled, changed. See `Engine.load_weights`."""
+    """The part of `HTTPEngine` that identifies, labels and changes the server's weights."""
 
     model_version: int
     version: str
-    """Of vLLM, and where it is."""
     dead: str | None
-    """Why it will never answer again; None while it serves."""
 
     def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
         self.config, self.server = config, server
@@ -58,131 +56,126 @@ class ServerWeights:
         self._model = self._served = resolve_model(config.model_path)
         version, path = options.get("weights") or (0, "")
         self._current = (version, path) if path else (config.initial_version, self._model)
-        """The weights that were current when this engine was made: what the server is restarted with."""
+        """Version and path of the newest weights when this engine was made: a restart loads them."""
         self._commanded = False
-        """The server was away, and was started with these by the restart command."""
+        """The restart command started the server with these weights."""
         self._facts: ServerFacts | None = None
         self._process = ""
-        """When the server's process was started."""
         self._life = uuid4().hex[:12]
         self._label: str | None = None
-        """That of the weights served now; None where the server has none."""
+        """Label of the weights served now; None if the server has no labels."""
         self._labels: dict[str, int] = {}
-        """Every label that this engine gave -> its version."""
+        """Labels that this engine gave -> version."""
         self.waits_for = ""
-        """What it waits for that others do, a restart say, however long: nothing is wrong with it."""
+        """External action that this engine waits for, such as a restart; empty: it waits for nothing."""
         self._restarting = False
-        """The restart command is waited for."""
         self._shapes: dict[str, list[int]] | None = None
         self._tied = False
         self._swapping = asyncio.Lock()
         self._changing = False
-        """Who the server is and what it has is being changed now."""
+        """True while the server's weights, or the server itself, are replaced."""
         self._open = asyncio.Event()
-        """Requests may go out."""
-        self._asking = 0
-        """Requests that are on their way."""
+        """Set while requests may begin."""
+        self._open_requests = 0
         self._changes: set[asyncio.Task[None]] = set()
         self._died = asyncio.Event()
 
-    def _alive(self) -> None:
-        """Raise EngineError when the engine is gone."""
+    def _require_alive(self) -> None:
         raise NotImplementedError
 
     def _die(self, reason: str) -> None:
-        """Take note that the engine will never answer again."""
         raise NotImplementedError
 
-    async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a call gives, unless the engine ends first. Cancelled, it ends the request."""
+    async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of a call. Raises EngineError if the engine ends first."""
         asking = asyncio.ensure_future(call)
         death = asyncio.ensure_future(self._died.wait())
         try:
             await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                self._alive()
+                self._require_alive()
             return asking.result()
         finally:
             for task in (asking, death):
                 task.cancel()
 
-    def _met(self) -> ServerFacts:
+    def _server_facts(self) -> ServerFacts:
         assert self._facts is not None
         return self._facts
 
     # --- the server ---------------------------------------------------------------------------------------------------
-    async def _reach(self) -> None:
-        """Wait until the server answers. The user's command is run once for one that has not for long."""
-        began, asked, told = time.monotonic(), False, ""
+    async def _wait_until_reachable(self) -> None:
+        """Wait until the server answers. After `restart_after` seconds, run the restart command once."""
+        began, commanded, reported = time.monotonic(), False, ""
         while True:
             try:
                 problem = await self.server.unhealthy()
                 if not problem:
-                    if self.waits_for == told:  # else it could not be met before, and that may still be so
+                    if self.waits_for == reported:  # else it is the reason why the last attempt to connect failed
                         self.waits_for = ""
                     return
             except ServerGone as e:
                 problem = str(e)
-            self.waits_for = told = problem
+            self.waits_for = reported = problem
             waited = time.monotonic() - began
-            if self._restart_command and not asked and waited >= self._restart_after:
-                asked = True
-                _log.warning("%s: %s after %.0f s: the restart command is run", self.server.url, problem, waited)
+            if self._restart_command and not commanded and waited >= self._restart_after:
+                commanded = True
+                _log.warning("%s: %s after %.0f s: running the restart command", self.server.url, problem, waited)
                 await self._run_restart_command(*self._current)
                 self._commanded = True
-            elif not asked and int(waited) % 30 == 29:
+            elif not commanded and int(waited) % 30 == 29:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _meet(self) -> None:
+    async def _read_facts(self) -> None:
         facts = self._facts = await self.server.facts()
         self._process = await self.server.started()
         if not facts.loads and not self._process:
             raise EngineError(
-                f"{self.server.url} tells nothing by which it would be known again after a restart (no /weight_info, "
-                f"no process_start_time_seconds in /metrics): start it with {DEV_MODE} in its environment"
+                f"{self.server.url} gives no sign of a restart (no /weight_info, no process_start_time_seconds in "
+                f"/metrics): start it with {DEV_MODE} in its environment"
             )
         self.version = f"vllm {facts.version or '?'} at {self.server.url}"
 
-    # --- which weights it has ---------------------------------------------------------------------------------------
+    # --- its weights ------------------------------------------------------------------------------------------------
     async def _first_weights(self) -> None:
-        """Have the server serve the initial version, or the current one, under a label of this engine's."""
-        facts = self._met()
+        """Have the server serve the initial or the current version, under a label of this engine's."""
+        facts = self._server_facts()
         label = await self.server.label() if facts.loads else UNLABELLED
         started = await self._started_with() if label == UNLABELLED else None
         if started is not None:
             if facts.loads:
                 await self._give_label(started[0])
-                if await self.server.paused():  # whoever paused it ended before a weight was changed
+                if await self.server.paused():  # by a runner that ended before it changed a weight
                     await self.server.resume()
             self.model_version, self._served = started
             return
         version, path = self.config.initial_version, self._model
         broken, half = str(label).startswith(_BROKEN), str(label).startswith((_BROKEN, _CHANGING))
-        # Of one whose runner ended in a change it is not known that the load failed: it is tried again.
+        # If only its runner ended during the change, the load may have been fine: try again.
         if facts.loads and (facts.extension or not half or not (broken or self._restart_command)):
             if half and facts.extension:
                 await self._forget_half_a_change()
-            await self._bring(version, path)
+            await self._load_in_place(version, path)
         elif self._restart_command:
             version, path = self._current
             await self._restart(version, path)
         else:
-            what = f"it serves {facts.root or 'who knows what'}"
-            what = "a change of its weights failed half-way" if broken else what
+            problem = f"it serves {facts.root or 'an unknown model'}"
+            problem = "a change of its weights failed half-way" if broken else problem
             raise EngineError(
-                f"{self.server.url} can't be used: {what}. Start it with `vllm serve {self._model}`"
+                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`"
                 f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
                 ", or give explorer.rollout_model.servers.restart_command"
             )
         self.model_version, self._served = version, path
 
     async def _started_with(self) -> tuple[int, str] | None:
-        """Return the version that the server was started with, and its path; None where that is not known.
+        """Return the version that the server was started with, and its path; None if unknown.
 
-        The path alone does not tell it: two versions may be published from one, as the newest checkpoint.
+        The path alone proves nothing: two versions may be published from one path, such as the newest checkpoint.
         """
-        root, initial, current = self._met().root, (self.config.initial_version, self._model), self._current
+        root, initial, current = self._server_facts().root, (self.config.initial_version, self._model), self._current
         if current != initial and _same(root, current[1]):
             proven = self._commanded or await asyncio.to_thread(_unchanged_since, current[1], self._process)
             return current if proven else None
@@ -194,29 +187,24 @@ class ServerWeights:
         self._labels[label], self._label = version, label
 
     async def _put_label(self, label: str) -> None:
-        """Label the server's weights, and see that they are labelled so."""
         await self.server.set_label(label)
-        await self._see_label(label)
+        await self._check_label(label)
 
-    async def _see_label(self, label: str) -> None:
-        """Raise ServerGone where the server restarted since it was met, LabelLost where it did not and has another."""
+    async def _check_label(self, label: str) -> None:
+        """Raise ServerGone if the server restarted, LabelLost if it did not and has another label."""
         url, found = self.server.url, await self.server.label()
         if self._process != (now := await self.server.started()):
             raise ServerGone(f"{url} restarted while its weights changed ({self._process} -> {now})")
         if found != label:
             kind = LabelLost if self._process else ServerGone  # else it may have restarted
             raise kind(
-                f"{url} does not keep the label of its weights: it took another (/update_weight_version), and tells "
-                f"{found!r} (/weight_info): give the URL of one server, not of several behind one address, with one "
-                "API process, that no other run uses"
+                f"{url} does not keep the label of its weights: after /update_weight_version, /weight_info says "
+                f"{found!r}. Give the URL of a single server with one API process, which no other run uses"
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
-
-        Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when it ended the engine.
-        """
-        self._alive()
+        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
+        self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
@@ -225,9 +213,9 @@ class ServerWeights:
 
     async def _load(self, version: int, path: str) -> None:
         async with self._swapping:
-            self._alive()
-            facts = self._met()
-            if Path(path).is_dir():  # else it may be there for the server alone
+            self._require_alive()
+            facts = self._server_facts()
+            if Path(path).is_dir():
                 problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
                 if problem:
                     raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
@@ -239,40 +227,39 @@ class ServerWeights:
             if facts.loads:
                 self._refuse_stale_head(version)
             try:
-                # An answer that does not say which weights made it is of one version: it is waited for.
-                async with contextlib.nullcontext() if facts.spans and facts.loads else self._held():
+                # Answers without labels must be of one version: no request may be open during the change.
+                async with contextlib.nullcontext() if facts.spans and facts.loads else self._without_requests():
                     self._changing = True
                     change = self._change(version, path) if facts.loads else self._restart(version, path)
-                    await self._or_death(change)
+                    await self._unless_dead(change)
             except SyncError:
                 raise
             except Exception as e:
-                self._die(f"version {version} did not get into it: {e}")
-                self._alive()
+                self._die(f"loading version {version} into it failed: {e}")
+                self._require_alive()
             finally:
                 self._changing = False
             self.model_version, self._served = version, path
 
     def _refuse_stale_head(self, version: int) -> None:
-        facts = self._met()
+        facts = self._server_facts()
         if facts.on_cpu and self._tied and not facts.extension:
             raise SyncError(
-                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is its "
-                "embedding. Start the server with --worker-extension-cls "
+                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is "
+                "tied to its embedding. Start the server with --worker-extension-cls "
                 "trinity_es.actors.engines.vllm.weights.WorkerExtension, or give "
                 "explorer.rollout_model.servers.restart_command"
             )
 
     async def _change(self, version: int, path: str) -> None:
-        """Bring weights into a server that runs; what it served before where they can't be loaded."""
         try:
-            await self._bring(version, path)
+            await self._load_in_place(version, path)
         except (ServerGone, LabelLost):
             raise
         except EngineError as e:
             try:
                 await self._forget_half_a_change()
-                await self._bring(self.model_version, self._served)
+                await self._load_in_place(self.model_version, self._served)
             except Exception as again:
                 with contextlib.suppress(Exception):
                     await self.server.set_label(f"{_BROKEN}/{self._life}")
@@ -282,38 +269,37 @@ class ServerWeights:
                 f"{self.model_version} is served on"
             ) from e
 
-    async def _bring(self, version: int, path: str) -> None:
-        server, facts = self.server, self._met()
+    async def _load_in_place(self, version: int, path: str) -> None:
+        server, facts = self.server, self._server_facts()
         changing = f"{_CHANGING}/{self._life}-{uuid4().hex[:8]}"
         await server.pause()
-        await self._put_label(changing)  # from here on, whoever meets it knows that its weights are nobody's
-        self.waits_for = ""  # it may take long, and its time to start goes on
+        await self._put_label(changing)  # tells every later engine that these weights are unknown
+        self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
             raise EngineError(f"{server.url} says that it could not load {path}")
         if facts.extension:
             await server.in_workers("trinity_pack_again")
-            if not all(told == "True" for told in await server.in_workers("trinity_weights_finite")):
+            if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
                 raise EngineError("it holds NaN or infinite weights")
-        await self._see_label(changing)
+        await self._check_label(changing)
         await self._give_label(version)
         await server.resume()
 
     async def _forget_half_a_change(self) -> None:
-        if not self._met().extension:
-            raise EngineError("what a load that failed left in the server can't be taken out of it")
+        if not self._server_facts().extension:
+            raise EngineError("the server can't discard the remains of a failed load")
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:
-        """Have the user's command start the server with these weights."""
         self._restarting, self.waits_for = True, f"the restart command of {self.server.url}"
         try:
-            await self._restarted(version, path)
+            await self._run_and_wait(version, path)
         finally:
             self._restarting, self.waits_for = False, ""
-        if self._met().loads:
+        if self._server_facts().loads:
             await self._give_label(version)
 
-    async def _restarted(self, version: int, path: str) -> None:
+    async def _run_and_wait(self, version: int, path: str) -> None:
         before = self._process
         await self._run_restart_command(version, path)
         until = time.monotonic() + self._restart_timeout
@@ -321,11 +307,11 @@ class ServerWeights:
             try:
                 problem = await self.server.unhealthy()
                 if not problem and await self.server.started() != before:
-                    await self._meet()
-                    if not _same(self._met().root, path):
+                    await self._read_facts()
+                    if not _same(self._server_facts().root, path):
                         raise EngineError(
-                            f"the restart command gave a server of {self._met().root}, not of {path}: it must start "
-                            "one with {path}, or $TRINITY_ES_PATH, as its model"
+                            f"the restart command gave a server of {self._server_facts().root}, not of {path}: it must "
+                            "start one with {path}, or $TRINITY_ES_PATH, as its model"
                         )
                     return
                 problem = problem or "it still is the same process"
@@ -342,11 +328,11 @@ class ServerWeights:
         )
 
     @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        """Let no request out inside, and have none on its way."""
+    async def _without_requests(self) -> AsyncIterator[None]:
+        """Hold new requests back inside, after all open ones have ended."""
         self._open.clear()
         try:
-            while self._asking:
+            while self._open_requests:
                 await asyncio.sleep(0.02)
             yield
         finally:
@@ -354,14 +340,14 @@ class ServerWeights:
 
 
 async def run_command(command: str, values: Mapping[str, str], *, seconds: float) -> None:
-    """Run a shell command and wait for its end; what it starts in the background goes on without it.
+    """Run a shell command and wait for its end; its background processes live on.
 
     `{name}` in it is replaced by the value of this name, quoted for the shell, and the environment has it as
-    `TRINITY_ES_<NAME>`. Raises EngineError where it fails, or has not ended after `seconds`; then it is ended.
+    `TRINITY_ES_<NAME>`. Raises EngineError if it fails, or is killed after `seconds`.
     """
     command = re.sub(r"\{(\w+)\}", lambda m: shlex.quote(values[m[1]]) if m[1] in values else m[0], command)
     environment = {**os.environ, **{f"TRINITY_ES_{name.upper()}": value for name, value in values.items()}}
-    # A session of its own: what it starts in the background is not to be ended with the runner's process group.
+    # A session of its own: its background processes must not end with the runner's process group.
     process = await asyncio.create_subprocess_shell(
         command, env=environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
     )
@@ -378,19 +364,15 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
 
 
 def _same(root: str, model: str) -> bool:
-    """Return True if a server that was started with `root` has this model: the same folder, or hub id."""
     return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))
 
 
 def _unchanged_since(path: str, started: str) -> bool:
-    """Return True if what lies at a path was there before a process started, by the clock of either's host.
-
-    `started`: seconds since 1970, as text. False where that can't be told from here.
-    """
+    """Return True if the files at a path are older than `started` (a Unix time, as text); False if unknown."""
     folder = Path(path)
     try:
         links = [link.lstat() for link in (folder, *folder.parents) if link.is_symlink()]
-        found = [folder.stat(), *links, *(file.stat() for file in folder.rglob("*"))]  # a folder that was moved, too
-        return max(max(stat.st_mtime, stat.st_ctime) for stat in found) < float(started)
+        stats = [folder.stat(), *links, *(file.stat() for file in folder.rglob("*"))]  # ctime also shows a moved folder
+        return max(max(stat.st_mtime, stat.st_ctime) for stat in stats) < float(started)
     except (OSError, ValueError):
         return False

@@ -1,21 +1,19 @@
-"""A vLLM engine behind the `Engine` interface. Beside it, `weights.py` and `gloo.py` know vLLM.
+"""The vLLM engine. vllm and torch are imported in `start`.
 
-A runner builds one `VLLMEngine` and calls it on one asyncio loop, which may run in any thread. vLLM itself runs in
-processes that it spawns (EngineCore, and a worker a GPU); `pids()` names them, `stop()` ends them, and once the engine
-is up they end by themselves within a second of the death of the process that started them, however that died.
+A runner calls it on one asyncio loop, which may run in any thread. vLLM spawns processes (EngineCore, and a worker per
+GPU): `stop()` ends them, and once the engine is up they end within a second of the death of the process that started
+them.
 
-What this module promises beyond the interface:
-- prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read;
-- `load_weights` compares the checkpoint's tensors with those of the model first, and only then pauses the engine. vLLM
-  0.32 serves a mix of old and new weights when a tensor is missing; that never gets so far here. It keeps an old head
-  where head and embedding are tied, on a CPU; that is mended. It is broken after a reload that failed half-way; then
-  the checkpoint served before is loaded again, so it must stay on disk until another is loaded. If even that fails the
-  engine is ended: it never serves weights that nobody can name;
-- requests in flight are kept over a change of weights. Their KV cache, and the prefix cache, are dropped and computed
-  again from their tokens with the new weights, so no token is made from keys and values of the old ones. The tokens and
-  logprobs made before the change stay as they are: `version_spans` says which version made which.
-
-vllm and torch are imported in `start`, not here.
+Promises beyond the `Engine` interface:
+- Prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read.
+- `load_weights` compares the checkpoint's tensors with the model's before it pauses the engine, since vLLM 0.32 serves
+  a mix of old and new weights if a tensor is missing. On a CPU vLLM keeps the old head of a model whose head and
+  embedding are tied; here it is packed again. A reload that fails half-way breaks vLLM, so the checkpoint served before
+  is loaded again and must stay on disk until another is loaded. If even that fails the engine is ended: it never serves
+  unknown weights.
+- Requests in flight survive a change of weights. Their KV cache, and the prefix cache, are dropped and recomputed from
+  their tokens with the new weights, so no token is made from keys and values of the old ones. Tokens and logprobs made
+  before the change stay: `version_spans` says which version made which.
 """
 
 from __future__ import annotations
@@ -71,25 +69,24 @@ __all__ = ["VLLMEngine", "WorkerExtension"]
 _log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the runner has threads: a forked copy of it could hold locks for ever
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the runner has threads: a fork could copy held locks
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",  # nothing leaves the machine unless asked to
+    "VLLM_NO_USAGE_STATS": "1",  # nothing leaves the machine by default
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_MAX_STOP_STRINGS": "1000",  # as many as a task may have
 }
-"""Set where the user has not set them."""
 
 _STARTING = "it is starting"
 CUT_OFF_SECONDS = 1.0
-"""How long requests may take to notice that their engine ended."""
+"""How long open requests may take to end by themselves after their engine."""
 _MOST_OFF = 0.1
-"""By how much a probability that is certain may differ from 1."""
+"""Maximum error of a sum of probabilities that must be 1."""
 _MAX_DISTRIBUTION = 20_000_000
-"""Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
+"""Maximum (tokens x vocabulary) that `logprobs` fetches at a temperature other than 1: about 2 GB of Python floats."""
 
 
 class VLLMEngine(WeightChanges, AdapterServing):
-    """See `Engine`. Raises ConfigError at once for a model that is not there, EngineError for what goes wrong later."""
+    """An `Engine` over vLLM. The constructor raises ConfigError if there is no such model, methods EngineError."""
 
     model_version: int
     tokenizer: Tokenizer
@@ -102,48 +99,41 @@ class VLLMEngine(WeightChanges, AdapterServing):
         AdapterServing.__init__(self)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._born: list[psutil.Process] = []
         self._printed: Printed | None = None
         self._printing: list[int] = []
-        """Processes that print there, once it is started."""
         self._children_before: set[int] = set()
         self._watching: asyncio.Task[None] | None = None
         self._max_model_len = 0
         self.version = ""
-        """Of vLLM, and the device."""
         self.on_load: Callable[[EngineLoad], None] | None = None
-        """See `TellsLoad`."""
         self._speculates = bool(config.options.get("speculative_config"))
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of prompt and response together; None before the model is loaded."""
+        """Maximum tokens of prompt and response together; None before the model is loaded."""
         return self._max_model_len or None
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer that vLLM would take for this config.
-
-        Raises ConfigError for a model that is not there.
-        """
-        known = ("trust_remote_code", "tokenizer_revision")
-        more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
-        found = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
-        tokenizer: Tokenizer = vllm_server.with_template(found, config.server_args)
+        names = ("trust_remote_code", "tokenizer_revision")
+        more = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
+        plain = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
+        tokenizer: Tokenizer = vllm_server.with_template(plain, config.server_args)
         return tokenizer
 
     async def start(self) -> None:
-        """Load the model and warm up. Raises ConfigError for arguments that vLLM does not know, else EngineError."""
+        """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
             raise EngineError("the engine was started already")
         self._children_before = {p.pid for p in children()}
         self._dead = _STARTING
         printed = Printed()
         try:
-            # In a thread: building an engine blocks for 10-60 s, in which the loop must answer.
+            # In a thread: building an engine blocks for 10-60 s, and the loop must answer meanwhile.
             self._llm = await asyncio.to_thread(self._build)
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
@@ -157,15 +147,15 @@ class VLLMEngine(WeightChanges, AdapterServing):
             await self._warm_up()
             self._printed, self._printing = Printed(), self.pids()
             self._watching = asyncio.create_task(self._watch())
-            gc.freeze()  # as vLLM's server does: what is there now stays, and nobody looks through it for garbage
+            gc.freeze()  # like vLLM's server: the objects so far stay, and the garbage collector skips them
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
             if isinstance(e, ConfigError | EngineError) or not isinstance(e, Exception):
                 raise
-            said = printed.text()
-            if said:
-                _log.error("what was printed while the engine for %s started:\n%s", self.config.model_path, said)
-            why = (points_elsewhere(e) and error_in(said)) or short(e)
+            output = printed.text()
+            if output:
+                _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
+            why = (points_elsewhere(e) and error_in(output)) or short(e)
             raise EngineError(f"the engine for {self.config.model_path} did not start: {why}") from e
 
     def _build(self) -> Any:
@@ -173,7 +163,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        gc.disable()  # a fifth of the ten seconds that these take
+        gc.disable()  # saves a fifth of the ten seconds that these imports take
         try:
             import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -196,7 +186,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         unknown = sorted(set(arguments) - known)
         if unknown:
             raise ConfigError(
-                f"vLLM's AsyncEngineArgs know no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
+                f"vLLM's AsyncEngineArgs have no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
             )
         _check_extension(arguments["worker_extension_cls"])
         arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
@@ -208,7 +198,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         config = self.config
         dtype = config.dtype
         if dtype == "auto" and on_cpu and model_dtype(self._model) in ("float32", None):
-            dtype = "float32"  # vLLM's auto would halve it, and a CPU gains nothing from that
+            dtype = "float32"  # vLLM's auto takes 16 bits, which gains nothing on a CPU
         arguments: dict[str, Any] = {
             "model": self._model,
             "dtype": dtype,
@@ -218,7 +208,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             "enforce_eager": config.enforce_eager or on_cpu,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
-            "generation_config": "vllm",  # a model's own sampling is nothing that a task asked for
+            "generation_config": "vllm",  # not the model's own sampling defaults
             "disable_log_stats": True,
             "worker_extension_cls": (
                 "trinity_es.actors.engines.vllm.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
@@ -227,12 +217,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len
-        if "reasoning_parser" in config.server_args:  # what is thought is not bound to a format
+        if "reasoning_parser" in config.server_args:  # structured output then does not bind the reasoning
             arguments["reasoning_parser"] = config.server_args["reasoning_parser"]
         return arguments | lora_arguments(config.lora, on_cpu) | config.options
 
     async def _warm_up(self) -> None:
-        """Send one request of each kind: what is compiled on first use is compiled before the engine is ready."""
+        """Send one request of each kind, so that kernels are compiled before the engine is ready."""
         token = self.tokenizer.encode("a")[-1:] or [0]
         for sampling in (Sampling(n=4, max_tokens=4, ignore_eos=True), Sampling(temperature=0.0, max_tokens=2)):
             await self.generate(token * 4, sampling)
@@ -241,22 +231,22 @@ class VLLMEngine(WeightChanges, AdapterServing):
             await self._check_speculation(token * 4)
 
     async def _check_speculation(self, prompt: list[int]) -> None:
-        """Refuse a speculation whose logprobs are not those that tokens were sampled with. Raises ConfigError.
+        """Raise ConfigError if speculative decoding gives logprobs of another distribution than the sampled one.
 
-        Of two letters that alone may be sampled, drafts are accepted and rejected in turn, and the probabilities of
-        both are 1 together. vLLM 0.32 on a CPU tells NaN there, or what is several nats off.
+        With only two tokens allowed, drafts are accepted and rejected in turn, and both probabilities add up to 1. vLLM
+        0.32 on a CPU gives NaN there, or values several nats off.
         """
         two = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
-        asked = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
-        params = sampling_params(asked, {"allowed_token_ids": two})
-        output, _ = await self._whole(prompt, params)
+        sampling = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
+        params = sampling_params(sampling, {"allowed_token_ids": two})
+        output, _ = await self._last_output(prompt, params)
         rows = completion_of(prompt, output.outputs[0], top=2).top_logprobs or []
         sums = [math.fsum(math.exp(p) for _, p in row) for row in rows]
-        wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # NaN is none, either
+        wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # so is NaN
         if wrong is not None:
             raise ConfigError(
-                f"engine_args.speculative_config: {self.version} tells logprobs that are wrong with it (probabilities "
-                f"of all that may be sampled add up to {wrong:.3g}), and training would be, too: leave it out"
+                f"engine_args.speculative_config: {self.version} gives wrong logprobs with it (probabilities of all "
+                f"allowed tokens add up to {wrong:.3g}), and training would be wrong too: leave it out"
             )
 
     async def stop(self) -> None:
@@ -264,16 +254,16 @@ class VLLMEngine(WeightChanges, AdapterServing):
         await self._end("it was stopped")
 
     async def _watch(self) -> None:
-        """Take note when the engine's process hangs: vLLM's takes no request any more once its input thread ended."""
+        """Mark the engine dead if its process hangs: vLLM's takes no more requests once its input thread ended."""
         await silence(self._llm.is_sleeping, self._swapping.locked)
         self._dead = self._dead or "its process lives, and has answered nothing for long"
 
     def pids(self) -> list[int]:
-        """Return the processes of this engine that are alive: EngineCore, and workers of it."""
+        """Return the live processes of this engine: EngineCore and its workers."""
         return [p.pid for p in with_descendants(self._born or engine_processes(self._llm, self._children_before))]
 
     async def _end(self, reason: str) -> None:
-        if self._dead in (None, _STARTING):  # the first reason is the one to tell
+        if self._dead in (None, _STARTING):
             self._dead = reason
         if self._watching is not None:
             self._watching.cancel()
@@ -282,55 +272,53 @@ class VLLMEngine(WeightChanges, AdapterServing):
         born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])
         processes = with_descendants(born)
         if llm is not None:
-            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):  # the rest is ended below
+            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):
                 await asyncio.to_thread(llm.shutdown)
-                llm.shutdown = lambda: None  # its __del__ calls it again, at exit when its modules are gone
+                llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
         await asyncio.to_thread(end_processes, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
-        while self._asking - {asyncio.current_task()} and time.monotonic() < until:
+        while self._requests - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for task in self._asking - {asyncio.current_task()}:  # vLLM lets one wait for ever that came as it ended
+        for task in self._requests - {asyncio.current_task()}:  # vLLM never answers a request that came as it ended
             self._cut_off.add(task)
             task.cancel()
 
     @property
     def dead(self) -> str | None:
-        """Why it will never answer again; None while it serves. vLLM has a task on the loop that hands on answers."""
+        """Why it will never answer again; None while it serves."""
         if self._dead is None and self._llm is not None and self._llm.errored:
             self._dead = self._ended("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
 
     def _ended(self, why: str) -> str:
-        """Return that the engine's process ended, with the error that it printed, else `why`."""
-        said = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
-        return f"its process ended ({said or why})" if said or why else "its process ended"
+        error = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
+        return f"its process ended ({error or why})" if error or why else "its process ended"
 
-    def _alive(self) -> Any:
-        self.dead  # noqa: B018  # looks
+    def _live_llm(self) -> Any:
+        self.dead  # noqa: B018  # updates `_dead`
         if self._dead is not None:
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         return self._llm
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """`sampling.n` completions; with temperature 0 they are equal and the logprobs those of temperature 1.
+        """Return `sampling.n` completions. At temperature 0 they are equal, with the logprobs of temperature 1.
 
-        Raises EngineError: details `refused=True` for a request that this engine will never serve (too long, say),
-        `dead=True` when the engine is gone.
+        Raises EngineError: `refused=True` if this engine will never serve the request (too long, say), `dead=True` if
+        the engine is gone.
         """
-        llm = self._alive()
+        llm = self._live_llm()
         ids = await self._ids(prompt)
         copies = sampling.n if sampling.temperature == 0.0 else 1
-        if copies > 1:  # vLLM refuses n > 1 where all answers are the same
+        if copies > 1:  # vLLM refuses n > 1 at temperature 0
             sampling = dataclasses.replace(sampling, n=1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
-        output, adapter = await self._whole(ids, params, sampling.adapter)
+        output, adapter = await self._last_output(ids, params, sampling.adapter)
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
         ids = await self._ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
@@ -341,13 +329,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
+        """Return log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
 
-        vLLM gives prompt logprobs at temperature 1 only. For another one the whole distribution is fetched: dear with a
-        big vocabulary, so refused above 20 million values. Raises EngineError as `generate` does.
+        vLLM gives prompt logprobs at temperature 1 only. Another one fetches the whole distribution, which is refused
+        above 20 million values. Raises EngineError like `generate`.
         """
         ids = await self._ids(token_ids)
-        vocabulary = int(self._alive().model_config.get_vocab_size())
+        vocabulary = int(self._live_llm().model_config.get_vocab_size())
         whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
@@ -357,73 +345,67 @@ class VLLMEngine(WeightChanges, AdapterServing):
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
-        output, _ = await self._whole(ids, params, adapter)
+        output, _ = await self._last_output(ids, params, adapter)
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
         if not whole:
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 
-    async def _whole(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
-        """Return the last of `outputs`."""
+    async def _last_output(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
         last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter)) as outputs:
             async for output in outputs:
                 last = output
-        assert last is not None  # else `outputs` raised
+        assert last is not None
         return last
 
     async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
-        """Return vLLM's own HTTP application over this engine (see `Engine`)."""
         options = self.config.server_args
-        return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
+        return await vllm_server.application(self, self._live_llm(), self._model, name, options, recording)
 
     async def outputs(
         self, prompt: Any, params: Any, adapter: str = "", request: str = "", **more: Any
     ) -> AsyncGenerator[tuple[Any, tuple[str, int] | None]]:
-        """Yield (what vLLM says, which adapter made it) to a request; the last of it is finished.
-
-        Raises EngineError as `generate`.
-        """
-        llm = self._alive()
+        """Yield vLLM's outputs for a request, each with its adapter; the last is finished. Raises like `generate`."""
+        llm = self._live_llm()
         if self._speculates and params.stop:
-            raise EngineError("a stop text can't be had with engine_args.speculative_config: vLLM gives tokens behind "
-                              "it, too, and they would be trained on", refused=True)
+            raise EngineError("stop texts don't work with engine_args.speculative_config: vLLM also returns tokens "
+                              "after the stop text, which would be trained on", refused=True)
         last = None
         task = asyncio.current_task()
         assert task is not None
-        asked = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
+        tokens = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
         with self._using(adapter) as served:
-            self._asking.add(task)
-            named = None if served is None else (served.name, served.version)
+            self._requests.add(task)
+            made_by = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
-            stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
+            stream: AsyncIterator[Any] = llm.generate(tokens, params, request or uuid4().hex, **more)
             try:
-                # aclosing: a cancelled caller must abort the request now, not when the generator is collected
+                # aclosing: cancelling the caller must abort the request now, not when the generator is collected
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
                     async for last in outputs:
                         if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
-                            raise EngineError("it was cut off by the engine's end")  # which is told instead of this
-                        yield last, named
+                            raise EngineError("it was cut off by the engine's end")  # see `_as_engine_error`
+                        yield last, made_by
                 if last is None or not last.finished:
                     raise RuntimeError("the request ended without an answer")
             except Exception as e:
-                raise self._translated(e) from e
+                raise self._as_engine_error(e) from e
             except asyncio.CancelledError as e:
                 if task not in self._cut_off:
                     raise
-                task.uncancel()  # it was not the caller who gave up
-                raise self._translated(RuntimeError("it was cut off by the engine's end")) from e
+                task.uncancel()  # `_end` cancelled it, not the caller
+                raise self._as_engine_error(RuntimeError("it was cut off by the engine's end")) from e
             finally:
-                self._asking.discard(task)
+                self._requests.discard(task)
                 self._cut_off.discard(task)
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
-        self._alive()
+        self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
-    def _translated(self, e: Exception) -> EngineError:
-        """Return any exception of vLLM as the one kind that a runner knows, saying whose fault it was."""
+    def _as_engine_error(self, e: Exception) -> EngineError:
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
@@ -435,13 +417,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
 
 def _check_extension(name: str) -> None:
-    """Refuse a user's own extension of vLLM's workers that has not ours as its base: weights need it."""
+    """Raise ConfigError if a user's extension of vLLM's workers is no subclass of ours, which loads weights."""
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        extension = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(f"engine_args.worker_extension_cls {name} can't be imported: {e}") from e
-    if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
+    if not (isinstance(extension, type) and issubclass(extension, WorkerExtension)):
         raise ConfigError(
             f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
             f"{WorkerExtension.__qualname__}"

@@ -1,7 +1,4 @@
-"""vLLM's weight transfer over gloo: what `sync_method: nccl` is on a CPU, where there is no NCCL.
-
-Imported by vLLM in its workers alone, as `worker_extension_cls`; so torch and vllm are imported at once.
-"""
+"""vLLM's weight transfer over gloo, which `sync_method: nccl` uses on a CPU. Only vLLM's workers import this module."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ __all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """As NCCLWeightTransferInitInfo."""
 
     master_address: str
     master_port: int
@@ -30,7 +26,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not
 
 
 class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """Takes each tensor by a broadcast from rank 0. Its rounds begin and end as those over NCCL."""
+    """Receiver of tensors that rank 0 broadcasts. Its rounds begin and end as those over NCCL."""
 
     init_info_cls = GlooInitInfo
     group: GlooGroup | None = None
@@ -40,7 +36,7 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
         self.group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # there is no accelerator to wait for
+        self.receive_weights(self.parse_update_info(update_info))  # no accelerator to wait for
 
     def receive_weights(self, update_info: Any) -> None:
         if self.group is None:
@@ -55,7 +51,7 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
 
 
 class GlooWorkerExtension(WorkerExtension):
-    """That vLLM imports it makes the backend known in its workers."""
+    """WorkerExtension whose import by vLLM registers the backend in its workers."""
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransfer)

@@ -1,4 +1,4 @@
-"""The processes that a vLLM engine starts: which they are, and how they end."""
+"""Processes of a vLLM engine: which they are, what they print, how they end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ __all__ = [
 ]
 
 _STOP_GRACE_SECONDS = 5.0
-"""How long a process may take to end by itself, and then after it was killed."""
+"""How long a process may take to end by itself, and again after it was killed."""
 LOOK_SECONDS = 10.0
-"""Interval between two looks at whether an engine's process still takes what it is asked."""
 SILENT_SECONDS = 600.0
-"""How long it may take nothing, between two steps: much longer than a slow CPU computes at one of them."""
+"""How long a process may leave a question unanswered: much longer than one step takes on a slow CPU."""
 _log = logging.getLogger(__name__)
 
 
@@ -31,38 +30,35 @@ async def silence(
     ask: Callable[[], Coroutine[Any, Any, Any]], busy: Callable[[], bool], *, interval: float = LOOK_SECONDS,
     limit: float = SILENT_SECONDS,
 ) -> None:
-    """Return when an engine's process has left a small question unanswered for `limit` seconds, though it lives.
+    """Return once an engine's process has left a question unanswered for `limit` seconds.
 
-    `ask` puts one that goes the way of requests, and is answered between two steps; while `busy()`, no answer is
-    expected. Looks are counted, not seconds: where the whole machine stood still, everybody has that time again.
+    `ask` sends a small question the same way as requests, and is answered between two steps. While `busy()`, no answer
+    is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
     """
     while True:
-        asked, looks = asyncio.ensure_future(ask()), 0
-        while not asked.done():
+        question, looks = asyncio.ensure_future(ask()), 0
+        while not question.done():
             if looks * interval >= limit:
-                asked.cancel()
+                question.cancel()
                 return
-            await asyncio.wait({asked}, timeout=interval)
+            await asyncio.wait({question}, timeout=interval)
             looks = 0 if busy() else looks + 1
-        if not asked.cancelled():
-            asked.exception()  # the end of the process is noticed by others
+        if not question.cancelled():
+            question.exception()  # retrieved and ignored: the end of the process is noticed elsewhere
         await asyncio.sleep(interval)
 
 
 class Printed:
-    """What this process and its children print from now on, where that goes to a file: vLLM's processes tell there, and
-    nowhere else, why they ended.
-    """
+    """Output of this process and its children from now on, if stderr is a file: why vLLM's processes ended."""
 
     def __init__(self) -> None:
         self._file = ""
         with contextlib.suppress(OSError):
-            found = os.fstat(2)
-            if stat.S_ISREG(found.st_mode):
-                self._file, self._begin = os.readlink("/proc/self/fd/2"), found.st_size
+            status = os.fstat(2)
+            if stat.S_ISREG(status.st_mode):
+                self._file, self._begin = os.readlink("/proc/self/fd/2"), status.st_size
 
     def text(self) -> str:
-        """Return it, its last 64 KiB; empty where it can't be read."""
         with contextlib.suppress(OSError), open(self._file, "rb") as file:
             file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
@@ -71,27 +67,26 @@ class Printed:
 
 _TAIL_BYTES = 65536
 _PREFIX = re.compile(r"\((\w+) pid=(\d+)\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\]\s?)?")
-"""What vLLM puts before a line: its process, and what a logger says of it."""
+"""vLLM's prefix of a line: the process, and the logger's level, time and place."""
 _RAISED = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)?: \S|Fatal Python error: ")
 _POINTER = re.compile(r"[Ss]ee (?:root cause|stack trace)")
-"""What only says that another process failed."""
+"""Text of errors that only say that another process failed."""
 
 
 def points_elsewhere(error: BaseException) -> bool:
-    """Return True for an error of vLLM's that only says that another process of it has failed."""
     return bool(_POINTER.search(str(error)))
 
 
 def error_in(printed: str, pids: Collection[int] = ()) -> str:
-    """Return the last error that vLLM's processes printed, in one line: those of `pids` where given. Empty: none."""
-    found = ""
+    """Return the last error that vLLM's processes (of `pids` only, if any) printed, in one line; empty: none."""
+    error = ""
     for line in printed.splitlines():
         prefix = _PREFIX.match(line)
-        said = line[prefix.end():] if prefix else line
+        text = line[prefix.end():] if prefix else line
         ours = not pids or (prefix is not None and int(prefix[2]) in pids)
-        if ours and _RAISED.match(said) and not _POINTER.search(said):
-            found = said.strip()[:300]
-    return found
+        if ours and _RAISED.match(text) and not _POINTER.search(text):
+            error = text.strip()[:300]
+    return error
 
 
 def children() -> list[psutil.Process]:
@@ -99,20 +94,20 @@ def children() -> list[psutil.Process]:
 
 
 def engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
-    """Return the processes that vLLM spawned: as it names them, else our children that are new since `before`."""
+    """Return the processes that vLLM spawned: those it lists, else our children that are not in `before`."""
     try:
         pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
     except AttributeError:
         pids = {p.pid for p in children() if p.pid not in before and not _is_resource_tracker(p)}
-    found = []
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
+            processes.append(psutil.Process(pid))
+    return processes
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Return True for Python's own helper, one for all spawned children of this process: it ends with us."""
+    """Return True for Python's helper of spawned children, which ends with this process."""
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.Error:
@@ -120,30 +115,28 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return those of these processes that live, and all that came of them."""
-    found = {}
+    alive = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 for p in [process, *process.children(recursive=True)]:
-                    found[p.pid] = p
-    return list(found.values())
+                    alive[p.pid] = p
+    return list(alive.values())
 
 
 @contextlib.contextmanager
-def silent(logger: str) -> Iterator[None]:
-    """Have a logger say nothing: vLLM logs a traceback for its own orderly end."""
-    found = logging.getLogger(logger)
-    level = found.level
-    found.setLevel(logging.CRITICAL)
+def silent(name: str) -> Iterator[None]:
+    """Silence a logger: vLLM logs a traceback for an orderly end."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        found.setLevel(level)
+        logger.setLevel(level)
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Wait for the end of these processes; kill those that don't."""
     _, alive = psutil.wait_procs(processes, timeout=_STOP_GRACE_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

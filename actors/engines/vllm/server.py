@@ -1,9 +1,9 @@
 """vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
 
-It is vLLM's application as it stands (but for `_with_token_names`), mounted on the AsyncLLM of the engine; what it asks
-of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
-ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 and 0.33 have the application in
-`vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
+vLLM's own application (with `_with_token_names`) runs on the engine's AsyncLLM through a `_RecordingClient`, which
+records exact ids, logprobs and weight versions of each request (`Recording`), whatever API the client uses. vLLM 0.32
+and 0.33 have the application in `vllm.entrypoints.launchers`, older versions (0.23) in
+`vllm.entrypoints.openai.api_server`; only this module knows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trinity_es.actors.engines.sampling import MOST_ANSWERS, SHARED
 from trinity_es.actors.engines.vllm.values import (
     changed,
     completion_of,
+    missing_fields,
     output_kind,
     read_at_the_end,
-    said_for,
     text_of,
     with_texts,
 )
@@ -36,43 +36,43 @@ __all__ = ["application", "with_template"]
 
 _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "middleware",
                    "served_model_name", "enable_log_requests", "api_server_count", "headless"})
-"""Options of `vllm serve` that are the runner's own business."""
+"""Options of `vllm serve` that the runner sets."""
 
-_FOR_OTHERS = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
-"""What vLLM's application does for browsers and for its own `/metrics`, neither of which gets to a runner."""
+_UNUSED_MIDDLEWARE = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
+"""vLLM's middleware for browsers and its own `/metrics`, neither of which reaches a runner."""
 _GENERATE = "/inference/v1/generate"
-_ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
-"""Routes that are looked for first: of thirty-six, vLLM has those that sample among the last."""
+_FREQUENT = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
+"""Routes to match first: of thirty-six, vLLM has those that sample among the last."""
 
 
 async def application(
     engine: Any, llm: Any, model: str, name: str, options: Mapping[str, Any], recording: Callable[[], Recording | None]
 ) -> Any:
-    """Return vLLM's ASGI application for a `VLLMEngine` and its AsyncLLM, which calls the model at `model` `name`.
+    """Return vLLM's ASGI application for a `VLLMEngine` and its AsyncLLM, with the model at `model` called `name`.
 
     `options` are those of `vllm serve` (`tool_call_parser`, `reasoning_parser`, `chat_template`, ...). Raises
-    ConfigError for one that vLLM does not know or that is ours.
+    ConfigError for an option that vLLM does not know or the runner sets.
     """
-    build_app, init_app_state, args = await asyncio.to_thread(_prepared, model, name, dict(options))
+    build_app, init_app_state, args = await asyncio.to_thread(_server_parts, model, name, dict(options))
     tasks = await llm.get_supported_tasks()
     app = await asyncio.to_thread(build_app, args, tasks, llm.model_config)
-    app.user_middleware = [m for m in app.user_middleware if getattr(m.cls, "__name__", "") not in _FOR_OTHERS]
-    app.middleware_stack = None  # made again of what is left, when it is first asked
-    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _ASKED_MOST)
+    app.user_middleware = [m for m in app.user_middleware if getattr(m.cls, "__name__", "") not in _UNUSED_MIDDLEWARE]
+    app.middleware_stack = None  # built again at the first request
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _FREQUENT)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
     _list_adapters(app.state.openai_serving_models, engine)
     return _with_token_names(app)
 
 
 _ENTRY = re.compile(rb'\{"token_id":(\d+)(?=[,}])')
-"""The begin of a logprob's entry: in no text, where quotes would have their backslashes."""
+"""Beginning of a logprob's entry. It can't match inside a text, where quotes have backslashes."""
 
 
 def _with_token_names(application: Any) -> Any:
-    """Return this ASGI application, with names of tokens in the logprobs of `/inference/v1/generate`.
+    """Return this ASGI application with token names added to the logprobs of `/inference/v1/generate`.
 
-    vLLM 0.32 says `{"token_id": 7, "logprob": ...}` where older versions say `{"token": "token_id:7", "logprob": ...}`,
-    which the clients that there are read still (verifiers' of renderers 0.1.12, TRL 1.16's). Here an entry has both.
+    vLLM 0.32 writes `{"token_id": 7, "logprob": ...}`, older versions `{"token": "token_id:7", "logprob": ...}`, which
+    current clients still read (verifiers' of renderers 0.1.12, TRL 1.16's). Here an entry has both.
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -93,13 +93,13 @@ def _with_token_names(application: Any) -> Any:
     return answer
 
 
-class _Templated:
-    """A tokenizer that renders chats by other means than its own. Not a changed copy: vLLM's has copies inside."""
+class _TemplatedTokenizer:
+    """Wrapper of a tokenizer with another chat template. No changed copy: vLLM's tokenizer has copies inside."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self.chat_template = chat_template or tokenizer.chat_template
-        self._how = {**variables, **({"chat_template": chat_template} if chat_template else {})}
+        self._rendering = {**variables, **({"chat_template": chat_template} if chat_template else {})}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -111,45 +111,43 @@ class _Templated:
         return len(self._tokenizer)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        return self._tokenizer.apply_chat_template(messages, **{**self._how, **kwargs})
+        return self._tokenizer.apply_chat_template(messages, **{**self._rendering, **kwargs})
 
 
 def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tokenizer that renders chats as `vllm serve` does with these options: for who asks without its server.
-
-    Those are `chat_template`, a file or the template itself, and `default_chat_template_kwargs`. Raises ConfigError.
+    """Return a tokenizer that renders chats as `vllm serve` does with `chat_template` (a file, or the template itself)
+    and `default_chat_template_kwargs`. Raises ConfigError.
     """
-    given, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
-    if not given and not variables:
+    template, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
+    if not template and not variables:
         return tokenizer
     try:
         from vllm.renderers.chat_utils import load_chat_template
     except ImportError:  # before 0.30
         from vllm.entrypoints.chat_utils import load_chat_template
     try:
-        template = load_chat_template(given)
+        template = load_chat_template(template)
     except Exception as e:
         raise ConfigError(f"rollout_model.server_args.chat_template can't be read: {e}") from e
-    return _Templated(tokenizer, template, variables)
+    return _TemplatedTokenizer(tokenizer, template, variables)
 
 
 def _list_adapters(models: Any, engine: Any) -> None:
-    """Have vLLM's list of models name the engine's adapters, as it does those that it was told of itself."""
-    listed = models.show_available_models
+    list_models = models.show_available_models
 
     async def with_adapters() -> Any:
-        found = await listed()
-        base = found.data[0]
-        found.data += [
+        listing = await list_models()
+        base = listing.data[0]
+        listing.data += [
             base.model_copy(update={"id": name, "root": name, "parent": base.id}) for name in sorted(engine.adapters)
         ]
-        return found
+        return listing
 
     models.show_available_models = with_adapters
 
 
-def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
-    """Return vLLM's two functions, and its arguments. Imports for a second."""
+def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
+    """Return vLLM's `build_app` and `init_app_state`, and the arguments for them. The imports take a second."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -168,7 +166,7 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
     args = parser.parse_args([])
     taken = sorted(set(options) & _OURS)
     if taken:
-        raise ConfigError(f"rollout_model.server_args.{taken[0]} is the runner's own: leave it out")
+        raise ConfigError(f"rollout_model.server_args.{taken[0]} is set by the runner: leave it out")
     unknown = sorted(set(options) - set(vars(args)))
     if unknown:
         raise ConfigError(f"vllm serve knows no {', '.join(unknown)}: correct explorer.rollout_model.server_args")
@@ -185,7 +183,7 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
 
 
 class _RecordingClient:
-    """An AsyncLLM as vLLM's server sees it: what it generates for a request is noted in that request's record."""
+    """An AsyncLLM for vLLM's server that records what it generates in each request's `Recording`."""
 
     def __init__(self, engine: Any, llm: Any, recording: Callable[[], Recording | None]) -> None:
         self._engine, self._llm, self._recording = engine, llm, recording
@@ -194,9 +192,9 @@ class _RecordingClient:
         return getattr(self._llm, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        """Generate as AsyncLLM does. It is noted at once, before the first item is asked for: prompts keep their order.
+        """Generate like AsyncLLM. The call itself, not the first item, begins the record: prompts keep their order.
 
-        Raises ValueError, or what vLLM raises of sampling that can't be: its server answers both with 400.
+        Raises ValueError, or vLLM's error for impossible sampling. vLLM's server answers both with 400.
         """
         record = self._recording()
         if sampling_params.n > MOST_ANSWERS:
@@ -205,12 +203,12 @@ class _RecordingClient:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
         if ids and not prompt.get("mm_placeholders"):
-            given, text, engine = ids, prompt.get("prompt"), self._engine
-            ids = record.exact_prompt(lambda: text or engine.tokenizer.decode(given, skip_special_tokens=False), given)
+            own, text, engine = ids, prompt.get("prompt"), self._engine
+            ids = record.exact_prompt(lambda: text or engine.tokenizer.decode(own, skip_special_tokens=False), own)
             prompt = {**prompt, "prompt_token_ids": ids}
-        changes: dict[str, Any] = said_for(record.unsaid, sampling_params)
+        changes: dict[str, Any] = missing_fields(record.unsaid, sampling_params)
         longest, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
-        if room < 1:  # vLLM looked at the prompt as its template gives it, whose tokens are others
+        if room < 1:  # vLLM checked its own rendering of the prompt, which may have fewer tokens
             raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
                              f"your prompt contains {len(ids)} input tokens: please reduce its length.")
         if record.longest is not None:
@@ -220,20 +218,19 @@ class _RecordingClient:
         generation = None
         if record.wanted:
             wanted = sampling_params.logprobs
-            if not getattr(sampling_params, "logprob_token_ids", None):  # beside which it gives the sampled one's, too
+            if not getattr(sampling_params, "logprob_token_ids", None):  # with those, vLLM adds the sampled token's
                 changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
             if _text_alone(sampling_params):
                 changes |= read_at_the_end(sampling_params.stop, 0)
         params = changed(sampling_params, changes)
         if record.wanted:
-            generation = record.begin(*_asked(params, record.adapter), record.text)
+            generation = record.begin(*_as_sampling(params, record.adapter), record.text)
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
-        return self._noted(record, generation, outputs, sampling_params, params)
+        return self._recorded(record, generation, outputs, sampling_params, params)
 
-    async def _noted(
+    async def _recorded(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
     ) -> AsyncGenerator[Any]:
-        """Note what comes of a request: its client `asked`, vLLM has `params`."""
         new_only = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
         answers: dict[int, list[Completion]] = {}
@@ -260,31 +257,29 @@ class _RecordingClient:
         except EngineError as e:
             record.fail(e)
             if e.details.get("refused") and isinstance(e.__cause__, Exception):
-                raise e.__cause__ from None  # vLLM's server has a status for it
+                raise e.__cause__ from None
             raise
 
 
 def _text_alone(params: Any) -> bool:
-    """Return True if a client waits for the whole answer, and wants no logprobs: those of vLLM have names of tokens."""
-    asked = (getattr(params, name, None) for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
+    """Return True if the client wants only the whole text, and no logprobs, which would need token names."""
+    logprobs = (getattr(params, name, None) for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
     whole = params.output_kind == output_kind("FINAL_ONLY")
-    return bool(whole and params.detokenize) and all(value is None for value in asked)
+    return bool(whole and params.detokenize) and all(value is None for value in logprobs)
 
 
 _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output",
             "thinking_token_budget", "extra_args", "repetition_detection")
-"""What of vLLM's sampling changes tokens and has no field in `Sampling`."""
 
-
-def _asked(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
-    """Return vLLM's sampling as ours, and what of it ours has no field for."""
+def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
+    """Convert vLLM's SamplingParams to a `Sampling`, and a dict of the fields that it lacks."""
     stop = params.stop or ()
     schema, further = "", {}
     structured = getattr(params, "structured_outputs", None)
     if structured is not None:
         if structured.json is not None:
-            given = structured.json
-            schema = given if isinstance(given, str) else orjson.dumps(given).decode()
+            value = structured.json
+            schema = value if isinstance(value, str) else orjson.dumps(value).decode()
         elif structured.json_object:
             schema = "{}"
         else:

@@ -1,8 +1,4 @@
-"""The trainer's end of a weight transfer: rank 0 of a group with every worker of every engine.
-
-NCCL between GPUs, as vLLM's own weight transfer expects it; gloo on a CPU. torch and vllm are imported when they are
-needed.
-"""
+"""The trainer's end of a weight transfer: rank 0 of a group with all workers of all engines, by NCCL or (CPU) gloo."""
 
 from __future__ import annotations
 
@@ -15,19 +11,17 @@ from typing import Any
 __all__ = ["GlooGroup", "WeightSender"]
 
 GLOO_SECONDS = 300.0
-"""How long one side of a gloo group waits for the others, in each step."""
 LOOK_SECONDS = 0.05
-"""Interval between two looks whether all are there."""
 
 
 class GlooGroup:
-    """A gloo group of processes that share nothing else; rank 0 is where they meet."""
+    """A gloo group of processes that share nothing else; rank 0 hosts the rendezvous."""
 
     def __init__(
         self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Wait until all are there, or until it is `given_up`. Raises TimeoutError; then the port is free again."""
+        """Wait until all ranks have joined. Raises TimeoutError, also when `given_up` is set; then the port is free."""
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
         patience = timedelta(seconds=timeout)
@@ -38,7 +32,7 @@ class GlooGroup:
             store.set(f"there/{rank}", "")
         while master and not store.check([f"there/{other}" for other in range(1, world_size)]):
             if given_up.wait(LOOK_SECONDS) or time.monotonic() > until:
-                del store  # nothing else holds it, not even this frame in the error's traceback
+                del store  # frees the port, though the error's traceback keeps this frame
                 raise TimeoutError("the engines did not join the group for weights")
         self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, patience)
 
@@ -58,9 +52,7 @@ class WeightSender:
         self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
         given_up: threading.Event | None = None,
     ) -> None:
-        """`device`: the GPU to send from, which no engine may use; None: over gloo, from the CPU. Over gloo it ends
-        with TimeoutError when it is `given_up`.
-        """
+        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo, ended by `given_up`."""
         self.device = device
         self.group: Any
         if device is not None:
@@ -73,7 +65,7 @@ class WeightSender:
             self.group = GlooGroup(address, port, 0, world_size, timeout, given_up)
 
     def send(self, state: Mapping[str, Any]) -> None:
-        """Send every tensor (torch or numpy) in the order of their names; returns when all have them."""
+        """Send all tensors (torch or numpy) in the order of their names; returns when every rank has them."""
         import torch
 
         def whole(value: Any) -> Any:
@@ -84,7 +76,7 @@ class WeightSender:
             for name in sorted(state):
                 self.group.broadcast(whole(state[name]).to("cpu").contiguous())
             return
-        with torch.cuda.device(self.device):  # a thread begins on the first one
+        with torch.cuda.device(self.device):  # a new thread starts on GPU 0
             for name in sorted(state):
                 tensor = whole(state[name]).to(f"cuda:{self.device}").contiguous()
                 self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())

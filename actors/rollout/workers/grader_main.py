@@ -1,8 +1,4 @@
-"""A grader: a process that calls one function, tells what it gave, and waits for its end.
-
-Forked from a template process (`worker_template_main.py`), which has imported the function's module, for one call; the
-runner's `Graders` kills it, with its process group, whatever came of it.
-"""
+"""A grader process: it calls one function, sends the result, and waits until `Graders` kills its process group."""
 
 from __future__ import annotations
 
@@ -25,26 +21,25 @@ TRACEBACK_CHARACTERS = 3000
 
 
 def answer(end: socket.socket) -> None:
-    """Be a grader, with this end of the socket. Returns when nobody listens any more."""
-    os.setsid()  # what it starts is ended with it
+    """Work as a grader with this end of the socket; returns when the other end is closed."""
+    os.setsid()  # so that its children are killed with it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pid, stream = os.getpid(), end.makefile("rb")
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
-        return  # whoever asked is gone
-    said = _called(orjson.loads(stream.read(*LENGTH.unpack(head))))
+        return
+    result = _call_result(orjson.loads(stream.read(*LENGTH.unpack(head))))
     if os.getpid() != pid:
         os._exit(1)  # the function forked, and this is the copy
-    end.sendall(LENGTH.pack(len(said)) + said)
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # what the function left behind
+    end.sendall(LENGTH.pack(len(result)) + result)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # the function may have left an alarm
     stream.read(1)
 
 
-def _called(asked: dict[str, Any]) -> bytes:
-    """Return what the function gave or raised, as JSON."""
+def _call_result(request: dict[str, Any]) -> bytes:
     try:
-        function: Any = resolve(asked["function"], {}, "grader")
-        value = function(*asked["args"], **asked["kwargs"])
+        function: Any = resolve(request["function"], {}, "grader")
+        value = function(*request["args"], **request["kwargs"])
         try:
             return orjson.dumps({"value": value})
         except TypeError as e:
@@ -53,5 +48,5 @@ def _called(asked: dict[str, Any]) -> bytes:
         return orjson.dumps({"error": error_to_dict(e)})
     except BaseException as e:
         lines = "".join(traceback.format_exception(e)).rstrip()[-TRACEBACK_CHARACTERS:]
-        told = f"{type(e).__name__}: {e}\n{lines}".encode(errors="replace").decode()
-        return orjson.dumps({"raised": told})
+        text = f"{type(e).__name__}: {e}\n{lines}".encode(errors="replace").decode()
+        return orjson.dumps({"raised": text})

@@ -1,11 +1,10 @@
-"""Functions that judge answers, each call in a process of its own, which can be killed.
+"""Grader processes: each call of a reward function runs in a process of its own, which can be killed.
 
-A grader is forked from a warm template (`workers/templates.py`) that has imported the function's module, for one call:
-what it does to its process, its memory, its signals or its globals is gone with it, and no call finds what another one
-left. Where it does not end in time, ends its process, takes more memory than it may or raises, that is a GraderError:
-nothing is known of the answer then, so its run fails, with kind `grader`, and is no zero.
+A grader is forked for one call from a warm template (`workers/templates.py`) that has imported the function's module,
+so no call sees another one's memory, signals or globals. If it exceeds its time or memory, ends its process or raises,
+that is a GraderError: the answer's reward is unknown, so its run fails with kind `grader` instead of a zero.
 
-It shares the runner's machine, user and network: this holds in what breaks, not who attacks.
+It shares the runner's machine, user and network, so it protects against faults, not against attacks.
 """
 
 from __future__ import annotations
@@ -28,20 +27,16 @@ from trinity_es.events.errors import GraderError, StartupError, error_from_dict
 __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]
 
 GRADER_SECONDS = 10.0
-"""How long a call may take, where nobody says otherwise."""
 GRADER_BYTES = 2 * 1024**3
-"""Maximum memory of a grader, in bytes, where nobody says otherwise."""
 ANSWER_BYTES = 4 * 1024**2
-"""Maximum size of what a grader gives, in bytes."""
 REWARDED = "trinity_es.workflows.rewards:rewarded"
-"""What calls a task's reward, whose name errors tell."""
+"""Function that calls a task's reward; errors name the reward instead."""
 LOOK_SECONDS = 0.03
-"""Interval between two looks at a grader's memory. It is not limited beforehand: libraries take a MemoryError for an
-answer that they can't read, which then would be wrong."""
+"""Interval between checks of a grader's memory. With an rlimit, libraries take a MemoryError for a wrong answer."""
 
 
 class Graders:
-    """Graders of one runner, as many at a time as the machine has cores. Call all of it on the loop of `templates`."""
+    """Graders of one runner, at most one per core of the machine, for the event loop of `templates`."""
 
     def __init__(self, templates: Templates) -> None:
         self.templates = templates
@@ -50,7 +45,6 @@ class Graders:
     @classmethod
     @contextlib.asynccontextmanager
     async def alone(cls) -> AsyncIterator[Graders]:
-        """Give graders with templates of their own, for as long as the context lasts."""
         templates = Templates("")
         try:
             yield cls(templates)
@@ -61,17 +55,17 @@ class Graders:
         self, function: str, call: bytes, *, imports: str = "", timeout: float = GRADER_SECONDS,
         memory: int = GRADER_BYTES,
     ) -> Any:
-        """Return what a function gives, called in a process of its own.
+        """Call a function in a process of its own and return the result, which is plain JSON.
 
-        `function` is its "module:name", `call` the JSON of a list of its arguments and a dict of named ones. The
-        process is forked from one that has imported the module of `imports`, else the function's.
-        `timeout` is in seconds from when the process is there, `memory` in bytes. What it gives is plain JSON.
+        `function` is its "module:name", `call` the JSON of its list of arguments and dict of keyword arguments. The
+        process is forked from one that has imported the module of `imports`, by default the function's. `timeout` is in
+        seconds from the process's start, `memory` in bytes.
 
-        Raises GraderError; what it raises itself where that is a TrinityError; UnknownWorkflow where its module can't
-        be imported; StartupError where no process could be started.
+        Raises GraderError, or the function's own TrinityError; UnknownWorkflow if its module can't be imported;
+        StartupError if no process could be started.
         """
         args, kwargs = orjson.loads(call)
-        asked = orjson.dumps({"function": function, "args": args, "kwargs": kwargs})
+        request = orjson.dumps({"function": function, "args": args, "kwargs": kwargs})
         name = str(args[0]["reward_fn"]) if function == REWARDED else function
         async with self._room:
             child = Child()
@@ -82,19 +76,19 @@ class Graders:
                     path = f"{imports}:__name__" if imports and ":" not in imports else imports or function
                     await self.templates.fork(path, child, theirs, "grade")
                 reader, writer = await asyncio.open_connection(sock=ours)
-                writer.write(LENGTH.pack(len(asked)) + asked)
-                said = await _answer(name, child, reader, timeout, memory)
+                writer.write(LENGTH.pack(len(request)) + request)
+                answer = await _answer(name, child, reader, timeout, memory)
             finally:
                 _kill(child)
                 if writer is not None:
                     writer.transport.abort()
                 else:
                     ours.close()
-        if "error" in said:
-            raise error_from_dict(said["error"])
-        if "raised" in said:
-            raise GraderError(f"the grader {name} raised {said['raised']}")
-        return said["value"]
+        if "error" in answer:
+            raise error_from_dict(answer["error"])
+        if "raised" in answer:
+            raise GraderError(f"the grader {name} raised {answer['raised']}")
+        return answer["value"]
 
 
 async def _answer(
@@ -115,10 +109,10 @@ async def _answer(
             if (taken := _memory(child)) > memory:
                 raise GraderError(f"the grader {name} took {taken >> 20:,} MiB of memory: {memory >> 20:,} are the "
                                   "most")
-        await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # what it said last may still be in the socket
+        await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # its answer may still be in the socket
         if reading.done() and not reading.exception():
-            said: dict[str, Any] = orjson.loads(reading.result())
-            return said
+            answer: dict[str, Any] = orjson.loads(reading.result())
+            return answer
     except ValueError:
         raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
     finally:
@@ -140,7 +134,6 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 def _memory(child: Child) -> int:
-    """Return how many bytes of memory it has, with those that it shares with its template; 0 where it has ended."""
     pid = child.pid
     try:
         return 0 if pid is None else int(psutil.Process(pid).memory_info().rss)
@@ -149,9 +142,8 @@ def _memory(child: Child) -> int:
 
 
 def _kill(child: Child) -> None:
-    """End a grader and what it started, also where it ended itself and that is left."""
     if not child.forked.done() or child.forked.exception() is not None:
-        return  # one that comes yet ends when it finds nobody
+        return  # if it still starts, the closed socket ends it
     for kill, pid in ((os.kill, child.pid), (os.killpg, child.forked.result())):
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,12 +1,9 @@
-"""A worker process: it plays sync workflows, whose models are asked over a pipe (`workers/protocol.py`).
+"""A worker process, which plays sync workflows and sends its models' calls over a pipe (`workers/protocol.py`).
 
-Forked from a template process (`worker_template_main.py`) and killed by the runner's `WorkerPool`. It ends by itself
-when the runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.
+It ends by itself after the runner: by PDEATHSIG (Linux), with its template, and at the end of its pipe.
 
-`generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async` methods may be awaited on
-any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by HTTP; where that is, and what
-it kept of the run, comes through the pipe. `model.model_version` is that of the last answer through the pipe,
-`model.usage` as well; `model.engine` has nothing else.
+Any thread may call `generate`, `chat` and the like, which block it; the `*_async` methods work on any event loop of the
+workflow's own. `model.model_version` and `model.usage` are as of the last answer through the pipe.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ __all__ = ["play"]
 
 
 class _Link:
-    """The worker's end of the pipe: a thread reads it, any thread calls."""
+    """The worker's end of the pipe. One thread reads it, any thread may call."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end, self.stream = end, end.makefile("rb")
@@ -53,7 +50,7 @@ class _Link:
         self.models: dict[int, _RemoteModel] = {}
 
     def send(self, *message: Any) -> None:
-        if os.getpid() != self.pid:  # a workflow forked, and this copy of it came back from `run`
+        if os.getpid() != self.pid:  # a fork by the workflow that returned from `run`
             os._exit(1)
         data = frame(*message)
         with self.sending:
@@ -62,21 +59,21 @@ class _Link:
     def read(self) -> None:
         try:
             while len(head := self.stream.read(LENGTH.size)) == LENGTH.size:
-                kind, *said = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
+                kind, *rest = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
                 if kind == "answer":
-                    self.answered(*said)
+                    self.answered(*rest)
                 else:
-                    self.orders.put((kind, *said))
+                    self.orders.put((kind, *rest))
         except OSError:
             pass
         except BaseException:
             traceback.print_exc()
-        os._exit(1)  # the runner is gone, and with it whoever would want a result
+        os._exit(1)  # the runner is gone
 
     def answered(self, number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any) -> None:
         future = self.waiting.pop(call, None)
         if future is None:
-            return  # `over` was faster
+            return
         model = self.models.get(index)
         if model is not None and number == self.number:
             model.saw(version, usage)
@@ -94,26 +91,25 @@ class _Link:
             raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
         arguments = pickle.dumps((args, kwargs or {}), protocol=pickle.HIGHEST_PROTOCOL)
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
+        future.set_running_or_notify_cancel()  # now it can't be cancelled, so setting its result never fails
         call = next(self.calls)
         self.waiting[call] = future
         if number != self.number:
             self.waiting.pop(call, None)
-            raise WorkflowError("the run is over: its model answers no more")
+            raise WorkflowError("the run is over: its model can't answer")
         self.send("call", number, call, index, what, name, arguments)
         return future
 
     def over(self) -> None:
-        """Answer no call of this run any more."""
         self.number, self.models = 0, {}
         for call in list(self.waiting):
             future = self.waiting.pop(call, None)
             if future is not None:
-                future.set_exception(WorkflowError("the run is over: its model answers no more"))
+                future.set_exception(WorkflowError("the run is over: its model can't answer"))
 
 
 class _RemoteTokenizer:
-    """The engine's tokenizer; values of attributes are copies."""
+    """The engine's tokenizer. Values of attributes are copies."""
 
     def __init__(self, model: _RemoteModel) -> None:
         self._model = model
@@ -140,22 +136,20 @@ class _RemoteTokenizer:
 
 
 class _RemoteLeases(RunLeases):
-    """The leases of a run, whose runner records them."""
+    """The leases of a run, which the runner records."""
 
     def __init__(self, model: _RemoteModel) -> None:
         super().__init__()
         self._model = model
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        return self._model.remote("leases", "told", (lease, what, more))
+        return self._model.remote("leases", "report_and_wait", (lease, what, more))
 
     def close(self) -> None:
-        """Leave that to the runner, which knows that the run is over however it ends."""
+        """Do nothing: the runner closes them however the run ends."""
 
 
 class _RemoteEngine:
-    """What is known here of an engine."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = "rollout"
@@ -163,26 +157,22 @@ class _RemoteEngine:
         self.sampling = Sampling()
 
 
-def _awaited(name: str) -> Any:
-    """Return a method that awaits this one of the runner's model."""
-
-    async def awaited(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+def _async_method(name: str) -> Any:
+    async def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
-    return awaited
+    return method
 
 
-def _called(name: str) -> Any:
-    """Return a method that waits for this one of the runner's model."""
-
-    def called(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+def _sync_method(name: str) -> Any:
+    def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", name, args, kwargs).result()
 
-    return called
+    return method
 
 
 class _RemoteModel(Model):
-    """A model whose calls are answered by the runner's."""
+    """A model that passes its calls on to the runner's."""
 
     def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
         super().__init__(cast(Engine, engine), name=engine.name)
@@ -202,18 +192,20 @@ class _RemoteModel(Model):
     def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
         return self._link.call(self._number, self._seen.index, what, name, args, kwargs)
 
-    chat_async, chat = _awaited("chat_async"), _called("chat_async")
-    generate_async, generate = _awaited("generate_async"), _called("generate_async")
-    logprobs_async, logprobs = _awaited("logprobs_async"), _called("logprobs_async")
-    grade_async, grade = _awaited("grade_async"), _called("grade_async")
-    experience_from_messages_async = _awaited("experience_from_messages_async")
-    experience_from_messages = _called("experience_from_messages_async")
+    chat_async, chat = _async_method("chat_async"), _sync_method("chat_async")
+    generate_async, generate = _async_method("generate_async"), _sync_method("generate_async")
+    logprobs_async, logprobs = _async_method("logprobs_async"), _sync_method("logprobs_async")
+    grade_async, grade = _async_method("grade_async"), _sync_method("grade_async")
+    experience_from_messages_async = _async_method("experience_from_messages_async")
+    experience_from_messages = _sync_method("experience_from_messages_async")
     convert_messages_to_experience_async = experience_from_messages_async
     convert_messages_to_experience = experience_from_messages
-    set_workflow_state, get_workflow_state = _awaited("set_workflow_state"), _awaited("get_workflow_state")
-    clean_workflow_state, get_message_token_len = _awaited("clean_workflow_state"), _awaited("get_message_token_len")
-    numbered, tokenized, served_error = _called("numbered"), _called("tokenized"), _called("served_error")
-    extract_experience_from_history = _called("extract_experience_from_history")
+    set_workflow_state, get_workflow_state = _async_method("set_workflow_state"), _async_method("get_workflow_state")
+    clean_workflow_state = _async_method("clean_workflow_state")
+    get_message_token_len = _async_method("get_message_token_len")
+    numbered, tokenized = _sync_method("numbered"), _sync_method("tokenized")
+    served_error = _sync_method("served_error")
+    extract_experience_from_history = _sync_method("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
         if self._endpoint is None:
@@ -221,16 +213,16 @@ class _RemoteModel(Model):
         return self._endpoint
 
     async def aclose(self) -> None:
-        self._close_client()  # nothing that waits: see `driven`; the runner forgets the session
+        self._close_client()  # nothing here may wait (see `driven`); the runner ends the session
 
 
 class _Player(WorkflowRunner):
-    """The runner's own way to play, in this thread: nothing in it waits for an event loop."""
+    """A WorkflowRunner that plays in this thread. Nothing in it waits for an event loop."""
 
     def __init__(self, link: _Link) -> None:
         self.link = link
         self.engines = [_RemoteEngine(0)]
-        self.asked: list[_RemoteEngine] = []
+        self.auxiliary_engines: list[_RemoteEngine] = []
         super().__init__(cast(Engine, self.engines[0]), concurrent_mode="sequential")
 
     def play(
@@ -242,7 +234,7 @@ class _Player(WorkflowRunner):
         self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
         for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
-        self.asked = self.engines[1 : len(seen)]
+        self.auxiliary_engines = self.engines[1 : len(seen)]
         self.engine_dead = None
         done = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
         self.link.over()
@@ -256,28 +248,25 @@ class _Player(WorkflowRunner):
         self.link.send("done", number, done, data, self.engine_dead)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
-        return [self._model(cast(Engine, engine), task, 0) for engine in self.asked]
+        return [self._model(cast(Engine, engine), task, 0) for engine in self.auxiliary_engines]
 
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
-        known = cast(_RemoteEngine, engine)
-        model = self.link.models[known.index] = _RemoteModel(self.link, known)
+        remote = cast(_RemoteEngine, engine)
+        model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        return context.run(self._called, workflow)
+        return context.run(self._run_sync, workflow)
 
 
 def refuse_group_signals() -> None:
-    """Refuse signals to this process's group, which is the runner's: who sends one means children of its own.
-
-    `os.kill(0, ...)`, `os.killpg(0, ...)` and the like, also to everybody (-1), raise PermissionError.
-    """
+    """Have `os.kill(0, ...)`, `os.killpg(0, ...)` and the like raise PermissionError: the group is the runner's."""
     kill, killpg = os.kill, os.killpg
 
     def require(group: int) -> None:
         if group in (0, 1, os.getpgrp()):
             raise PermissionError(
-                "a workflow can't signal its process group, which is its runner's: start what it is to end with "
+                "a workflow can't signal its process group, which is its runner's: start child processes with "
                 "start_new_session=True, and signal that group"
             )
 
@@ -294,19 +283,19 @@ def refuse_group_signals() -> None:
 
 
 def play(end: socket.socket) -> None:
-    """Be a worker process, with this end of the pipe. Returns when it can't go on."""
+    """Work as a worker process with this end of the pipe; returns when it can't go on."""
     link = _Link(end)
     player = _Player(link)
     threading.Thread(target=link.read, name="pipe", daemon=True).start()
     try:
         link.send("ready")
         while True:
-            kind, *said = link.orders.get()
+            kind, *rest = link.orders.get()
             if kind == "import":
                 with contextlib.suppress(Exception):
-                    resolve(str(said[0]), {}, "workflow")
+                    resolve(str(rest[0]), {}, "workflow")
                 link.send("imported")
             else:
-                player.play(*said)
+                player.play(*rest)
     except BaseException:
         traceback.print_exc()

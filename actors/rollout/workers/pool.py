@@ -1,15 +1,10 @@
-"""Sync workflows in processes of their own, which can be killed.
+"""Pool of worker processes that play sync workflows and can be killed.
 
-A `WorkerPool` forks workers from warm templates (`workers/templates.py`) as they are needed, up to its `places`, and
-keeps them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the
-workflows of one module, with `WorkflowRunner.execute` itself, so stamps, metrics, kinds of failure and `can_reset` are
-the same as in the runner. What ends its process (os._exit, a segfault, kill -9) fails that run alone, with kind
-`workflow`. At a timeout, when cancelled, and when the pool is closed, the worker is stopped at once and killed, with
-the processes that it started and that still are its descendants.
-
-A worker is in the runner's process group, and ends by itself when the runner is gone. A pool serves one event loop.
-
-What such a process does is in `workers/main.py`, what goes over the pipe between the two in `workers/protocol.py`.
+A `WorkerPool` forks workers from warm templates (`workers/templates.py`) on demand, up to its `places`, and keeps them.
+A worker (`workers/main.py`) plays the workflows of one module, one run at a time (or all runs of a `can_repeat`
+workflow), in its main thread. If its process ends (os._exit, a segfault, kill -9), only that run fails, with kind
+`workflow`. At a timeout, a cancellation, and the end of the pool it is stopped at once and killed, with its
+descendants. It is in the runner's process group, and ends by itself after the runner.
 """
 
 from __future__ import annotations
@@ -38,16 +33,12 @@ from trinity_es.events.values import BatchId
 __all__ = ["WorkerPool"]
 
 LAST_SECONDS = 1.0
-"""How long what an ended worker said last may take to come out of its pipe."""
 
 _T = TypeVar("_T")
 
 
 class WorkerPool:
-    """At most `places` workers. Call all of it on one event loop.
-
-    `log_file`: what workflows log goes there.
-    """
+    """At most `places` workers, for one event loop. `log_file`: of the workflows' logs."""
 
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
@@ -55,7 +46,7 @@ class WorkerPool:
         self.templates = Templates(log_file or "")
         self.graders = Graders(self.templates)
         self._idle: list[_Worker] = []
-        """Those that wait for a run; the one that was used last comes last."""
+        """Workers that wait for a run, the last used one last."""
         self._alive: set[_Worker] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._killer = ThreadPoolExecutor(1, thread_name_prefix="killer")
@@ -66,27 +57,23 @@ class WorkerPool:
 
     @property
     def full(self) -> bool:
-        """Return True if who comes now has to wait for another's end."""
+        """True if a new run has to wait for a place."""
         return self._room.locked()
 
     async def warm(self, workflows: Iterable[str]) -> None:
-        """Import the modules of these workflows where workers are forked from, before anybody waits for it.
-
-        Raises nothing: what goes wrong is told to the first run that needs it.
-        """
+        """Import the modules of these workflows into templates in advance. Errors show at the first run."""
         for workflow in workflows:
             with contextlib.suppress(errors.TrinityError):
-                await self.templates.know(workflow)
+                await self.templates.prepare(workflow)
 
     async def run(
         self, task: dict[str, Any], *, batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model],
         timeout: float | None = None, begun: Callable[[], None] = lambda: None,
     ) -> tuple[UnitResult, str | None]:
-        """Play these runs of a task (`task_to_dict`), and tell why its engine is dead, if a run found that it is.
+        """Play these runs of a task (`task_to_dict`); returns the result, and why the engine is dead, if a run noticed.
 
-        `models` are the workflow's: the model and the auxiliary ones. `timeout` counts from when a worker is there
-        and has imported the workflow; `begun` is called then.
-        Raises TimeoutError, StartupError where no worker could be started, WorkflowError for one that ended.
+        When a worker has imported the workflow, `timeout` begins and `begun` is called. Raises TimeoutError,
+        StartupError if no worker could be started, WorkflowError if it ended.
         """
         async with self._room:
             while True:
@@ -101,7 +88,7 @@ class WorkerPool:
                     self._end(worker)
                     if fresh or worker.begun:
                         raise
-                    continue  # it was ended before it took this run, which has no part in that
+                    continue  # it ended before it took this run, which is not to blame
                 except BaseException:
                     self._end(worker)
                     raise
@@ -112,7 +99,6 @@ class WorkerPool:
                 return done
 
     async def close(self) -> None:
-        """Kill all workers, whatever they do; returns when they are gone."""
         self._closed = True
         for worker in list(self._alive):
             self._end(worker)
@@ -121,7 +107,6 @@ class WorkerPool:
         self._killer.shutdown(wait=False)
 
     async def _worker(self, workflow: str) -> _Worker:
-        """Return the one for this workflow's module that was used last, or a new one."""
         module = workflow.partition(":")[0]
         for worker in self._idle[::-1]:
             if worker.module != module:
@@ -163,23 +148,23 @@ class WorkerPool:
         self._alive.discard(worker)
         pid = worker.child.pid
         if pid is None:
-            worker.disconnect()  # it ended, or was never there; one that comes yet ends when it finds nobody
+            worker.disconnect()  # it ended or never started; if it still starts, the closed pipe ends it
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)  # from here on it does nothing
-        ending = asyncio.create_task(self._killed(worker, pid))
+            os.kill(pid, signal.SIGSTOP)  # at once, since the kill takes a while
+        ending = asyncio.create_task(self._kill_and_wait(worker, pid))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def _killed(self, worker: _Worker, pid: int) -> None:
+    async def _kill_and_wait(self, worker: _Worker, pid: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
-        worker.disconnect()  # not before: it would end by itself, and what it started would be nobody's child
+        worker.disconnect()  # not earlier: it would end by itself, and its children would lose their parent
 
 
 def _kill(pid: int) -> None:
-    """End a stopped worker and what it started. Takes a while: psutil reads every process of the machine."""
+    """Kill a stopped worker and its descendants. Takes a while, since psutil reads all processes of the machine."""
     import psutil
 
     family: list[psutil.Process] = []
@@ -193,7 +178,7 @@ def _kill(pid: int) -> None:
 
 
 class _Worker:
-    """One worker process, as the runner sees it. It plays the workflows of one module."""
+    """The runner's side of one worker process, which plays the workflows of one module."""
 
     def __init__(self, module: str, child: Child, end: socket.socket) -> None:
         self.module, self.child, self.end = module, child, end
@@ -201,15 +186,14 @@ class _Worker:
         self.writer: asyncio.StreamWriter | None = None
         self.number = 0
         self.begun = False
-        """Whether it has said that it begins what it was given last."""
         self.imported = False
 
     async def started(self) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=self.end)
-        await self._alive(self._told("ready"))
+        await self._unless_ended(self._wait_for("ready"))
 
     def hung_up(self) -> bool:
-        """Return True if nobody is at the other end, which is known before its template tells that it ended."""
+        """Return True if the other end is closed, which shows before its template reports the end."""
         poll = select.poll()
         poll.register(self.end.fileno(), 0)
         return bool(poll.poll(0))
@@ -225,12 +209,12 @@ class _Worker:
         self.writer.write(frame(*message))
 
     async def prepare(self, workflow: str) -> None:
-        """Have it import a workflow; whether that went well is told when it plays."""
+        """Have it import a workflow; an error shows when it plays."""
         if self.imported:
             return
         self.write("import", workflow)
         try:
-            await asyncio.wait_for(self._alive(self._told("imported")), START_SECONDS)
+            await asyncio.wait_for(self._unless_ended(self._wait_for("imported")), START_SECONDS)
         except TimeoutError:
             raise errors.WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
         self.imported = True
@@ -242,19 +226,16 @@ class _Worker:
         self.begun = False
         seen = [(model.name, model.sampling, model.model_version) for model in models]
         self.write("run", self.number, task, batch_id, task_id, runs, seen)
-        return await self._alive(self._serve(models))
+        return await self._unless_ended(self._serve(models))
 
-    async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """Return what `reading` gives.
-
-        Raises WorkflowError where the process ends before, StartupError where its template does.
-        """
+    async def _unless_ended(self, reading: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `reading`. Raises WorkflowError if the process, StartupError if its template ends."""
         task, gone = asyncio.create_task(reading), self.child.gone
         try:
-            # Where it left its end of the pipe to a child, the pipe doesn't tell that it ended.
+            # If a child has inherited its end of the pipe, the pipe stays open after it ended.
             waited: set[asyncio.Future[Any]] = {task, gone}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({task}, timeout=LAST_SECONDS)  # what it said last may still be in the pipe
+            await asyncio.wait({task}, timeout=LAST_SECONDS)  # its last message may still be in the pipe
             if task.done():
                 return task.result()
         except (EOFError, OSError):
@@ -276,26 +257,25 @@ class _Worker:
         message: tuple[Any, ...] = pickle.loads(await self.reader.readexactly(length))
         return message
 
-    async def _told(self, what: str) -> None:
-        while (await self._read())[0] != what:
-            pass  # a call of a thread that a workflow left behind: it was given up in the worker
+    async def _wait_for(self, kind: str) -> None:
+        while (await self._read())[0] != kind:
+            pass  # a call of a thread that an earlier run left behind
 
     async def _serve(self, models: Sequence[Model]) -> tuple[UnitResult, str | None]:
-        """Answer the worker's calls until its run is over."""
         calls: set[asyncio.Task[None]] = set()
         try:
             while True:
-                kind, number, *said = await self._read()
+                kind, number, *rest = await self._read()
                 if number != self.number:
-                    continue  # as in `_told`
+                    continue
                 if kind == "begun":
                     self.begun = True
                     continue
                 if kind == "done":
-                    done, data, dead = said
+                    done, data, dead = rest
                     done.experiences = Experience.deserialize_many(data)
                     return done, dead
-                call = asyncio.create_task(self._answer(models, number, *said))
+                call = asyncio.create_task(self._answer(models, number, *rest))
                 calls.add(call)
                 call.add_done_callback(calls.discard)
         finally:
@@ -308,17 +288,17 @@ class _Worker:
         model = models[index]
         ok = True
         try:
-            data = pickle.dumps(await _done(model, what, name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+            data = pickle.dumps(await _call_result(model, what, name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
         except BaseException as e:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
-                raise  # the run is over
-            ok, data = False, _packed(e)
+                raise
+            ok, data = False, _pickled_error(e)
         self.write("answer", number, call, ok, data, index, model.model_version, model.usage)
 
 
-async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return what a call of the worker's gives; of a tokenizer's attribute whether it is a method, or its value."""
+async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
+    """Return the result of a worker's call; for an attribute of the tokenizer (it is a method, its value)."""
     target = {"model": model, "leases": model.leases}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":
@@ -328,8 +308,8 @@ async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _packed(error: BaseException) -> bytes:
-    """Return an error that any process can read, and that an `except` in a workflow finds."""
+def _pickled_error(error: BaseException) -> bytes:
+    """Return an error that any process can unpickle and an `except` in a workflow catches."""
     if isinstance(error, asyncio.CancelledError):
         error = errors.EngineError("the engine cancelled the request")
     elif type(error).__module__ != "builtins":

@@ -1,13 +1,11 @@
-"""A template process: it imports what workers need, once, and forks them when it is told to.
+"""A template process, which imports the modules of workflows once, and forks workers and graders on demand.
 
-The first template of a runner is a clean interpreter that has imported `workers/main.py`. For each module with
-workflows one of the templates forks a child that imports it, and that becomes a template as well: a module whose
-import fails, hangs or ends its process takes nobody along. What a module starts or opens when it is imported (a thread,
-a socket, a file, a GPU) does not survive a fork, so such a module is said to be `unsafe` and is left to each worker to
-import.
+The first template of a runner is a new interpreter that has imported `workers/main.py`. For each module with workflows
+a template forks a child that imports it and becomes a template too: if the import fails, hangs or ends its process,
+only that child is lost. Threads, sockets, files and GPUs that a module opens on import do not survive a fork. Such a
+module is `unsafe`, and each worker imports it itself.
 
-A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), as its workers end with it.
-What is said between it and the runner's side (`workers/templates.py`): see `workers/protocol.py`.
+A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), and its workers with it.
 """
 
 from __future__ import annotations
@@ -36,20 +34,18 @@ from trinity_es.events.processes import end_with_parent
 __all__ = ["main"]
 
 _PR_SET_NAME = 15
-_BY_ITSELF = 128
-"""Bits of entropy that numpy gives a generator which nobody gave a seed."""
+_ENTROPY_BITS = 128
+"""Bits of entropy of numpy's generators without a seed."""
 
 
 class _Template:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.children: dict[int, int] = {}
-        """Number by pid."""
         self.generators: list[Any] = []
-        """Those of numpy that modules made for themselves and gave no seed."""
 
     def serve(self) -> None:
-        """Obey until the runner is gone. A child returns from here as well, and says what it is to do."""
+        """Execute orders until the runner is gone; a forked child executes its own first."""
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
@@ -66,16 +62,16 @@ class _Template:
             if self.end not in readable:
                 continue
             data, fds = b"", list[int]()
-            with contextlib.suppress(ConnectionResetError):  # the runner went before it read what it was told
+            with contextlib.suppress(ConnectionResetError):  # the runner ended with unread messages
                 data, fds, _, _ = socket.recv_fds(self.end, MOST, 1)
             if not data:
                 os._exit(1)
-            order, number, *said = pickle.loads(data)
+            order, number, *arguments = pickle.loads(data)
             if not self.fork(number, own):
                 self.end = socket.socket(fileno=fds[0])
                 self.children = {}
-                self.obey(order, *said)
-                # Only a child that imported a module is here still: it serves as its parent does.
+                self.obey(order, *arguments)
+                # Only a child that imported a module gets here: it serves as a template.
                 return self.serve()
             for fd in fds:
                 os.close(fd)
@@ -104,17 +100,17 @@ class _Template:
             if pid == 0:
                 return
             number = self.children.pop(pid, None)
-            if number is not None:  # else a process that a module started when it was imported
+            if number is not None:  # else a process that a module started on import
                 self.tell("ended", number, os.waitstatus_to_exitcode(status))
 
     def tell(self, *message: Any) -> None:
         try:
             self.end.sendall(note(*message))
         except OSError:
-            os._exit(1)  # the runner is gone
+            os._exit(1)
 
-    def obey(self, order: str, *said: Any) -> None:
-        """Be a worker or a grader, which never ends here, or import a module to be a template. Runs in a child."""
+    def obey(self, order: str, *arguments: Any) -> None:
+        """Work as a worker or a grader and exit, or import a module and return. Runs in a child."""
         if order == "work":
             _name("worker")
             self.reseed()
@@ -126,14 +122,14 @@ class _Template:
             grader_main.answer(self.end)
             os._exit(1)
         try:
-            self.learn(*said)
+            self.learn(*arguments)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     def learn(self, workflow: str) -> None:
-        """Import a workflow's module, and tell whether workers may be forked of what it left."""
-        before = _opened()
+        """Import a workflow's module, and report whether workers may be forked afterwards."""
+        before = _open_files()
         try:
             resolve(workflow, {}, "workflow")
         except UnknownWorkflow as e:
@@ -143,13 +139,13 @@ class _Template:
         if why:
             self.tell("unsafe", why)
             os._exit(0)
-        self.generators = _unseeded()
+        self.generators = _unseeded_generators()
         gc.collect()
-        gc.freeze()  # or the first collection in each worker would make these pages its own
+        gc.freeze()  # else the first collection in each worker would copy these pages
         self.tell("ready")
 
     def reseed(self) -> None:
-        """Other numbers in each worker. Python does that for its own generator."""
+        """Reseed the generators, so that workers draw different numbers. Python reseeds its own."""
         numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
         if numpy is not None:
             numpy.seed()
@@ -159,43 +155,40 @@ class _Template:
             torch.seed()
 
 
-def _opened() -> set[str]:
-    found = set()
+def _open_files() -> set[str]:
+    files = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own, which is closed by now
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-    return found
+        with contextlib.suppress(OSError):  # the listing's own descriptor, now closed
+            files.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return files
 
 
 def _unsafe(before: set[str]) -> str:
-    """Return why this process is not to be forked; empty where it may be."""
-    pid = os.fork()  # ends the pools that take care of forks by themselves, such as numpy's
+    """Return why this process can't be forked; empty if it can."""
+    pid = os.fork()  # ends thread pools that handle forks themselves, such as numpy's
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
         return f"started {threads} thread{'s' * (threads > 1)} when it was imported"
-    opened = sorted(of.partition(" ")[2] for of in _opened() - before)
+    opened = sorted(file.partition(" ")[2] for file in _open_files() - before)
     return f"left {', '.join(opened)} open when it was imported" if opened else ""
 
 
-def _unseeded() -> list[Any]:
-    """Return generators that a module made without a seed, for all its workers to draw other numbers from.
-
-    One that got a seed gives each worker the same numbers: somebody wanted that.
-    """
+def _unseeded_generators() -> list[Any]:
+    """Return numpy generators that modules made without a seed; seeded ones give all workers the same numbers."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return []
-    found = {}
+    generators = {}
     for module in list(sys.modules.values()):
         for value in list(getattr(module, "__dict__", {}).values()):
             if type(value) is numpy.random.Generator:
                 entropy = getattr(value.bit_generator.seed_seq, "entropy", None)
-                if isinstance(entropy, int) and entropy.bit_length() > _BY_ITSELF // 2:
-                    found[id(value)] = value
-    return list(found.values())
+                if isinstance(entropy, int) and entropy.bit_length() > _ENTROPY_BITS // 2:
+                    generators[id(value)] = value
+    return list(generators.values())
 
 
 def _name(name: str) -> None:
@@ -203,12 +196,12 @@ def _name(name: str) -> None:
 
 
 def main() -> None:
-    """Be the first template of a runner: `fd of the socket, pid of the runner, log file`."""
+    """Work as the first template of a runner. Arguments: socket's fd, runner's pid, log file."""
     _, fd, parent, log_file = sys.argv
-    del sys.argv[1:]  # a workflow that reads arguments is to find none
+    del sys.argv[1:]
     end_with_parent(int(parent))
     _name("worker-template")
-    worker_main.refuse_group_signals()  # of a module that is imported here, too
+    worker_main.refuse_group_signals()  # also by modules that are imported here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
     faulthandler.enable()
     if log_file:

@@ -1,8 +1,4 @@
-"""The runner's side of its template processes: they are started as they are needed, and made anew when they end.
-
-One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in
-`worker_template_main.py`.
-"""
+"""The runner's side of the template processes (`template_main.py`) of one `WorkerPool`, which start on demand."""
 
 from __future__ import annotations
 
@@ -25,29 +21,25 @@ from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowErro
 __all__ = ["START_SECONDS", "Child", "Templates", "ended"]
 
 START_SECONDS = 120.0
-"""How long a process may take until it can work, and how long the import of a workflow's module."""
+"""How long a process may take until it is ready, or a workflow's module to be imported."""
 FORK_SECONDS = 30.0
-"""How long a template may take to fork."""
 EXIT_SECONDS = 5.0
-"""How long a process may take to end that is ending."""
 
 _log = logging.getLogger(__name__)
 
 
 class Child:
-    """A process that a template forks, or forked."""
-
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
-        """Its pid. Raises StartupError where it could not be forked."""
+        """Its pid. Raises StartupError if it could not be forked."""
         self.gone: asyncio.Future[int | None] = loop.create_future()
-        """Its exit status, once it has ended; None where its template ended, and it with that."""
-        self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may have waited for it
+        """Its exit status once it has ended; None if it ended with its template."""
+        self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it is there: it can't be another process's."""
+        """Its process id until it has ended, so that it can't be another process's."""
         if self.gone.done() or not self.forked.done() or self.forked.exception() is not None:
             return None
         return self.forked.result()
@@ -60,27 +52,25 @@ class Child:
 
 
 class _Template:
-    """One template process. `end`: this side of its socket; `itself`: the process."""
-
-    def __init__(self, end: socket.socket, itself: Child | subprocess.Popen[bytes]) -> None:
-        self.end, self.itself = end, itself
+    def __init__(self, end: socket.socket, process: Child | subprocess.Popen[bytes]) -> None:
+        self.end, self.process = end, process
         self.children: dict[int, Child] = {}
         self.number = 0
         self.turn = asyncio.Lock()
         self.answer: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        """The first that it says: `ready`, `unsafe` or `refused`, and why; `ended` where it did before it said any."""
+        """Its first message: `ready`, `unsafe` or `refused`, and why; `ended` if it ended before."""
         self.alive = True
         end.setblocking(False)
         asyncio.get_running_loop().add_reader(end, self._read)
 
-    async def fork(self, child: Child, theirs: socket.socket, order: str, *said: Any) -> None:
+    async def fork(self, child: Child, theirs: socket.socket, order: str, *arguments: Any) -> None:
         async with self.turn:
             if not self.alive:
                 raise StartupError("a worker process could not be started: its template ended")
             self.number += 1
             self.children[self.number] = child
             try:
-                socket.send_fds(self.end, [note(order, self.number, *said)], [theirs.fileno()])
+                socket.send_fds(self.end, [note(order, self.number, *arguments)], [theirs.fileno()])
             except OSError as e:
                 self.lost()
                 raise StartupError(f"a worker process could not be started: {e}") from e
@@ -92,12 +82,12 @@ class _Template:
 
     def close(self) -> None:
         self.lost()
-        if isinstance(self.itself, Child):
-            if (pid := self.itself.pid) is not None:
-                with contextlib.suppress(ProcessLookupError):  # it ended, and nobody has said so yet
+        if isinstance(self.process, Child):
+            if (pid := self.process.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):  # its end was not reported yet
                     os.kill(pid, signal.SIGKILL)
-        elif self.itself.poll() is None:
-            self.itself.kill()
+        elif self.process.poll() is None:
+            self.process.kill()
 
     def _read(self) -> None:
         try:
@@ -109,20 +99,19 @@ class _Template:
         if not data:
             self.lost()
             return
-        kind, *said = pickle.loads(data)
+        kind, *rest = pickle.loads(data)
         if kind in ("forked", "failed", "ended"):
-            number, of = said
+            number, value = rest
             child = self.children[number]
             if kind == "forked":
-                child.forked.set_result(of)
+                child.forked.set_result(value)
             else:
                 del self.children[number]
-                child.over(of if kind == "ended" else None, str(of))
+                child.over(value if kind == "ended" else None, str(value))
         elif not self.answer.done():
-            self.answer.set_result((kind, *said, "")[:2])
+            self.answer.set_result((kind, *rest, "")[:2])
 
     def lost(self) -> None:
-        """Take note that it ended, and with it all that it forked."""
         if not self.alive:
             return
         self.alive = False
@@ -136,48 +125,45 @@ class _Template:
 
 
 class Templates:
-    """See the module. `log_file`: where workflows' loggers write."""
+    """The template processes of one runner. `log_file`: of the workflows' logs."""
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
-        self._known: dict[str, asyncio.Task[_Template | None]] = {}
-        """By module; None where each worker is to import it itself. Of "" the first, which has imported no workflow."""
+        self._templates: dict[str, asyncio.Task[_Template | None]] = {}
+        """Template by module; None: each worker imports it itself. The first one, without workflows, is under ""."""
         self._newest: _Template | None = None
-        """The last one that imported a module, from which the next is forked: what they share is there once."""
+        """The last template that imported a module. The next is forked from it, so that they share memory."""
 
-    async def know(self, workflow: str) -> bool:
-        """Import a workflow's module where that harms nobody; false where it is to be imported in each worker.
+    async def prepare(self, workflow: str) -> bool:
+        """Import a workflow's module in a template; returns False if each worker has to import it.
 
-        Raises UnknownWorkflow where it can't be, WorkflowError where that hangs or ends the process, StartupError.
+        Raises UnknownWorkflow if that fails, WorkflowError if it hangs or ends the process, StartupError.
         """
         return await self._template(workflow) is not None
 
     async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
-        """Fork a worker that plays this workflow; false where it has to import the module first. Raises as `know`.
-
-        With the order `grade` it is a grader, which calls a function of the module.
-        """
+        """Fork a worker (or by `grade` a grader); return False if it must import the module. Raises like `prepare`."""
         template = await self._template(workflow)
         await (template or await self._base()).fork(child, theirs, order)
         return template is not None
 
     def forget(self, workflow: str) -> None:
-        """End the template of this workflow's module, for no worker will be forked from it."""
-        task = self._known.get(_module(workflow))
+        """End the template of this workflow's module, since no worker will need it."""
+        task = self._templates.get(_module(workflow))
         template = task.result() if task is not None and task.done() and not task.exception() else None
         if template is not None and not template.children:
-            del self._known[_module(workflow)]
+            del self._templates[_module(workflow)]
             template.close()
 
     async def close(self) -> None:
-        for task in self._known.values():
+        for task in self._templates.values():
             task.cancel()
-        made = [t.result() for t in self._known.values() if t.done() and _serves(t)]
-        for template in reversed(made):  # whoever was forked from another one first
-            if template is not None and isinstance(template.itself, Child):
+        made = [t.result() for t in self._templates.values() if t.done() and _serves(t)]
+        for template in reversed(made):  # children before their parents
+            if template is not None and isinstance(template.process, Child):
                 template.close()
-                await asyncio.wait({template.itself.gone}, timeout=EXIT_SECONDS)
+                await asyncio.wait({template.process.gone}, timeout=EXIT_SECONDS)
         process = self._process
         if process is None:
             return
@@ -186,24 +172,23 @@ class Templates:
             await asyncio.to_thread(process.wait, EXIT_SECONDS)
 
     async def _template(self, workflow: str) -> _Template | None:
-        return await self._kept(_module(workflow), lambda: self._made(workflow))
+        return await self._cached(_module(workflow), lambda: self._fork_template(workflow))
 
     async def _base(self) -> _Template:
-        template = await self._kept("", self._started)
+        template = await self._cached("", self._start_base)
         assert template is not None
         return template
 
-    async def _kept(
+    async def _cached(
         self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
     ) -> _Template | None:
-        """Return the template of this module, made once for all who wait for it, and again when it is gone."""
-        task = self._known.get(module)
+        task = self._templates.get(module)
         if task is None or (task.done() and not _serves(task)):
-            task = self._known[module] = asyncio.create_task(make())
+            task = self._templates[module] = asyncio.create_task(make())
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
         return await asyncio.shield(task)
 
-    async def _made(self, workflow: str) -> _Template | None:
+    async def _fork_template(self, workflow: str) -> _Template | None:
         parent = self._newest if self._newest is not None and self._newest.alive else await self._base()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = Child()
@@ -211,40 +196,39 @@ class Templates:
         try:
             with theirs:
                 await parent.fork(child, theirs, "learn", workflow)
-            said, why = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
-            if said == "ready":
+            state, why = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+            if state == "ready":
                 self._newest = template
                 return template
-            if said == "unsafe":
+            if state == "unsafe":
                 _log.warning(
                     "%s %s: each worker process imports it for itself, which takes longer", _module(workflow), why
                 )
                 return None
-            if said == "refused":
+            if state == "refused":
                 raise UnknownWorkflow(why)
             with contextlib.suppress(TimeoutError):
                 status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
                 if status is not None:
                     raise WorkflowError(f"{workflow} can't be imported: that {ended(status)}")
-            raise StartupError(f"{workflow} was not imported: the process that was to do it is gone")
+            raise StartupError(f"{workflow} was not imported: the process that imported it is gone")
         except TimeoutError:
             raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
         finally:
             if self._newest is not template:
                 template.close()
 
-    async def _started(self) -> _Template:
-        if self._process is not None:  # the one before, which is ending
+    async def _start_base(self) -> _Template:
+        if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = "trinity_es.actors.rollout.workers.template_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
-        # A workflow has no business with the key to the system.
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:
-            # Here, not in a thread of a pool: PDEATHSIG comes when the thread ends that started a process.
+            # Not in a pool's thread: PDEATHSIG is sent when the thread that started the process ends.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], env=environment,
@@ -256,13 +240,13 @@ class Templates:
             theirs.close()
         template = _Template(ours, process)
         try:
-            said, _ = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+            state, _ = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
         except TimeoutError:
             template.close()
             raise StartupError(
                 f"the template of the worker processes was not ready after {START_SECONDS:.0f} s"
             ) from None
-        if said != "ready":
+        if state != "ready":
             template.close()
             status = await asyncio.to_thread(process.wait)
             raise StartupError(f"the template of the worker processes did not start: it {ended(status)}")
@@ -270,7 +254,6 @@ class Templates:
 
 
 def _serves(task: asyncio.Task[Any]) -> bool:
-    """Return True if what this task gave is still there."""
     if task.cancelled() or task.exception() is not None:
         return False
     template = task.result()
@@ -282,7 +265,7 @@ def _module(workflow: str) -> str:
 
 
 def ended(status: int) -> str:
-    """Return how a process ended, in words that follow its name."""
+    """Return how a process ended, as the rest of a sentence after its name."""
     if status >= 0:
         return f"ended its process with exit status {status}"
     hint = " (kill -9, or the machine was out of memory)" if status == -signal.SIGKILL else ""

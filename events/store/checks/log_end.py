@@ -1,11 +1,9 @@
-"""The end of a log as others know it, so that a log that lost what was acknowledged is noticed by whoever comes next.
+"""Known ends of a log, which reveal that a log lost acknowledged events.
 
-A `Mark` is a position of a log and the hash there, which stands for all events up to it. Whoever is told of something
-that the log holds is told a mark too: clients, runners, guardian and keeper in their memory, and this host in a small
-file (`Memory`). A log that has not what a mark says was rewound, or is another one: LogRewound (`EventLog.require`).
-
-A log is known by its generation. When a person accepts that events are lost (`RewindAccepted`), it gets a new one, and
-marks of those it had before count no more: so what was known of the lost events is settled once, for everybody.
+A `Mark` is a position of a log and the hash there, which stands for all events up to it. Every answer about the log
+carries one. Clients, runners, guardian and keeper keep the newest in memory, and this host in a file (`Memory`). If the
+log does not have the event of a mark, it was rewound or replaced: LogRewound (`EventLog.require`). When a person
+accepts a loss (`RewindAccepted`), the log gets a new generation, and marks of earlier ones no longer count.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ __all__ = [
 ]
 
 SIZE = 2048
-"""Bytes of a memory file, which are written at once: in one page."""
+"""Bytes of a memory file, which fit in one page and are written at once."""
 MOST = 6
 """Maximum number of marks that a memory file keeps."""
 TRIES = 3
-"""How often a file is read that is not whole: somebody may be writing it."""
+"""Number of times to read a memory file that another process may be writing."""
 HERE = "this host's memory"
-"""Who says what stands in a memory file."""
+"""`Claim.by` of the marks in a memory file."""
 
 
 class Mark(NamedTuple):
@@ -52,15 +50,15 @@ class Mark(NamedTuple):
     position: int
     hash: bytes
     teller: str = ""
-    """The life of the coordinator that told it: it need not look up what it told itself."""
+    """Life of the coordinator that sent it, which need not look up its own marks."""
 
 
 class Claim(NamedTuple):
-    """What somebody knows of a log."""
+    """A mark, and which process or file holds it."""
 
     mark: Mark
     by: str
-    """Who, in words: `a client (pid 12 on host)`."""
+    """Holder of the mark, in words: `a client (pid 12 on host)`."""
 
 
 def claim_to_dict(claim: Claim) -> dict[str, Any]:
@@ -69,7 +67,7 @@ def claim_to_dict(claim: Claim) -> dict[str, Any]:
 
 
 def claim_from_dict(data: Mapping[str, Any]) -> Claim:
-    """Return the claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for what is none."""
+    """Return the claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for other data."""
     position = data["position"]
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"position is {position!r}")
@@ -80,21 +78,21 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     return tuple(claim_from_dict(one) for one in data)
 
 
-def told_less(known: Mark | None, told: Mark | None) -> str | None:
-    """Return why who knows `known` must refuse somebody who tells `told`; None: nothing speaks against it.
+def told_less(own: Mark | None, answer: Mark | None) -> str | None:
+    """Return why a process with mark `own` must refuse an answer with mark `answer`; None if it need not.
 
-    Of another generation nothing is said: only the log tells whether it follows from the known one.
+    Marks of two generations don't compare: only the log can tell whether one follows from the other.
     """
-    if known is None or told is None or known.generation != told.generation or told.position > known.position:
+    if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None
-    if told.position < known.position:
-        return f"it has seen position {known.position}, and is told that the log ends at {told.position}"
-    return None if told.hash == known.hash else f"it has seen another event at position {known.position}"
+    if answer.position < own.position:
+        return f"it has seen position {own.position}, and is told that the log ends at {answer.position}"
+    return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
 
 
 # --- against the log --------------------------------------------------------------------------------------------------
 def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
-    """Return the end of the log, and those claims that it does not hold."""
+    """Return the end of the log, and the claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
     lost, given_up = [], None
@@ -104,7 +102,7 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
             if _hash_at(connection, head, mark.position) == mark.hash:
                 continue
         else:
-            given_up = _given_up(connection) if given_up is None else given_up
+            given_up = _given_up_generations(connection) if given_up is None else given_up
             if mark.generation in given_up:
                 continue
         lost.append(claim)
@@ -112,14 +110,14 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, known: Mark | None) -> None:
-    """Raise LogRewound where a log with this head row lacks what this process has written or seen last."""
+    """Raise LogRewound if a log with this head row lacks the last event that this process wrote or saw."""
     if known is None:
         return
-    found = head.last_hash
-    if head.last_position != known.position:  # others wrote too, or it is shorter
-        at = select(schema.events.c.hash).where(schema.events.c.position == known.position)
-        found = connection.execute(at).scalar_one_or_none()
-    if known.position and (found is None or bytes(found) != known.hash):
+    actual = head.last_hash
+    if head.last_position != known.position:  # others wrote too, or the log is shorter
+        query = select(schema.events.c.hash).where(schema.events.c.position == known.position)
+        actual = connection.execute(query).scalar_one_or_none()
+    if known.position and (actual is None or bytes(actual) != known.hash):
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
         raise rewound(url, end, [Claim(known, "this process")])
 
@@ -130,49 +128,43 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
     if position == head.position:
         return head.hash
     query = select(schema.events.c.hash).where(schema.events.c.position == position)
-    found = connection.execute(query).scalar_one_or_none() if position < head.position else None
-    return None if found is None else bytes(found)
+    value = connection.execute(query).scalar_one_or_none() if position < head.position else None
+    return None if value is None else bytes(value)
 
 
-def _given_up(connection: Connection) -> set[str]:
-    """Return the generations that persons gave up for the one that the log has now."""
+def _given_up_generations(connection: Connection) -> set[str]:
+    """Return the generations that the log's current one replaced."""
     rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False)
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that says what was acknowledged, what the log has, and what to do.
-
-    `head` None: there is no log.
-    """
+    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: no log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
     knows += f" ({', '.join(others)} too)" if others else ""
     if head is None:
-        what = f"lost what was acknowledged: {knows}, and there is no log any more"
+        problem = f"lost what was acknowledged: {knows}, and there is no log any more"
     elif mark.generation != head.generation:
-        what = (f"is another log than the one that was acknowledged: {knows}, and what is there now, up to position "
-                f"{head.position}, is of another generation ({head.generation[:8]}, not {mark.generation[:8]})")
+        problem = (f"is another log than the one that was acknowledged: {knows}, and what is there now, up to position "
+                   f"{head.position}, is of another generation ({head.generation[:8]}, not {mark.generation[:8]})")
     elif mark.position > head.position:
-        what = (f"was at position {mark.position} and is at {head.position}: {knows}, and positions "
-                f"{head.position + 1} to {mark.position} are lost")
+        problem = (f"was at position {mark.position} and is at {head.position}: {knows}, and positions "
+                   f"{head.position + 1} to {mark.position} are lost")
     else:
-        what = f"lost what was acknowledged: {knows}, and another event is there now, in a log up to {head.position}"
+        problem = f"lost what was acknowledged: {knows}, and another event is there now, in a log up to {head.position}"
     return LogRewound(
-        f"{url} {what}: it was restored from an older copy, or its server lost commits. Nothing more is acknowledged: "
-        "bring the better copy back, or say that it is meant with `trinity-es accept-rewind`. A run that is to begin "
-        "anew takes another `name`, or another store.url where that is set",
+        f"{url} {problem}: it was restored from an older copy, or its server lost commits. Nothing more is "
+        "acknowledged: bring the better copy back, accept the loss with `trinity-es accept-rewind`, or begin a new run "
+        "under another `name` (or store.url, if that is set)",
         position=mark.position, found=0 if head is None else head.position, lost=[claim_to_dict(c) for c in lost],
     )
 
 
 def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
-    """Return the event that says which positions are given up, in a log that ends at `head`.
-
-    It holds the log's new generation.
-    """
+    """Return the event that gives up the lost positions of a log that ends at `head`, with its new generation."""
     same = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign = [c.mark.position for c in lost if c.mark.generation != head.generation]
     return RewindAccepted(
@@ -185,72 +177,71 @@ def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason
 
 # --- the memory of a host ---------------------------------------------------------------------------------------------
 class Memory:
-    """What this host knows of the log of one store: a file of mode 0600, beside the key.
+    """File with this host's claims about the log of one store, of mode 0600, beside the key.
 
-    Its writer is the coordinator, after every commit and before anybody is told of it. It is written in place, with a
-    checksum, for somebody may read it meanwhile. It is not flushed to the disk: the end of any process takes nothing
-    from it, a loss of power what the system had not written back. Then it knows less than the log, which is no fault.
+    The coordinator writes it after every commit, before any answer. It writes in place, with a checksum for concurrent
+    readers, and does not flush to the disk: after a loss of power it may know less than the log, which does no harm.
     """
 
     def __init__(self, path: Path, url: str) -> None:
-        """`path`: of the file, which need not exist; `url`: of the store, in which no password is shown."""
+        """`path`: of the file, which need not exist; `url`: of the store, shown without a password."""
         self.path, self._url = path, url
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
-        """Key of the store's identity, once its log was read (`EventLog.remembered`)."""
+        """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
         self._others: list[Claim] = []
-        """Marks besides that of its writer: what somebody else knew, and the log had not."""
+        """Claims of others that the log does not hold."""
         self.trouble = ""
-        """Why it could not be written last; empty: it could."""
+        """Error of the last write; empty if it succeeded."""
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
-        """Return the memory of this store, with the file in this folder."""
+        """Return the memory of this store, with its file in this folder."""
         place = place_of(url)
         digest = hashlib.sha256(place.encode()).hexdigest()[:12]
         return cls(Path(folder) / f"acknowledged-{digest}", place)
 
     def claims(self, generation: str = "") -> list[Claim]:
-        """Return what is known here of this store; [] where nothing is.
+        """Return this host's claims about the store.
 
-        With `generation`, of a log of that generation that nothing is known of under its own address, also what is
-        known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own:
-        its file is still there, or its database is another one by the memory's key.
+        For the `generation` of a log that is unknown at its own address, claims under other addresses count too, since
+        a log may move or have several addresses. Claims about a copy don't: the original's file still exists, or its
+        database has another key.
         """
         own = _read(self.path)
-        found = [] if own is None else list(own[0])
-        if not generation or any(claim.mark.generation == generation for claim in found):
-            return found
+        claims = [] if own is None else list(own[0])
+        if not generation or any(claim.mark.generation == generation for claim in claims):
+            return claims
         for path in sorted(self.path.parent.glob("acknowledged-*")):
             other = None if path == self.path else _read(path)
             if other is not None and not self._is_copy(other[1], other[2]):
-                found += [c for c in other[0] if c.mark.generation == generation and c not in found]
-        return found
+                claims += [c for c in other[0] if c.mark.generation == generation and c not in claims]
+        return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
-        """Return True if the log at another place is there beside this one."""
+        """Return True if the log at another place exists beside this one."""
         if place.startswith("/"):
             return os.path.exists(place)
-        # Without the port: a server that takes over from another one has the same data, and may have lost the end.
+        # Without the port: a server that takes over from another one has the same data, and may have lost its end.
         return any(a != b for a, b in zip(self.key[:2], key, strict=False) if None not in (a, b))
 
     def note(self, mark: Mark) -> None:
-        """Keep this as the end of the log. Never raises: `trouble` says what hindered it."""
+        """Keep this mark as the end of the log. Never raises: `trouble` has the error."""
         with self._lock:
             self._write([Claim(mark, HERE), *self._others])
 
     def claim(self, claims: Iterable[Claim]) -> None:
-        """Keep what others know and the log has not, until a person accepts that it is lost."""
+        """Keep claims of others that the log does not hold, until a person accepts that the events are lost."""
         with self._lock:
-            known = _read(self.path)
-            own = [] if known is None else known[0]
+            content = _read(self.path)
+            own = [] if content is None else content[0]
             every = dict.fromkeys([*self._others, *own[1:], *claims])
             self._others = [claim for claim in every if claim not in own[:1]]
             self._write([*own[:1], *self._others])
 
     def settle(self, mark: Mark) -> None:
-        """Keep this, and forget everything else."""
+        """Keep this mark, and forget all others."""
         self._others = []
         self.note(mark)
 
@@ -271,24 +262,24 @@ class Memory:
             self.trouble = f"{self.path}: {e.strerror}"
 
 
-_Known = tuple[list[Claim], str, list[Any]]
+_Content = tuple[list[Claim], str, list[Any]]
 
 
 def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
-    said = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
-    if len(said) > SIZE - 10:
+    data = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
+    if len(data) > SIZE - 10:
         return _encode(claims[:-1], place, key)
-    return (b"%08x %b" % (zlib.crc32(said), said)).ljust(SIZE - 1) + b"\n"
+    return (b"%08x %b" % (zlib.crc32(data), data)).ljust(SIZE - 1) + b"\n"
 
 
-def _read(path: Path) -> _Known | None:
-    """Return the claims that a memory file holds, the place of the log, its key; None: there is none that is whole."""
+def _read(path: Path) -> _Content | None:
+    """Return the claims in a memory file, the place of the log, and its key; None if no complete file is there."""
     for _ in range(TRIES):
         try:
             with path.open("rb") as file:
-                check, said = file.read(SIZE).rstrip(b"\0 \n").split(b" ", 1)
-            if int(check, 16) == zlib.crc32(said):
-                data = orjson.loads(said)
+                check, text = file.read(SIZE).rstrip(b"\0 \n").split(b" ", 1)
+            if int(check, 16) == zlib.crc32(text):
+                data = orjson.loads(text)
                 return list(claims_of(data["known"])), str(data["log"]), list(data.get("key", ()))
         except OSError:
             return None

@@ -1,11 +1,8 @@
-"""Whether a log is what was written: the work behind `EventLog.verify`.
+"""Verification of a log, for `EventLog.verify`. It never repairs.
 
-Reads; never repairs. A problem is a sentence that names its position or stream. After a break in the chain it goes on
-from the stored hash, so that one changed event is one problem and not a thousand. Nothing that a damaged file holds
-may end it: a value of another type, text that is no UTF-8, pages that can't be read are problems too.
-
-Events are read page by page up to the head, then once more in one short transaction, in which the rest of the log, the
-table of streams and whatever a `Watcher` compares are of one moment: so a writer can go on, and is not accused.
+After a break in the chain it continues from the stored hash, so that one changed event is one problem and not a
+thousand. No content of a damaged file stops it. Events are read page by page up to the head; a short last transaction
+reads the rest and everything to compare as of one moment, so concurrent writers cause no false problems.
 """
 
 from __future__ import annotations
@@ -30,17 +27,17 @@ from trinity_es.events.store.records.recorded import Head, Recorded
 __all__ = ["Problems", "Watcher", "check_pages", "raw_text", "verify"]
 
 MOST = 100
-"""Maximum number of problems told; more are counted."""
+"""Maximum number of reported problems; more are counted."""
 
 PAGE = 1000
 ROUNDS = 5
-"""Looks at the head before the last one, so that what is read in one transaction is little."""
+"""Passes up to the head before the last one, so that the last transaction has little to read."""
 
 _COLUMNS = tuple(column.name for column in schema.events.columns)
 _TYPES = (int, str, int, str, int, bytes, bytes, float, str, int, bytes)
-"""Of the columns, in their order. SQLite stores a value of any type in any column."""
+"""Types of the columns, in order. SQLite stores a value of any type in any column."""
 
-# As text, because what a column holds must not be converted before it is looked at.
+# As text, because the columns' values must not be converted before they are checked.
 _PAGE = text(
     f"SELECT {', '.join(_COLUMNS)} FROM es_event WHERE position > :after AND position <= :until "
     "ORDER BY position LIMIT :size"
@@ -51,52 +48,46 @@ _BEYOND = text("SELECT max(position) FROM es_event")
 
 
 class Watcher(Protocol):
-    """Who looks at the same events in the same pass."""
+    """A check that sees the same events in the same pass."""
 
     def take(self, recorded: Sequence[Recorded]) -> None:
-        """Take some more events, in order of position, each once; all of them decode."""
+        """Take more events, in order of position, each once; all of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Check the whole after the last event; `connection` shows the database as it was at that moment.
-
-        `whole`: no event was missing or unreadable.
-        """
+        """Check the whole after the last event, in its transaction. `whole`: no event was missing or unreadable."""
 
 
 class Problems:
-    """The first of them, and how many more."""
+    """The first problems, and the number of further ones."""
 
     def __init__(self) -> None:
-        self._told: list[str] = []
+        self._first: list[str] = []
         self._more = 0
 
     def add(self, problem: str) -> None:
-        if len(self._told) < MOST:
-            self._told.append(problem)
+        if len(self._first) < MOST:
+            self._first.append(problem)
         else:
             self._more += 1
 
     def told(self) -> list[str]:
-        return [*self._told, f"and {self._more} more"] if self._more else self._told
+        return [*self._first, f"and {self._more} more"] if self._more else self._first
 
 
 def verify(
     database: Database, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
 ) -> list[str]:
-    """Return everything wrong with the log up to the last event that there is when this ends; [] where it is sound.
-
-    Raises LogUnavailable where the database can't be reached.
-    """
+    """Return all problems of the log up to its last event at the end of this call. Raises LogUnavailable."""
     problems = Problems()
     chain = _Chain(problems)
 
     def take(rows: Sequence[Any], end: int) -> None:
         before = chain.position
-        found = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
+        events = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
         if rows and chain.position == before:
             raise LogCorrupt(f"{database.shown}: nothing that follows position {before} can be read in order")
-        if watcher is not None and found:
-            watcher.take(found)
+        if watcher is not None and events:
+            watcher.take(events)
         if progress:
             progress(chain.position, end)
 
@@ -115,46 +106,42 @@ def verify(
             take(rows, end)
         _compare(connection, chain, heads, problems)
         if watcher is not None:
-            known = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
-            watcher.settle(connection, known, chain.whole and chain.position == end)
+            last = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
+            watcher.settle(connection, last, chain.whole and chain.position == end)
 
     try:
         for _ in range(ROUNDS):
-            with_head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
-            end = with_head[0] if with_head is not None and isinstance(with_head[0], int) else 0
-            begun = chain.position
+            head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
+            end = head[0] if head is not None and isinstance(head[0], int) else 0
+            begin = chain.position
             while rows := database.read(lambda c, u=end: page(c, u)):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
                 take(rows, end)
-            if chain.position - begun < PAGE:
+            if chain.position - begin < PAGE:
                 break
         database.read(finish, patience=0.0)
     except (LogCorrupt, NotALog) as e:
         problems.add(f"after position {chain.position}: {e.message}")
-    except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may hold what the damaged file does
+    except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may quote the damaged file
         problems.add(f"after position {chain.position}: {database.shown} can't be read: {getattr(e, 'orig', e)}")
     return problems.told()
 
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Read SQLite's text as it is, bytes that are no UTF-8 as \\xff: the driver would raise an error of its own."""
+    """Read SQLite's text with bytes that are no UTF-8 as \\xff; the driver would raise an error of its own."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
         return
-    driver.text_factory = _decoded
+    driver.text_factory = lambda data: data.decode(errors="backslashreplace")
     try:
         yield
     finally:
         driver.text_factory = str
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode(errors="backslashreplace")
-
-
 def check_pages(connection: Connection) -> list[str]:
-    """Return what SQLite finds wrong with the pages, trees and indexes of this log."""
+    """Return SQLite's problems with the pages, trees and indexes of this log."""
     try:
         with raw_text(connection):
             lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST})"))]
@@ -167,15 +154,15 @@ def check_pages(connection: Connection) -> list[str]:
     except (DBAPIError, UnicodeDecodeError):
         roots = {}
 
-    def named(line: str) -> str:  # "Tree 7 page 9: ..." with the name of the table or index
+    def with_name(line: str) -> str:  # "Tree 7 page 9: ..." with the name of the table or index
         return re.sub(r"^(On tree|Tree) (\d+)", lambda m: f"{roots.get(m[2], 'tree')} ({m[1].lower()} {m[2]})", line)
 
     parts = [part for line in lines for part in line.splitlines() if part.strip() and not part.startswith("***")]
-    return [f"the database file: {named(part)}" for part in parts]
+    return [f"the database file: {with_name(part)}" for part in parts]
 
 
 class _Chain:
-    """Follows the events, one after the other."""
+    """The chain of events, checked one after the other."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -199,7 +186,7 @@ class _Chain:
             return None
         missing = position - self.position - 1
         if missing < 0:
-            add(f"{at}: it stands after position {self.position}")
+            add(f"{at}: it comes after position {self.position}")
             self.whole = False
             return None
         if missing:
@@ -208,20 +195,20 @@ class _Chain:
             self.whole = False
         expected = self.versions.get(stream, 0) + 1
         if version != expected:
-            add(f"{at}: stream {stream} has version {version} where {expected} belongs")
+            add(f"{at}: stream {stream} has version {version} instead of {expected}")
         if index != 0 and (commit_id != self._commit or index != self._index + 1):
             add(f"{at}: it is event {index} of commit {commit_id}, but does not follow it")
         if recorded_at < self.recorded_at and name != "ClockStepped":
             add(f"{at}: it was recorded before the event before it")
         if _hash(self.hash, row) != stored:
-            # After missing events the hash can't be checked: the one before is not known.
+            # After missing events the hash can't be checked: the previous hash is unknown.
             add(f"{at}: its hash does not match it and the event before it: one of them was changed"
                 if not missing else f"{at}: its hash can't be checked, the event before it is missing")
         self.versions[stream] = version
         self.hash, self.position, self.recorded_at = stored, position, recorded_at
         self._commit, self._index = commit_id, index
         try:
-            event, about = codec.decode(name, schema_version, data), orjson.loads(metadata)
+            event, decoded_metadata = codec.decode(name, schema_version, data), orjson.loads(metadata)
         except LogError as e:
             add(f"{at}: {e.message}")
         except orjson.JSONDecodeError as e:
@@ -229,14 +216,14 @@ class _Chain:
         else:
             return Recorded(
                 position=position, stream=stream, version=version, type=name, schema_version=schema_version, data=data,
-                metadata=about, recorded_at=recorded_at, commit_id=commit_id, hash=stored, _event=event,
+                metadata=decoded_metadata, recorded_at=recorded_at, commit_id=commit_id, hash=stored, _event=event,
             )
         self.whole = False
         return None
 
 
 def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
-    """Return the hash that the row must have; None where no hash is possible: a number out of its range."""
+    """Return the hash that the row must have; None if a number is out of range, so that no hash is possible."""
     try:
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
         body = schema.body_hash(
@@ -265,13 +252,13 @@ def _last_position(heads: Sequence[Any], problems: Problems) -> int:
 
 
 def _compare(connection: Connection, chain: _Chain, heads: Sequence[Any], problems: Problems) -> None:
-    """Head, table of streams and events against each other, as of this transaction."""
+    """Compare the head, the table of streams and the events, as of this transaction."""
     if heads:
         _, end, last_hash, recorded_at, _, _ = heads[0]
         if chain.position != end:
             lost = chain.position + 1
-            where = f"position {end}" if lost == end else f"positions {lost} to {end}"
-            problems.add(f"{where}: missing, the log's head is at {end}")
+            positions = f"position {end}" if lost == end else f"positions {lost} to {end}"
+            problems.add(f"{positions}: missing, the log's head is at {end}")
         elif last_hash != chain.hash:
             problems.add(f"position {end}: its hash is not the one in the log's head")
         elif recorded_at != chain.recorded_at:

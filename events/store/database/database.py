@@ -1,7 +1,7 @@
-"""A database that a log lives in: how it is found, connected to, locked, retried and complained about.
+"""Connections to the database of a log: opening, locking, transactions, retries.
 
-Used by `log.py` and `payloads.py` only. SQLite and PostgreSQL differ here and nowhere else: the write lock (a lock
-file beside the SQLite file, the head row on PostgreSQL), what durability means, and which errors pass.
+For `log.py` and `payloads.py` only. SQLite and PostgreSQL differ only in this folder: in the write lock (a lock file
+beside the SQLite file, the head row on PostgreSQL), the meaning of durability, and the errors that pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sqlalchemy.pool import NullPool, QueuePool
 from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogError, LogUnavailable
 from trinity_es.events.private_files import create_private, holder, open_private
+from trinity_es.events.store.database.error_messages import ErrorMessages
 from trinity_es.events.store.database.file_identity import BesideGone, Place
 from trinity_es.events.store.database.postgres import postgres_engine
 from trinity_es.events.store.database.retry import classify
-from trinity_es.events.store.database.saying import Saying
 from trinity_es.events.store.database.urls import masked, parse_url, place_of, secrets_in
 
 __all__ = ["Database", "Durability", "Tell"]
@@ -40,16 +40,18 @@ T = TypeVar("T")
 Tell = Callable[[Exception], None]
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
-"""Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
+"""Bytes (roughly) that a writer adds to SQLite's write-ahead log before it moves them into the database file."""
 MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
-"""Size from which a write-ahead log is cut. It grows so long while a reader keeps it from being begun again."""
+"""Size from which a write-ahead log is cut. It grows beyond that while a reader keeps SQLite from restarting it."""
 CUT_SECONDS = 1.0
-"""Interval between two tries to cut it, which fail while that reader is there."""
+"""Interval between two attempts to cut it, which fail while such a reader is active."""
+_BUSY_MILLISECONDS = 5000
+
 
 class Database:
-    """One process's connections to one database. Safe for threads; not for use after a fork.
+    """One process's connections to one database. Safe for threads; not usable after a fork.
 
-    `patience` is how many seconds passing trouble (a lost connection, a lock held by another) is waited out.
+    For `patience` seconds each call waits out passing trouble: a lost connection, a lock held by another process.
     """
 
     def __init__(self, url: str, *, durability: Durability = "power", read_only: bool = False, patience: float = 20.0):
@@ -63,12 +65,12 @@ class Database:
         self.dialect: Literal["sqlite", "postgresql"] = "sqlite" if parsed.drivername == "sqlite" else "postgresql"
         self.path = Path(parsed.database or "").absolute() if self.dialect == "sqlite" else None
         self._place = Place(self.path) if self.path else None
-        self._saying = Saying(self.shown, self.path, read_only=read_only, secrets=secrets_in(parsed))
+        self._errors = ErrorMessages(self.shown, self.path, read_only=read_only, secrets=secrets_in(parsed))
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
         self._lock_file = -1
-        self._unflushed = 0  # bytes written since the last checkpoint, about
-        self._next_cut = 0.0  # of the write-ahead log, by the monotonic clock
+        self._unflushed = 0  # bytes written since the last checkpoint, roughly
+        self._next_cut = 0.0  # of the write-ahead log, in monotonic seconds
         self.engine = (
             self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only))
 
@@ -76,7 +78,7 @@ class Database:
     def _sqlite_engine(self) -> Engine:
         place = self._place
         assert place is not None
-        pool = NullPool if self.read_only else QueuePool  # a reader's connection is good for a moment: see Place
+        pool = NullPool if self.read_only else QueuePool  # a reader's connection may not be kept: see _connect_to_read
         engine = create_engine("sqlite://", creator=lambda: place.connect(read_only=self.read_only), poolclass=pool)
         synchronous = "FULL" if self.durability == "power" else "NORMAL"
 
@@ -87,7 +89,7 @@ class Database:
             if not self.read_only:
                 cursor.execute(f"PRAGMA synchronous={synchronous}")
             # SQLite before 3.51.3 can corrupt a database when two processes write and checkpoint at once (the
-            # "WAL-reset bug"): so no connection checkpoints by itself, only the one that holds the write lock.
+            # "WAL-reset bug"), so only the connection that holds the write lock checkpoints.
             cursor.execute("PRAGMA wal_autocheckpoint=0")
             cursor.close()
 
@@ -101,9 +103,9 @@ class Database:
         return engine
 
     def close(self) -> None:
-        """Close every connection. On SQLite the last one out moves the write-ahead log into the file."""
+        """Close every connection. On SQLite the last process to close moves the write-ahead log into the file."""
         if os.getpid() != self._pid:
-            return  # a child that inherited us must not touch the parent's connections
+            return  # a forked child must not touch its parent's connections
         with self._thread_lock:
             if self.path and not self.read_only and self._lock_file >= 0:
                 try:
@@ -121,7 +123,7 @@ class Database:
     def read(
         self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None
     ) -> T:
-        """`work` in one reading transaction. Retried on passing trouble, which `tell` hears; raises LogUnavailable."""
+        """Run `work` in one reading transaction. Retries passing trouble, reported to `tell`. Raises LogUnavailable."""
         self._check_process()
 
         def attempt() -> T:
@@ -134,11 +136,10 @@ class Database:
         self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096,
         tell: Tell | None = None,
     ) -> T:
-        """`work` in one writing transaction, alone among all writers of all processes on SQLite.
+        """Run `work` in one writing transaction, on SQLite as the only writer of all processes.
 
-        On PostgreSQL `work` itself takes the lock it needs. Retried on passing trouble, so `work` must tell whether it
-        was done before; `size` is about how many bytes it writes. Raises LogUnavailable; then nothing was written, or
-        (a connection lost in the commit) it was and a retry will find it.
+        On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether it was done
+        before. `size`: roughly the bytes it writes. Raises LogUnavailable: nothing was written, or a retry finds it.
         """
         self._check_process()
         if self.read_only:
@@ -167,7 +168,7 @@ class Database:
                 self._require_place()
                 result = work(connection)
                 self._require_place()
-            self._require_place()  # or it lost its name while it was written: nobody is told that it is safe
+            self._require_place()  # if the file lost its name during the commit, the commit must not be acknowledged
         return result
 
     def _require_place(self) -> None:
@@ -175,18 +176,18 @@ class Database:
             self._place.require()
 
     def require_place(self) -> None:
-        """See that a SQLite log still has its name, and save what lies beside it where that lost its own.
+        """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
 
-        Costs a few calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        It only costs some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
         if self._place is None or self.read_only:
             return
         try:
             self._place.require()
         except BesideGone as gone:
-            why = gone
+            cause = gone
             with self._thread_lock, self._file_lock():
-                self._patiently(lambda: self._save_beside(why), 0.0)
+                self._patiently(lambda: self._save_beside(cause), 0.0)
 
     @property
     def named(self) -> tuple[int, int] | None:
@@ -194,50 +195,50 @@ class Database:
         return self._place.named if self._place is not None else None
 
     def is_replaced(self) -> bool:
-        """Return True if another SQLite file lies under the name of the one that was opened here."""
+        """Return True if another SQLite file now has the name of the opened one."""
         return self._place is not None and self._place.is_replaced()
 
-    def _save_beside(self, why: BesideGone) -> None:
-        """Move what a write-ahead log without a name holds into the file, and open all anew. The lock is held.
+    def _save_beside(self, cause: BesideGone) -> None:
+        """Move the content of a write-ahead log without a name into the file, and reopen all. The lock is held.
 
-        Only whole: as long as somebody reads there, or wrote into another one under its name, it is told.
+        Raises LogReplaced while another process reads there, or if one wrote into a new log under the old name.
         """
         place = self._place
         assert place is not None
         if not place.beside_is_empty():
-            raise place.gone(why)
+            raise place.gone_error(cause)
         with self.engine.connect().execution_options(es_begin="") as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
-            raise place.gone(why)
+            raise place.gone_error(cause)
         place.forget_beside()
         self.engine.dispose()
-        _text_log().warning("%s while the log was in use: what it held was moved into the log", why)
+        log = logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers
+        log.warning("%s while the log was in use: what it held was moved into the log", cause)
 
     def make(self, fill: Callable[[Database], None]) -> bool:
-        """Make the SQLite file where there is none: filled under another name, and given its own when it is whole.
+        """Make a missing SQLite file under another name, and rename it when `fill` has filled it.
 
-        Returns True, or False where somebody was faster. Raises LogUnavailable, and what `fill` raises; nothing has the
-        name then.
+        Return False if another process was faster. After LogUnavailable or an error of `fill` no file remains.
         """
         assert self.path is not None
-        path = Path(os.path.realpath(self.path))  # of a link it is the file that is missing
+        path = Path(os.path.realpath(self.path))  # of a link, the missing file
         making = path.with_name(f"{path.name}.making")
         beside = [making, *(Path(f"{making}{more}") for more in ("-wal", "-shm", "-journal", ".lock"))]
         with self._thread_lock, self._file_lock():
             if path.exists():
                 return False
             for name in beside:
-                name.unlink(missing_ok=True)  # its maker died
+                name.unlink(missing_ok=True)  # left by a process that died
             new = Database(str(making), durability=self.durability, patience=self.patience)
             try:
-                create_private(making)  # SQLite gives what it makes beside it the same mode
+                create_private(making)  # SQLite gives its files beside it the same mode
                 new.prepare()
                 fill(new)
                 new.close()
                 os.rename(making, path)
             except OSError as e:
-                raise LogUnavailable(f"{path} can't be made: {e.strerror}; see that this user may write there") from e
+                raise LogUnavailable(f"{path} can't be made: {e.strerror}; this user needs to write there") from e
             finally:
                 new.close()
                 for name in beside:
@@ -246,7 +247,7 @@ class Database:
         return True
 
     def prepare(self) -> None:
-        """Bring a SQLite file into the shape that writers need; on PostgreSQL there is nothing to do."""
+        """Set up a SQLite file for writers; nothing to do on PostgreSQL."""
         if self.path is None or self.read_only:
             return
 
@@ -256,10 +257,10 @@ class Database:
                     mode = connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar()
                 if mode != "wal":
                     raise LogUnavailable(
-                        f"{self.path} can't be used by more than one process: its file system knows no shared memory; "
+                        f"{self.path} can't be used by more than one process: its file system has no shared memory; "
                         "put it on a local disk, or use PostgreSQL"
                     )
-                # Writers that were killed before their turn to checkpoint leave it to the next.
+                # Writers killed before their turn to checkpoint leave it to the next one.
                 with contextlib.suppress(OSError):
                     size = os.stat(f"{self.path}-wal").st_size
                     if size > CHECKPOINT_BYTES:
@@ -268,12 +269,13 @@ class Database:
         self._patiently(attempt, min(5.0, self.patience))
 
     def _checkpoint(self, *, cut: bool) -> None:
-        """Move SQLite's write-ahead log into the database file, and with `cut` make its file empty if no reader needs
-        it. The write lock is held; never waits for readers.
+        """Move SQLite's write-ahead log into the database file; with `cut` also empty it, if no reader needs it.
+
+        The write lock is held. Never waits for readers.
         """
         self._unflushed, self._next_cut = 0, time.monotonic() + CUT_SECONDS
-        # The append before it is committed already: what goes wrong here is no failure of that append, and a full
-        # disk will be told to the next one.
+        # The append before it is already committed: an error here is no failure of that append, and the next one
+        # reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
             self.engine.connect().execution_options(es_begin="") as connection,
@@ -293,10 +295,10 @@ class Database:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """Give the write lock of a SQLite log: flock on a file beside it. It ends with its process.
+        """Hold the write lock of a SQLite log: flock on a file beside it, which ends with its process.
 
-        SQLite's own busy wait is unfair: among four busy writers one had a thousandth of the others' turns. A thread
-        of this process must hold `_thread_lock`, because the lock belongs to the open file.
+        SQLite's own busy wait is unfair: among four busy writers one had a thousandth of the others' turns. The thread
+        must hold `_thread_lock`, because the lock belongs to the open file.
         """
         if self._lock_file < 0:
             self._lock_file = self._open_lock_file()
@@ -310,17 +312,16 @@ class Database:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _open_lock_file(self) -> int:
-        name = f"{os.path.realpath(self.path or '')}.lock"  # one for all names that lead to the file
+        name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
         try:
             return open_private(name)
         except OSError as e:
             raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
     def _wait_for_lock(self) -> None:
-        """Queue for the lock, in order of arrival, and no longer than `patience`: its holder may be stopped.
+        """Queue for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock queues, and it knows no timeout: so a thread blocks, and gives the lock back if it comes
-        too late.
+        Only a blocking flock queues, and it can't time out: so a thread blocks, and releases the lock if it is late.
         """
         fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
         arrived = threading.Event()
@@ -340,11 +341,11 @@ class Database:
             if state["done"]:
                 return
             state["late"] = True
-            self._lock_file = -1  # the file is that thread's now
-            who = holder(fd)
+            self._lock_file = -1  # the file belongs to that thread now
+            lock_holder = holder(fd)
         raise LogUnavailable(
-            f"{self.path}.lock, the write lock of the log, has been held for {self.patience:.0f} s by {who}: let it go "
-            "on if it is stopped, or end it", passing=True,
+            f"{self.path}.lock, the write lock of the log, has been held for {self.patience:.0f} s by {lock_holder}: "
+            "resume it if it is suspended, or end it", passing=True,
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
@@ -360,19 +361,13 @@ class Database:
                 if kind is None:
                     raise
                 if kind != "passing" or time.monotonic() + pause > deadline:
-                    raise self._saying.error(kind, e, size) from e
+                    raise self._errors.error(kind, e, size) from e
                 if tell is not None:
-                    tell(self._saying.error(kind, e, size))
+                    tell(self._errors.error(kind, e, size))
             except PoolTimeout as e:
-                raise LogUnavailable(f"{self.shown}: {self._saying.scrubbed(e)}", passing=True) from e
-            time.sleep(pause * random.uniform(0.5, 1.0))  # apart, so that writers that collided do not collide again
+                raise LogUnavailable(f"{self.shown}: {self._errors.scrubbed(e)}", passing=True) from e
+            time.sleep(pause * random.uniform(0.5, 1.0))  # random, so that writers that collided do not collide again
             pause = min(pause * 2, 1.0)
 
     def __repr__(self) -> str:
         return f"<Database {self.shown}>"
-
-
-_BUSY_MILLISECONDS = 5000
-
-def _text_log() -> logging.Logger:
-    return logging.getLogger("trinity_es.log")  # not at import: Thespian silences what it finds

@@ -1,4 +1,4 @@
-"""A disk that refuses to be written: which one, how much room it has, what to do. In words, for errors."""
+"""Error texts of a disk that can't be written: which one, how much room it has, what to do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 __all__ = ["NO_FILE", "is_disk_full", "is_out_of_files", "refusal", "room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 _NO_FILE = (errno.EMFILE, errno.ENFILE)
 NO_FILE = "this process or machine can open no more files: raise the limit of open files (ulimit -n, LimitNOFILE=)"
 
 
 def is_out_of_files() -> bool:
-    """Return True if this process can open no file now: a database says then that its own can't be opened."""
+    """Return True if this process can open no file now; a database then reports that its own can't be opened."""
     try:
         os.close(os.open("/", os.O_RDONLY))
     except OSError as e:
@@ -30,35 +28,35 @@ def is_disk_full(e: OSError) -> bool:
 
 
 def refusal(path: Path, needed: int, e: OSError) -> str:
-    """Return why a file of about `needed` bytes could not be written there, and the way out."""
+    """Return why a file of about `needed` bytes could not be written, and the way out."""
     if is_disk_full(e):
         return room(path, needed)
     if e.errno == errno.EROFS:
-        return f"the disk of {path} is mounted read-only: mount it for writing, and it goes on by itself"
+        return f"the disk of {path} is mounted read-only: mount it for writing, and the run continues by itself"
     if e.errno in (errno.EACCES, errno.EPERM):
-        return f"this user may not write to {path}: change its rights, and it goes on by itself"
+        return f"this user may not write to {path}: change its rights, and the run continues by itself"
     if e.errno in _NO_FILE:
-        return f"{NO_FILE}, and it goes on by itself"
+        return f"{NO_FILE}, and the run continues by itself"
     if e.errno in (errno.ENOENT, errno.ENOTDIR):
-        return f"{path} is gone: it was renamed or deleted; put it back, and it goes on by itself"
+        return f"{path} is gone: it was renamed or deleted; put it back, and the run continues by itself"
     return f"the disk of {path} fails: the machine's log (dmesg) tells more"
 
 
 def room(path: Path, needed: int) -> str:
-    """Return how full the disk of `path` is, of which about `needed` bytes were wanted, and the way out."""
+    """Return how full the disk of `path` is, when about `needed` bytes were to be written, and the way out."""
     for folder in (path, *path.parents):
         try:
-            found = shutil.disk_usage(folder)
+            usage = shutil.disk_usage(folder)
         except OSError:
             continue
         break
     else:
-        return f"the disk of {path} can't be asked how full it is: free space there, and it goes on by itself"
-    told = f"{_bytes(found.free)} of {_bytes(found.total)} are free, about {_bytes(needed)} are needed"
-    if found.free < needed:
-        return f"the disk of {folder} is full ({told}): free space there, and it goes on by itself"
-    return (f"the disk of {folder} takes no more ({told}, so a quota, a limit of file sizes or the disk itself stops "
-            "it): free space or lift the limit, and it goes on by itself")
+        return f"the disk of {path} can't be asked how full it is: free space there, and the run continues by itself"
+    sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed)} are needed"
+    if usage.free < needed:
+        return f"the disk of {folder} is full ({sizes}): free space there, and the run continues by itself"
+    return (f"the disk of {folder} takes no more ({sizes}, so a quota, a limit of file sizes or the disk itself stops "
+            "it): free space or lift the limit, and the run continues by itself")
 
 
 def _bytes(n: float) -> str:

@@ -1,13 +1,11 @@
-"""Where a SQLite log lies: whether its path still names the file that this process has open.
+"""Identity of a SQLite log's files: whether its path still leads to the file that this process has open.
 
-SQLite writes on into a file that was renamed, replaced or deleted, and says nothing: what is committed there has no
-name, and is gone with the last process that has it open. Only the file's device and inode tell. The same holds for the
-two files beside it, the write-ahead log and its index, which every connection opens anew by name.
+SQLite silently writes on into a file that was renamed, replaced or deleted; such commits are lost with the last process
+that has it open. Only device and inode reveal it, also of the write-ahead log and its index, which every connection
+opens by name.
 
-A log is the file that was opened first. While its path names another one, or none, nothing is written and nothing is
-acknowledged (`LogReplaced`); when the path names it again all goes on. A whole copy is not the file: a process that
-was started on it takes it, one that runs does not, since its pages would be read together with a write-ahead log of
-another state.
+While the path leads to another file or none, nothing is written or acknowledged (`LogReplaced`). A copy in its place is
+accepted by a new process, but not by a running one, which would combine it with a write-ahead log of another state.
 """
 
 from __future__ import annotations
@@ -26,133 +24,134 @@ _CONNECTION: dict[str, Any] = {"check_same_thread": False, "isolation_level": No
 """isolation_level None: the driver begins no transaction of its own."""
 
 _PAGES = slice(28, 32)
-"""Where the header of a database says how many pages it has."""
+"""Bytes of a database's header that hold its number of pages."""
 
-Named = tuple[int, int]
+FileId = tuple[int, int]
 """Device and inode."""
 
 
 class BesideGone(Exception):
-    """The write-ahead log or its index lost its name, and the file itself did not: what they hold can be saved."""
+    """The write-ahead log or its index lost its name, but the file itself did not, so their content can be saved."""
 
 
 class Place:
-    """The files of one log as one process opened them. The caller keeps threads apart."""
+    """Files of one log as one process opened them. The caller keeps threads apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reading = False
-        self._file: Named | None = None
+        self._file: FileId | None = None
         self._size = 0
         self._real = str(path)
-        self._beside: dict[str, tuple[Named, int]] = {}
+        self._beside: dict[str, tuple[FileId, int]] = {}
 
     def connect(self, *, read_only: bool) -> sqlite3.Connection:
-        """Open the file, or make it where none was opened yet. Raises LogReplaced, sqlite3.Error."""
+        """Open the file, and make it if this object opened none before. Raises LogReplaced, sqlite3.Error."""
         try:
             self._reading = read_only
             if self._file is not None:
-                self._opened()
+                self._note_file()
             if read_only:
                 connection = _connect_to_read(self.path)
-            else:  # what was there is not made again, empty, where somebody deleted it
+            else:  # a file that was deleted meanwhile is not recreated, empty
                 mode = "rwc" if self._file is None else "rw"
                 connection = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", **_CONNECTION)
             try:
-                self._opened()
+                self._note_file()
             except BaseException:
                 connection.close()
                 raise
         except BesideGone as e:
-            raise self.gone(e) from None
+            raise self.gone_error(e) from None
         return connection
 
-    def _opened(self) -> None:
-        """Take note of the file that a connection is about to open, or just opened. Raises LogReplaced."""
-        found = self._stat()
+    def _note_file(self) -> None:
+        """Remember the file that a connection is about to open, or just opened. Raises LogReplaced."""
+        status = self._stat()
         if self._file is None:
-            self._file, self._size, self._real = _named(found), found.st_size, os.path.realpath(self.path)
-        elif _named(found) != self._file:
-            raise self._replaced()
+            self._file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
+        elif _file_id(status) != self._file:
+            raise self._replaced_error()
         for name in self._beside:
-            self._look_beside(name)
+            self._check_sidecar(name)
 
     @property
-    def named(self) -> Named | None:
+    def named(self) -> FileId | None:
         """Device and inode of the file; None before it was opened."""
         return self._file
 
     @property
     def wal_bytes(self) -> int:
-        """Size of the write-ahead log, as it was when it was looked at last."""
+        """Size of the write-ahead log at the last check."""
         return self._beside.get(f"{self._real}-wal", ((0, 0), 0))[1]
 
     def require(self) -> None:
-        """See that what is committed now has a name. Raises LogReplaced, LogCorrupt, BesideGone.
+        """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, BesideGone.
 
-        To be called inside a writing transaction, before its commit and after it: a few calls of `stat`.
+        Call it in a writing transaction, before its commit and after it: it only costs some calls of `stat`.
         """
-        found = self._stat()
-        if _named(found) != self._file:
-            raise self._replaced()
-        if found.st_size < self._size and self._is_cut(found.st_size):
+        status = self._stat()
+        if _file_id(status) != self._file:
+            raise self._replaced_error()
+        if status.st_size < self._size and self._is_cut(status.st_size):
             raise LogCorrupt(
-                f"{self.path} was cut from {self._size} to {found.st_size} bytes while it was in use; nothing was "
+                f"{self.path} was cut from {self._size} to {status.st_size} bytes while it was in use; nothing was "
                 "acknowledged: stop all writers and restore the last good copy"
             )
-        self._size = found.st_size
+        self._size = status.st_size
         for suffix in ("-wal", "-shm"):
             name = self._real + suffix
             if name in self._beside:
-                self._look_beside(name)
+                self._check_sidecar(name)
             else:
                 try:
-                    there = os.stat(name)
+                    sidecar = os.stat(name)
                 except OSError:
                     raise BesideGone(f"{name} is gone") from None
-                self._beside[name] = _named(there), there.st_size
+                self._beside[name] = _file_id(sidecar), sidecar.st_size
 
     def is_replaced(self) -> bool:
-        """Return True if another file lies there now; not where none does."""
+        """Return True if another file has this path now, False also if none has."""
         try:
-            return self._file is not None and _named(os.stat(self.path)) != self._file
+            return self._file is not None and _file_id(os.stat(self.path)) != self._file
         except OSError:
             return False
 
     def forget_beside(self) -> None:
-        """Take whatever lies beside the file next: every connection was closed."""
+        """Accept any files beside the log from now on, since every connection was closed."""
         self._beside.clear()
 
     def beside_is_empty(self) -> bool:
-        """Return True if nobody wrote into a write-ahead log that took the place of ours."""
+        """Return True if no process wrote into a write-ahead log that replaced ours."""
         try:
-            found = os.stat(f"{self._real}-wal")
+            status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
             return True
-        known = self._beside.get(f"{self._real}-wal")
-        return found.st_size == 0 or (known is not None and known[0] == _named(found))
+        own = self._beside.get(f"{self._real}-wal")
+        return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
 
-    def gone(self, why: BesideGone) -> LogReplaced:
-        """Return the error for what could not be saved yet."""
+    def gone_error(self, cause: BesideGone) -> LogReplaced:
+        """Return the error for content of a lost file that could not be saved yet."""
         return LogReplaced(
-            f"{why} while the log was in use; nothing was acknowledged. What it held is still in this process, and is "
-            "moved into the log as soon as nobody reads there; leave the process alone until then", path=str(self.path)
+            f"{cause} while the log was in use; nothing was acknowledged. What it held is still in this process, and "
+            "is moved into the log as soon as nobody reads there; leave the process alone until then",
+            path=str(self.path)
         )
 
-    def _look_beside(self, name: str) -> None:
-        known, size = self._beside[name]
+    def _check_sidecar(self, name: str) -> None:
+        file, size = self._beside[name]
         try:
-            found = os.stat(name)
+            status = os.stat(name)
         except OSError:
             raise BesideGone(f"{name} was renamed or deleted") from None
-        if _named(found) != known:
+        if _file_id(status) != file:
             raise BesideGone(f"{name} was replaced by another file")
-        if found.st_size < size and name.endswith("-wal") and self._is_wal_cut(found.st_size):
+        if status.st_size < size and name.endswith("-wal") and self._is_wal_cut(status.st_size):
             raise LogCorrupt(
-                f"{name} was cut from {size} to {found.st_size} bytes while it was in use: events that were "
+                f"{name} was cut from {size} to {status.st_size} bytes while it was in use: events that were "
                 "acknowledged are gone; stop all writers and restore the last good copy"
             )
-        self._beside[name] = known, found.st_size
+        self._beside[name] = file, status.st_size
 
     def _stat(self) -> os.stat_result:
         try:
@@ -165,11 +164,11 @@ class Place:
                 ) from None
             raise LogReplaced(
                 f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while the log was in "
-                "use. Nothing was acknowledged since: put that file back under this name and all goes on, or end the "
+                "use. Nothing was acknowledged since: put that file back under this name to continue, or end the "
                 "system with `trinity-es down` and restore a copy", path=str(self.path), missing=True
             ) from None
 
-    def _replaced(self) -> LogReplaced:
+    def _replaced_error(self) -> LogReplaced:
         if self._reading:
             return LogReplaced(
                 f"{self.path} is another file than the one that was read until now: it was renamed over, replaced, or "
@@ -178,13 +177,13 @@ class Place:
             )
         return LogReplaced(
             f"{self.path} is another file than the one that is in use: it was renamed over, replaced, or a link was "
-            "switched. Nothing was acknowledged since: put the file that was there back under this name and all goes "
-            "on, or end the system with `trinity-es down` and start it on the file that is there now",
+            "switched. Nothing was acknowledged since: put the earlier file back under this name to continue, or "
+            "end the system with `trinity-es down` and start it on the file that is there now",
             path=str(self.path), missing=False,
         )
 
     def _is_cut(self, size: int) -> bool:
-        """Return True if the file is shorter than its header says, and was not only made smaller (VACUUM)."""
+        """Return True if the file is shorter than its header says, and did not only shrink by VACUUM."""
         try:
             with open(self.path, "rb") as file:
                 head = file.read(100)
@@ -194,23 +193,23 @@ class Place:
         return len(head) < 100 or int.from_bytes(head[_PAGES], "big") * (65536 if page == 1 else page) > size
 
     def _is_wal_cut(self, size: int) -> bool:
-        """Return True if it is shorter than its index says, and was not only begun anew."""
+        """Return True if it is shorter than its index says, and was not only restarted."""
         with open(self.path, "rb") as file:
             page = int.from_bytes(file.read(18)[16:18], "big")
         used = max(frames_in_use(Path(self._real)).values(), default=0)
         return size < used * (24 + (65536 if page == 1 else page))
 
 
-def _named(found: os.stat_result) -> Named:
-    return found.st_dev, found.st_ino
+def _file_id(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that can't write the log, also where it can't write beside it.
+    """Return a connection that can't write the log, even if this user can't write beside it.
 
-    SQLite reads a database with a write-ahead log through a shared-memory file, which it makes where there is none. In
-    a folder that this user can't write to, with no writer at work, it can only be read as one that does not change
-    ("immutable"); that holds for a moment and not for the life of a pooled connection.
+    SQLite reads a write-ahead log through a shared-memory file, and makes a missing one. In a folder that this user
+    can't write to, without an active writer, it can only open the log as one that never changes ("immutable"). That
+    holds for a moment and not for the life of a pooled connection.
     """
     connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", **_CONNECTION)
     try:
@@ -234,11 +233,11 @@ def _has_content(path: str) -> bool:
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:
-    """Return how many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
+    """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts; {} if it is unusable.
 
-    What lies behind them was never committed, though its commit may be there: a writer was killed before it could count
-    it, and a smaller one was written over its beginning. To be asked before the log is opened: who opens it first, only
-    to read, makes the index anew from what it can read. Such an index has seen no commit, and is not believed.
+    Frames behind them were never committed, even if a commit record is there: a killed writer did not count them, and a
+    shorter log was written over their beginning. Call this before the log is opened, since the first process to open
+    it, even to read, rebuilds the index. An index that has seen no commit is unusable.
     """
     try:
         with Path(f"{path}-shm").open("rb") as file:

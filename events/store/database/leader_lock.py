@@ -1,8 +1,7 @@
-"""Whether anybody leads the run of a store in PostgreSQL now: an advisory lock, held while a coordinator lives.
+"""The leader lock: an advisory lock of a store in PostgreSQL, held while a coordinator lives.
 
-The lease says whose word counts, and an epoch keeps all others out; it does not say whether its holder is alive, which
-nobody on another host can see. This lock does: the server lets go of it when the holder's connection ends, a few
-seconds after the host itself is gone (keepalives). So who waits to take over looks here, and nobody compares clocks.
+The lease says which writer counts, but other hosts can't see from it whether its holder is alive. The server releases
+this lock a few seconds after the holder's host is gone (keepalives), so a standby head compares no clocks.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from trinity_es.events.store.database.retry import Backoff
 __all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
 
 _KEY = 0x7472696E6573
-"""The lock's number; locks are a database's own, and so is a log."""
+"""Number of the lock. Advisory locks belong to one database, as a log does."""
 LOOK_SECONDS = 1.0
-"""Interval between two looks: of the holder at its connection, of who waits at the lock."""
+"""Interval at which the holder checks its connection, and waiting processes the lock."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,30 +54,27 @@ class LeaderLock:
     def _hold(self, connection: Connection, pauses: Backoff) -> None:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
-        while not self._over.is_set() and not _taken(connection):
-            self._over.wait(LOOK_SECONDS)  # a predecessor's, whose connection the server still believes in
+        while not self._over.is_set() and not _try_lock(connection):
+            self._over.wait(LOOK_SECONDS)  # held by a predecessor whose connection the server still believes in
         pauses.reset()
         while not self._over.wait(LOOK_SECONDS):
-            connection.exec_driver_sql("SELECT 1")  # raises where the connection ended, and the lock with it
+            connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
 
 
-def _taken(connection: Connection) -> bool:
+def _try_lock(connection: Connection) -> bool:
     return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
 
 
 def is_led(url: str) -> bool:
-    """Return True if somebody holds the lock of the store at this URL, which is PostgreSQL's. Raises LogUnavailable."""
-    look = text("SELECT pg_try_advisory_xact_lock(:key)")  # with its transaction it is given back
+    """Return True if a process holds the lock of the PostgreSQL store at this URL. Raises LogUnavailable."""
+    look = text("SELECT pg_try_advisory_xact_lock(:key)")  # the end of the transaction releases it
     with closing(Database(url, read_only=True, patience=5.0)) as database:
         return not database.read(lambda connection: connection.execute(look, {"key": _KEY}).scalar())
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
-    """Wait until nobody has led for so many seconds.
-
-    A coordinator that is started again on its own host is back sooner. A database that does not answer is waited for.
-    """
-    free: float | None = None
+    """Wait until the lock was free for `seconds`, in which a coordinator may restart. An error counts as led."""
+    free_since: float | None = None
     while True:
         try:
             led = is_led(url)
@@ -86,7 +82,7 @@ def wait_until_led_by_nobody(url: str, seconds: float) -> None:
             _log.warning("the database can't say who leads: %s", e)
             led = True
         now = time.monotonic()
-        free = None if led else (now if free is None else free)
-        if free is not None and now - free >= seconds:
+        free_since = None if led else (now if free_since is None else free_since)
+        if free_since is not None and now - free_since >= seconds:
             return
         time.sleep(LOOK_SECONDS / 2)

@@ -1,4 +1,4 @@
-"""Open a log: look whether one is there, of a schema that this software knows, or make one."""
+"""Opening of a log: check that it exists and that this software knows its schema, or make one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ __all__ = ["open_schema"]
 
 
 def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None] | None) -> None:
-    """Make sure that the log is there, and make it with `create`.
+    """Make sure that the log exists; make a missing one with `create`.
 
-    `prepare` makes and brings up to date what else belongs into its database: of a new log in the same transaction, so
-    that nobody ever reads a log without its tables. A SQLite log gets its name when it is whole: who reads finds all of
-    it, or none. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable, and ConfigError for a database that
-    is not in UTF-8.
+    `prepare` makes and updates the other tables. For a new log this is the same transaction, and a SQLite file gets its
+    name when it is complete, so readers never see a part of it. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt,
+    LogUnavailable, and ConfigError for a database that is not in UTF-8.
     """
     path = db.path
     if path is not None:
@@ -34,26 +33,26 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
             raise NotALog(f"{path} is an empty file, not a log")
         if create:
             make_private_folder(path.parent)
-    soon = min(5.0, db.patience)
+    patience = min(5.0, db.patience)
     made = False
     if path is not None and create and not path.exists():
-        made = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=soon))
-    there = db.read(lambda c: _is_there(c, db, create), patience=soon)
+        made = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=patience))
+    exists = db.read(lambda c: _exists(c, db, create), patience=patience)
     db.prepare()
-    if not there:
-        db.write(lambda c: _create(c, db, prepare), patience=soon)
+    if not exists:
+        db.write(lambda c: _create(c, db, prepare), patience=patience)
     elif prepare is not None and not made:
-        db.write(prepare, patience=soon)
+        db.write(prepare, patience=patience)
 
 
-def _is_there(connection: Connection, db: Database, create: bool) -> bool:
-    """Return True if the log is there; raises for what is something else, or newer than this software."""
+def _exists(connection: Connection, db: Database, create: bool) -> bool:
+    """Return True if the database holds a log. Raises for other content, or a log newer than this software."""
     names = inspect(connection).get_table_names()
     if schema.heads.name in names:
         revs = connection.execute(select(schema.heads.c.schema_rev)).scalars().all()
         if len(revs) != 1 or not isinstance(revs[0], int):
             raise LogCorrupt(
-                f"{db.shown}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                f"{db.shown}: the table es_log_head holds {len(revs)} rows, instead of one with a schema_rev; "
                 "restore the last good copy"
             )
         (rev,) = revs
@@ -63,18 +62,18 @@ def _is_there(connection: Connection, db: Database, create: bool) -> bool:
                 "upgrade trinity-es", schema_rev=rev,
             )
         return True
-    what = f"a database without a log in it (tables: {', '.join(sorted(names)[:5])})" if names else "an empty database"
+    content = f"a database without a log (tables: {', '.join(sorted(names)[:5])})" if names else "an empty database"
     if names and db.dialect == "sqlite":
-        raise NotALog(f"{db.shown} is {what}")
+        raise NotALog(f"{db.shown} is {content}")
     if not create:
-        raise LogNotFound(f"{db.shown} is {what}; start a run there to make a log")
+        raise LogNotFound(f"{db.shown} is {content}; start a run there to make a log")
     if db.dialect == "postgresql":
         require_encoding(db.shown, connection.connection.dbapi_connection)
     return False
 
 
 def _create(connection: Connection, db: Database, prepare: Callable[[Connection], None] | None) -> None:
-    if db.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
+    if db.dialect == "postgresql":  # IF NOT EXISTS alone collides when two processes create at once
         connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
     if schema.heads.name not in inspect(connection).get_table_names():
         schema.tables.create_all(connection)

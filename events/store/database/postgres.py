@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL, as a log needs them: sessions of their own, in an encoding that holds every text."""
+"""Connections to PostgreSQL for a log: real sessions, in an encoding that holds every text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POSTGRES_ARGS = {
     "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 20000,
 }
-"""A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
+"""A server that vanishes without a word, with its machine or network, is noticed in some 20 s, not 15 minutes."""
 _LIMITS = (
     "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
     "client_min_messages = warning",
@@ -26,27 +26,27 @@ _KEEPALIVE = (
     "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
     "SET tcp_user_timeout = '10s'"
 )
-"""So the server notices a client that vanishes in some 10 s: one that was cut off in the middle of a message would keep
-its locks for two hours, and nobody could take the lease. Timeouts of statements do not count while it reads."""
+"""With these the server notices a vanished client in some 10 s. Otherwise a client cut off in the middle of a message
+keeps its locks, also the lease's, for two hours, since timeouts of statements do not count then."""
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
-    """Require a PostgreSQL database in UTF-8, or at least in none of these encodings. Raises ConfigError."""
+    """Require a database in UTF-8, or, with `refused`, in none of these encodings. Raises ConfigError."""
     encoding = connection.info.parameter_status("server_encoding")
     if encoding in refused if refused else encoding != "UTF8":
         raise ConfigError(f"the encoding of {shown} is {encoding}, which does not hold every text: make the database "
                           "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
 
 
-_held: set[URL] = set()
-"""Where this process has seen that its connections are sessions."""
+_session_urls: set[URL] = set()
+"""URLs whose connections this process has found to be real sessions."""
 
 
 def _require_sessions(shown: str, connection: Any, another: Callable[[], Any]) -> None:
-    """Require that a connection stays one and the same process of the server: settings and locks are tied to that.
+    """Require that a connection keeps its server process, since settings and locks belong to that.
 
-    A pooler gives another one to each transaction. `connection` commits by itself; `another` makes a second one, whose
-    transaction holds a server process meanwhile. Raises ConfigError.
+    A pooler gives each transaction another process. `connection` commits by itself; `another` opens a second one, whose
+    transaction occupies a server process meanwhile. Raises ConfigError.
     """
     def process(of: Any) -> int:
         return int(of.execute("SELECT pg_backend_pid()").fetchone()[0])
@@ -66,10 +66,10 @@ def _require_sessions(shown: str, connection: Any, another: Callable[[], Any]) -
 
 
 def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
-    """Return an engine whose connections notice a server that vanishes. Raises ConfigError, also when it connects."""
+    """Return an engine whose connections notice a vanished server. Raises ConfigError, also when connecting."""
     more: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
     if read_only:
-        more["prepare_threshold"] = None  # a prepared statement would stay where a pooler takes the connection back
+        more["prepare_threshold"] = None  # a prepared statement would outlive its transaction in a pooler
     try:
         engine = create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, connect_args=more)
     except ModuleNotFoundError as e:
@@ -79,18 +79,17 @@ def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
         arguments, options = engine.dialect.create_connect_args(url)
         return engine.dialect.connect(*arguments, **{**options, **more})
 
-    @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy asks for a text
+    @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy reads its first text
     def _configure(connection: Any, _record: Any) -> None:
-        require_encoding(shown, connection, refused=("SQL_ASCII",))  # which gives bytes for texts
+        require_encoding(shown, connection, refused=("SQL_ASCII",))  # psycopg returns its texts as bytes
         if read_only:
-            connection.read_only = True  # of each transaction: a session's setting would stay, as above
+            connection.read_only = True  # for each transaction: a session's setting would stay in the pooler
             return
         autocommit, connection.autocommit = connection.autocommit, True
-        if url not in _held:
+        if url not in _session_urls:
             _require_sessions(shown, connection, another)
-            _held.add(url)
-        # Of "process" and "power" alike: with it off, the death of one server process takes the last commits of
-        # all.
+            _session_urls.add(url)
+        # For "process" and "power" alike: with it off, the death of one server process loses the last commits of all.
         connection.execute(f"SET synchronous_commit = on; SET {'; SET '.join(_LIMITS)}; {_KEEPALIVE}")
         connection.autocommit = autocommit
 

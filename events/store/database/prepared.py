@@ -1,7 +1,7 @@
-"""Statements that are compiled once for each database, and then handed to its driver.
+"""Statements compiled once per database and then passed straight to its driver.
 
-SQLAlchemy takes some 30 us to run a statement that it knows, and 100 for one that is built anew each time; sqlite3
-itself takes 5. An append runs ten. What the driver raises comes out as SQLAlchemy would raise it.
+SQLAlchemy takes some 30 us to run a statement that it knows, and 100 for one built each time; sqlite3 itself takes 5.
+An append runs ten. Errors are those of SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sqlalchemy.sql import ClauseElement
 __all__ = ["Gathered", "Prepared"]
 
 Values = Mapping[str, Any]
-"""Parameter -> value. Booleans, numbers, text, bytes and None: nothing is converted on its way."""
+"""Parameter -> value: booleans, numbers, text, bytes or None, passed on without conversion."""
 
 
 class Prepared:
-    """A statement, with all that changes in it as parameters."""
+    """A statement whose variable parts are all parameters."""
 
     def __init__(self, statement: ClauseElement) -> None:
         self._statement = statement
@@ -30,7 +30,7 @@ class Prepared:
         return self._run(connection, "execute", values).fetchall()  # type: ignore[no-any-return]  # the driver's own
 
     def first(self, connection: Connection, values: Values) -> tuple[Any, ...] | None:
-        """Return the first row of what it selects; None where it selects none. Raises DBAPIError."""
+        """Return the first selected row, or None. Raises DBAPIError."""
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:
@@ -40,53 +40,53 @@ class Prepared:
         if rows:
             self._run(connection, "executemany", rows)
 
-    def _run(self, connection: Connection, how: str, values: Any) -> Any:
+    def _run(self, connection: Connection, method: str, values: Any) -> Any:
         sql, fixed = self._compiled.get(connection.dialect.name) or self._compile(connection)
         if fixed:
-            values = fixed | values if how == "execute" else [fixed | row for row in values]
+            values = fixed | values if method == "execute" else [fixed | row for row in values]
         driver: Any = connection.connection.dbapi_connection
         try:
             cursor = driver.cursor()
-            getattr(cursor, how)(sql, values)
+            getattr(cursor, method)(sql, values)
         except connection.dialect.loaded_dbapi.Error as e:
             _raise(connection, sql, e)
         return cursor
 
     def _compile(self, connection: Connection) -> tuple[str, dict[str, Any]]:
         dialect = connection.dialect
-        # By name on both: sqlite3 knows `:name` too.
+        # Named parameters on both: sqlite3 knows `:name` too.
         named = type(dialect)(paramstyle="named") if dialect.name == "sqlite" else type(dialect)()  # type: ignore[call-arg]
         compiled = self._statement.compile(dialect=named)
         fixed = {name: value for name, value in compiled.params.items() if value is not None}
-        self._compiled[dialect.name] = found = str(compiled), fixed
-        return found
+        self._compiled[dialect.name] = sql_and_values = str(compiled), fixed
+        return sql_and_values
 
 
 class Gathered:
-    """Rows that are added to tables, kept until `write`: it is a statement for each table then, not for each row."""
+    """Rows for tables, kept until `write`, which runs one statement per table instead of one per row."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._rows: dict[Prepared, list[Values]] = {}
 
     def add(self, statement: Prepared, *rows: Values) -> None:
-        """Have these rows written by this statement. The rows of one statement stay in order, statements do not."""
+        """Keep these rows for this statement. Rows of one statement stay in order, statements may not."""
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
-        """Return the rows of this statement that are not written yet."""
+        """Return the unwritten rows of this statement."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:
-        """Write all of them; returns the connection, through which they can be seen now. Raises DBAPIError."""
-        rows, self._rows = self._rows, {}
-        for statement, of_statement in rows.items():
-            statement.change_all(self.connection, of_statement)
+        """Write all rows, and return the connection, through which they are now visible. Raises DBAPIError."""
+        all_rows, self._rows = self._rows, {}
+        for statement, rows in all_rows.items():
+            statement.change_all(self.connection, rows)
         return self.connection
 
 
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
-    """Raise what SQLAlchemy raises; a connection that is lost is given up, as SQLAlchemy does."""
+    """Raise what SQLAlchemy would raise; as there, a lost connection is invalidated."""
     dialect = connection.dialect
     lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
     if lost:

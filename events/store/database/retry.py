@@ -1,9 +1,8 @@
-"""Trouble that passes: which errors of a database do, and how they are waited out.
+"""Passing trouble: which errors of a database pass, and how to wait them out.
 
-A passing error is one that the same call may not meet again: a lost connection, a server that ends, starts or has no
-connection left, a lock or a file that another holds, a deadlock, a transaction that has to be run again. Everything
-else stays until somebody mends it, a full disk too, and is told at once. What is waited out must be safe to repeat:
-appends are, under their commit id, and payloads, whose name is their content.
+A passing error may not happen again in the same call: a lost connection, a server that ends, starts or is full, a lock
+or file held by another process, a deadlock. Other errors, a full disk too, are raised at once. Only calls that are safe
+to repeat may be waited out: appends are, by their commit id, and payloads, by their digest.
 """
 
 from __future__ import annotations
@@ -33,48 +32,43 @@ T = TypeVar("T")
 _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 """Lock not available, statement cancelled, too many connections, a transaction that idled or lasted too long."""
 
-
 TLS_TROUBLE = re.compile(
     r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
 )
-"""What libpq says of a server whose certificate it does not believe, or that has none; time does not mend it."""
-
-
+"""Messages of libpq about a server whose certificate it rejects, or that has none; time does not mend it."""
 NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
-"""What a server or a pooler says where as many are connected as it takes."""
+"""Messages of a server or a pooler without a free connection."""
 POOLED = re.compile(r"in statement pooling mode")
-"""What PgBouncer says to a transaction where it allows none."""
-
-
+"""Message of PgBouncer if it allows no transactions."""
 REFUSED = re.compile(
     r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf"
     r"|permission denied for database|is not permitted to log in|no such user"
 )
-"""What a server or a pooler says of a user that it does not let in."""
+"""Messages of a server or a pooler that does not let the user in."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if trying again makes sense: for errors of this software, of SQLAlchemy and of the drivers."""
+    """Return True if a retry makes sense: for errors of this software, of SQLAlchemy and of the drivers."""
     if isinstance(error, LogUnavailable):
         return bool(error.details.get("passing"))
     return isinstance(error, PoolTimeout) or classify(error) == "passing"
 
 
 def classify(error: BaseException | None) -> Trouble | None:
-    """Return what an error of SQLAlchemy or of a driver means; None where it is a bug of ours or a projector's."""
+    """Return the kind of an error of SQLAlchemy or of a driver; None for a bug of ours or of a projector."""
     if isinstance(error, DBAPIError):
         error = error.orig
     if isinstance(error, sqlite3.Error):
         return _classify_sqlite(error)
-    if error is None or type(error).__module__.partition(".")[0] != "psycopg":  # which may not be installed
+    if error is None or type(error).__module__.partition(".")[0] != "psycopg":  # by name: it may not be installed
         return None
-    state, said = getattr(error, "sqlstate", None), str(error)
-    if POOLED.search(said):
+    state, message = getattr(error, "sqlstate", None), str(error)
+    if POOLED.search(message):
         return "unavailable"
     if state is None:  # no connection, or it broke
-        if re.search(r'database ".*" does not exist|no such database', said):
+        if re.search(r'database ".*" does not exist|no such database', message):
             return "missing"
-        if REFUSED.search(said) or TLS_TROUBLE.search(said):
+        if REFUSED.search(message) or TLS_TROUBLE.search(message):
             return "unavailable"
         kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
         return "passing" if kinds & {"OperationalError", "InterfaceError"} else None
@@ -86,7 +80,7 @@ def classify(error: BaseException | None) -> Trouble | None:
         return "unavailable"
     if state.startswith("XX"):
         return "corrupt"
-    return "not_a_log" if state == "42P01" and 'relation "es_' in said else None
+    return "not_a_log" if state == "42P01" and 'relation "es_' in message else None
 
 
 def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
@@ -110,10 +104,7 @@ class Backoff:
         self._pause = first
 
     def next(self, chance: float) -> float:
-        """Return the next pause.
-
-        `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once.
-        """
+        """Return the next pause, up to half shorter by `chance` (uniform in [0, 1)) so that many don't coincide."""
         pause, self._pause = self._pause, min(self._pause * 2, self._longest)
         return pause * (1.0 - chance / 2)
 
@@ -122,13 +113,13 @@ class Backoff:
 
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """`tell`, but only where the error says something new: a line in a text log, not one for every try."""
-    said = ""
+    """Return `tell` without repetitions: it is called only if the error differs from the last one."""
+    last = ""
 
     def tell_news(error: Exception) -> None:
-        nonlocal said
-        if str(error) != said:
-            said = str(error)
+        nonlocal last
+        if str(error) != last:
+            last = str(error)
             tell(error)
 
     return tell_news
@@ -144,9 +135,9 @@ def patiently(
     now: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random,
     tell: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """`work()`, again while it fails with what passes, for about `seconds`; then its error is raised.
+    """Run `work()`, again for about `seconds` while it fails with passing trouble; then raise its error.
 
-    `wait` pauses, and says whether to give up now; `tell` hears of each error that is waited out.
+    `wait` pauses, and returns True to give up now; `tell` gets each error that is waited out.
     """
     pauses, until = Backoff(), None
     while True:
@@ -164,9 +155,9 @@ def patiently(
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """`work()`, done in a thread that is left to itself where it takes longer: a frozen server lets go of nobody.
+    """Run `work()` in a thread and return its result. Raises its error, or LogUnavailable after `seconds`.
 
-    Raises what it raises, and LogUnavailable when `seconds` are over.
+    The thread is then abandoned: a call to a frozen server never returns.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 

@@ -1,8 +1,6 @@
-"""The tables of the log, the triggers that keep events from changing, and the hash that proves that they did not.
+"""Tables of the log, the triggers that keep events from changing, and the hash that proves that they did not.
 
-Six tables, all named `es_`, the same on SQLite and PostgreSQL: `es_log_head` (one row: the order of commits, the end
-of the hash chain), `es_event`, `es_stream` (the version of each), `es_lease`, `es_checkpoint`, and on PostgreSQL
-`es_payload`. Positions are given by the log, never by the database: a sequence leaves gaps and commits out of order.
+The log assigns positions itself: a sequence of the database leaves gaps and commits out of order.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ __all__ = [
 ]
 
 SCHEMA_REV = 1
-"""Of these tables. A log with a higher one is refused."""
+"""Revision of these tables. A log with a higher one is refused."""
 
 tables = MetaData()
 _payload_tables = MetaData()
@@ -52,7 +50,7 @@ heads = Table(
     Column("last_position", BigInteger, nullable=False),
     Column("last_hash", LargeBinary, nullable=False),
     Column("recorded_at", Double, nullable=False),  # of the last event: time never goes back in the log
-    Column("generation", Text, nullable=False),  # changes when a log is restored: readers notice
+    Column("generation", Text, nullable=False),  # changes when a log is restored, so that readers notice
     Column("schema_rev", Integer, nullable=False),
     CheckConstraint("id = 0"),
 )
@@ -76,22 +74,21 @@ events = Table(
     CheckConstraint("version >= 1"),
 )
 POSITION_IN_STREAM = events.c.position + literal_column("0")
-"""For queries of one stream between positions, which its own index is to serve alone. With the bare column PostgreSQL
-may read the index of all positions beside it, which takes longer the longer the log is."""
+"""Expression for queries of one stream between positions, so that only the stream's index is used. With the bare column
+PostgreSQL may also read the index of all positions, which grows with the log."""
 
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
-"""The types of which there are many, by name: nine of ten events of a run with batches of some size."""
+"""Frequent event types, by name: nine of ten events of a run with batches of some size."""
 
 IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
-"""Literal, in the index and in each query: a database uses a partial index only where it sees that a query asks for
-nothing outside it."""
+"""Literal, in the index and in each query: a database uses a partial index only if it sees that the query fits."""
 
-# Indexes in words, and the same on both: an Index that is partial on PostgreSQL imports all of that dialect, for a file
-# of SQLite too.
+# Indexes as text for both dialects: a partial Index on PostgreSQL would import all of that dialect, also for a SQLite
+# file.
 _CREATE_COMMIT_INDEX = text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0")
-"""One entry a commit, not one an event: a commit's events lie next to each other."""
+"""One entry per commit instead of per event: a commit's events lie next to each other."""
 _CREATE_RARE_INDEX = text(f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {IS_RARE}")
-"""The bulk is left out, so an append of it pays nothing, and the index stays small."""
+"""Bulk events are left out, so appending them costs nothing here, and the index stays small."""
 
 
 @listens_for(events, "after_create")
@@ -134,7 +131,7 @@ payloads = Table(
 )
 
 GENESIS = bytes(32)
-"""The hash before the first event."""
+"""Hash before the first event."""
 
 _BODY = struct.Struct(">QHI")
 _LINK = struct.Struct(">Qd")
@@ -145,15 +142,15 @@ def body_hash(
     *, stream: str, version: int, type: str, schema_version: int, data: bytes, metadata: bytes, commit_id: str,
     commit_index: int,
 ) -> bytes:
-    """SHA-256 of all of an event that is known before its place in the log is."""
+    """Compute SHA-256 over the parts of an event that are fixed before its place in the log."""
     parts = stream.encode(), type.encode(), commit_id.encode(), data, metadata
-    # Each behind its length, so that no byte can move from one field to the next.
+    # Each part after its length, so that no byte can move from one field to the next.
     joined = b"".join([part for text in parts for part in (_LENGTH.pack(len(text)), text)])
     return hashlib.sha256(_BODY.pack(version, schema_version, commit_index) + joined).digest()
 
 
 def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) -> bytes:
-    """SHA-256 over the event and the hash of the event before it: the event's hash."""
+    """Compute the event's hash: SHA-256 over the event and the hash of the event before it."""
     return hashlib.sha256(previous + _LINK.pack(position, recorded_at) + body).digest()
 
 
@@ -167,7 +164,7 @@ def row_hash(previous: bytes, row: Mapping[str, Any]) -> bytes:
 
 
 REFUSAL = " BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END "
-"""What PostgreSQL does where an event is to be changed."""
+"""Body of the function with which PostgreSQL refuses to change an event."""
 
 _TRIGGERS = {
     "sqlite": [
@@ -196,7 +193,7 @@ def create_triggers(connection: Connection) -> None:
 
 
 def drop_triggers(connection: Connection) -> None:
-    """Take the guard away: for an operator's repair, and for the tests that change what must not be changed."""
+    """Remove the triggers: for an operator's repair, and for tests that change events."""
     if connection.dialect.name == "sqlite":
         for name in ("es_event_no_update", "es_event_no_delete", "es_event_no_replace"):
             connection.execute(text(f"DROP TRIGGER IF EXISTS {name}"))

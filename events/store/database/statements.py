@@ -1,4 +1,4 @@
-"""The statements of an append and of reading pages, built once, and the lock that an append begins with."""
+"""Statements of appends and of page reads, built once, and the lock that an append begins with."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.prepared import Prepared
 
 __all__ = [
-    "CHECKPOINT", "FOUND", "INSERT", "LAST", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE",
-    "UPSERT", "LockedHead", "lock_head", "page_of", "versions",
+    "CHECKPOINT", "COMMIT_AND_EPOCH", "INSERT", "LAST", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE",
+    "STREAM_PAGE", "UPSERT", "LockedHead", "lock_head", "page_of", "versions",
 ]
 
 PAGE = 1000
-"""Maximum number of events that a reader fetches at once."""
+"""Maximum number of events in one fetch."""
 
 _E = schema.events.c
 _K = schema.checkpoints.c
 
 INSERT = Prepared(insert(schema.events))
-# In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
+# As text for both dialects: their own `insert` would import all of PostgreSQL's dialect for a SQLite file.
 UPSERT = Prepared(text(
     "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
     "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
@@ -38,24 +38,24 @@ MOVE_HEAD = Prepared(update(schema.heads).values(
 _LOCK_HEAD = {
     # SQLite's clock is this machine's.
     "sqlite": Prepared(select(schema.heads, bindparam("now", type_=SqlDouble))),
-    # The clock of the database, so that hosts need not agree; clock_timestamp moves on while the row is waited for.
+    # The database's clock, so that hosts need not agree; clock_timestamp moves on while waiting for the row.
     "postgresql": Prepared(select(
         schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble)
     ).with_for_update()),
 }
-FOUND = Prepared(select(
+COMMIT_AND_EPOCH = Prepared(select(
     select(_E.position).where(_E.commit_id == bindparam("commit"), _E.commit_index == 0).scalar_subquery(),
     select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("lease")).scalar_subquery(),
 ))
-"""The position where this commit begins, and the epoch of this lease; null where there is none."""
+"""Position of this commit's first event, and epoch of this lease; null if there is none."""
 
 
 @lru_cache(64)
 def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
-    """Return the query for a page of events, of one stream or of all, and of these types where they are given."""
+    """Return the query for a page of events, of one stream or all, and of these types or all."""
     position = schema.POSITION_IN_STREAM if of_stream else _E.position
     query = select(schema.events).where(position > bindparam("after"), position <= bindparam("until"))
-    if of_stream:  # its versions and positions rise together; by version no page reads again what one before it read
+    if of_stream:  # versions and positions rise together; with the version no page reads rows of the page before it
         query = query.where(_E.stream == bindparam("stream"), _E.version > bindparam("version")).order_by(_E.version)
     else:
         query = query.order_by(_E.position)
@@ -65,7 +65,7 @@ def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
 
 
 LAST = 2**62
-"""A position that no event has."""
+"""A position beyond any event's."""
 NEXT_PAGE, STREAM_PAGE = page_of(False), page_of(True)
 _VERSION = {
     "sqlite": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream")),
@@ -80,7 +80,7 @@ MOVE_CHECKPOINT = Prepared(
 
 
 class LockedHead(NamedTuple):
-    """The row of the log's end, whose lock is held, and the time."""
+    """The head row, locked, and the current time."""
 
     id: int
     last_position: int
@@ -93,10 +93,9 @@ class LockedHead(NamedTuple):
 
 
 def lock_head(connection: Connection, db: Database) -> LockedHead:
-    """Return the head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
+    """Return the head row. On PostgreSQL this takes the turn to write, until the commit is visible.
 
-    It is a statement of its own, so that what follows sees all that was committed before it got the turn. Raises
-    LogCorrupt, LogTooNew.
+    It is a separate statement, so that later ones see all commits before this turn. Raises LogCorrupt, LogTooNew.
     """
     row = _LOCK_HEAD[db.dialect].first(connection, {"now": time.time()})
     if row is None:
@@ -108,7 +107,7 @@ def lock_head(connection: Connection, db: Database) -> LockedHead:
 
 
 def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
-    if connection.dialect.name == "sqlite":  # no server is asked: some statements cost less than a list of names
+    if connection.dialect.name == "sqlite":  # without a server, several statements cost less than a list of names
         one = _VERSION["sqlite"]
         return dict(row for stream in streams for row in one.rows(connection, {"stream": stream}))
     return dict(_VERSION["postgresql"].rows(connection, {"streams": list(streams)}))

@@ -1,8 +1,7 @@
-"""What tells a store from its copies.
+"""Identity of a store, which tells it from its copies.
 
-A log names the processes that work on it, and whoever copies the log copies those names too. So the names count only in
-the store that they were written for. A store is known by its file or database, wherever that was moved, and by its
-place, since a backup that is restored there takes over the processes that work there.
+A log names the processes that work on it, and so does its copy. They count only in the store that they were written
+for: the same file or database, even if moved, or the same place, for a backup that is restored there.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class StoreIdentity:
     """Host, and path of the file or address of the database."""
     key: tuple[Any, ...]
     """SQLite: device and inode of the file. PostgreSQL: identifier of the server's data, oid of the database, port and
-    folder of the server. None: this user may not know."""
+    folder of the server; None for a part that this user may not read."""
 
     def is_same(self, other: StoreIdentity) -> bool:
-        """Return True if both are the same file or database, or one lies where the other did."""
+        """Return True if both are the same file or database, or have the same place."""
         return self.place == other.place or all(
             a == b for a, b in zip(self.key, other.key, strict=False) if None not in (a, b)
         )

@@ -1,4 +1,4 @@
-"""Where a store is: its URL, read, shown without its secrets, and as the place that stays."""
+"""URLs of stores: parsing, display without secrets, and the stable place that a URL stands for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["file_of", "file_url", "masked", "parse_url", "place_of", "scrubbed",
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
 
 _PLAIN_KEYS = frozenset({"host", "hostaddr", "port", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
-"""Keys of a URL's query whose values are no secrets: names of files, which an error has to name."""
+"""Keys of a URL's query whose values are no secrets: file names, which errors must show."""
 
 
 def parse_url(url: str) -> URL:
     """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
 
-    In a URL of a file %, ? and # are written %25, %3F and %23, as `file_url` does; a path has them as they are. Raises
-    ConfigError for another database, for SQLite in memory or with options, and for what is no URL.
+    In a file's URL %, ? and # are escaped, as by `file_url`; in a path they are not. Raises ConfigError for any other
+    database, for SQLite in memory or with options, and for other text.
     """
     if "://" not in url:
         if not url or url == ":memory:":
@@ -32,15 +32,15 @@ def parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError) as e:
-        # The text itself may hold a password.
+        # The text itself may contain a password.
         raise ConfigError("the store's url can't be read; write sqlite:///path or postgresql://user@host/db") from e
     backend = parsed.get_backend_name()
     if backend == "sqlite":
         if not parsed.database or parsed.database == ":memory:":
             raise ConfigError("a log in memory would not survive its process: give a path, as in sqlite:///run/log.db")
         if "?" in url:
-            raise ConfigError(f"the store's url {url} has options after its ?, which a file has not: where the file's "
-                              "name has that letter, write %3F, or give the path alone")
+            raise ConfigError(f"the store's url {url} has options after its ?, which a file can't have: if ? belongs "
+                              "to the file's name, write %3F or give the path alone")
         return URL.create("sqlite", database=os.path.expanduser(parsed.database))
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
@@ -48,12 +48,12 @@ def parse_url(url: str) -> URL:
 
 
 def file_url(path: str | Path) -> str:
-    """Return the URL of a SQLite log, in which letters that mean something else in a URL are escaped."""
-    return "sqlite:///" + re.sub("[%?#]", lambda found: f"%{ord(found[0]):02X}", str(path))
+    """Return the URL of a SQLite log, with %, ? and # escaped."""
+    return "sqlite:///" + re.sub("[%?#]", lambda match: f"%{ord(match[0]):02X}", str(path))
 
 
 def file_of(url: str) -> Path | None:
-    """Return the file of a SQLite log; None where it lies in PostgreSQL, or the URL can't be read."""
+    """Return the file of a SQLite log; None for PostgreSQL or an unreadable URL."""
     try:
         parsed = parse_url(url)
     except ConfigError:
@@ -62,9 +62,7 @@ def file_of(url: str) -> Path | None:
 
 
 def place_of(url: URL | str) -> str:
-    """Return where a store is, in words that stay: the path of its file without links, or the address of its database
-    without the user.
-    """
+    """Return a stable name of the store: the file's path without links, or the database's address without the user."""
     url = parse_url(url) if isinstance(url, str) else url
     if url.get_backend_name() == "sqlite":
         return os.path.realpath(url.database or "")
@@ -72,7 +70,7 @@ def place_of(url: URL | str) -> str:
 
 
 def masked(url: URL | str) -> str:
-    """Return the URL as it may be shown: no password in it, nor in its query."""
+    """Return the URL for display, without passwords, also in its query."""
     if isinstance(url, str):
         try:
             url = parse_url(url)
@@ -85,13 +83,13 @@ def masked(url: URL | str) -> str:
 
 def secrets_in(url: URL) -> list[str]:
     """Return the texts in a URL that no error may show."""
-    given = [str(value) for key, value in url.query.items() if key not in _PLAIN_KEYS]
-    return [secret for secret in (str(url.password or ""), *given) if len(secret) > 3]
+    in_query = [str(value) for key, value in url.query.items() if key not in _PLAIN_KEYS]
+    return [secret for secret in (str(url.password or ""), *in_query) if len(secret) > 3]
 
 
 def scrubbed(text: object, secrets: list[str]) -> str:
-    """Return what a driver said on one line, without these secrets."""
-    said = " ".join(str(text).split())
+    """Return a driver's message on one line, without these secrets."""
+    message = " ".join(str(text).split())
     for secret in secrets:
-        said = said.replace(secret, "***")
-    return _SECRET_KEYS.sub(r"\1=***", said)
+        message = message.replace(secret, "***")
+    return _SECRET_KEYS.sub(r"\1=***", message)

@@ -1,10 +1,8 @@
-"""The payload store: what is too big for an event, by the SHA-256 of its bytes.
+"""The payload store: data too big for an event, stored by the SHA-256 of its bytes.
 
-Runners put, events name the digest, trainers get. An event is appended only after `put` has returned, so a digest in
-the log always has its bytes. Beside a SQLite log it is a directory, `<db path>.payloads/ab/abcdef...`; with a log in
-PostgreSQL it is a table there, so that every machine reaches it. What the bytes mean is the caller's business.
-
-Both are safe for threads and processes, and both promise the same: tests/full/events/test_payloads.py is run on each.
+An event is appended only after `put` has returned, so a digest in the log always has its bytes. Beside a SQLite log the
+store is a directory, `<db path>.payloads/ab/abcdef...`, in PostgreSQL a table, so that every machine reaches it. Both
+are safe for threads and processes: tests/full/events/test_payloads.py is run on each.
 """
 
 from __future__ import annotations
@@ -38,43 +36,40 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class PayloadStore(Protocol):
-    """Bytes by their digest. What is stored never changes; it can only be deleted."""
+    """Immutable bytes by their digest; they can only be deleted."""
 
     def put(self, data: bytes) -> str:
-        """Store, and return the digest. Durable when it returns; the same bytes again are read and not written.
+        """Store, and return the digest. Durable when it returns. Stored bytes are read instead of written again.
 
-        What lies under the digest and is not these bytes is replaced. Raises LogUnavailable where it can't be stored.
+        Other bytes under the digest are replaced. Raises LogUnavailable if it can't be stored.
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes, checked.
-
-        Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put.
-        """
+        """Return the bytes, checked. Raises PayloadNotFound, or CorruptPayload for other bytes than were put."""
 
     def read(self, digest: str) -> bytearray:
-        """Return the same as `get`, in memory of its own that may be written to."""
+        """Return the same as `get`, in writable memory of its own."""
 
     def exists(self, digest: str) -> bool:
-        """Return True if it is there; `get` checks that it is whole."""
+        """Return True if a payload has this digest; only `get` checks its bytes."""
 
     def size(self, digest: str) -> int | None:
-        """Return its bytes, counted; None where it is not there."""
+        """Return the number of its bytes; None if it is missing."""
 
     def delete(self, digest: str) -> None:
-        """Take it away; nothing happens where it is not there."""
+        """Delete it; nothing happens if it is missing."""
 
     def digests(self) -> Iterator[str]:
         """Yield every digest in the store, in order."""
 
     def strays(self) -> list[str]:
-        """Return what lies in the store and is no payload: what a put that died left, or another's."""
+        """Return entries of the store that are no payloads, left by a put that died or by other software."""
 
     def verify(self) -> list[str]:
-        """Read everything: what is wrong, each problem naming its digest; [] where the store is sound."""
+        """Read everything, and return all problems, each naming its digest; [] if the store is sound."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 def digest_of(data: bytes | bytearray) -> str:
@@ -85,9 +80,9 @@ def digest_of(data: bytes | bytearray) -> str:
 def open_payloads(
     url: str, *, create: bool = True, durability: Durability = "power", patience: float = 20.0
 ) -> PayloadStore:
-    """Return the payload store of the log at `url`. Without `create`, LogNotFound where there is none.
+    """Return the payload store of the log at `url`. Without `create`, raises LogNotFound if there is none.
 
-    `patience`: seconds that a lost connection is waited out in each call.
+    `patience`: seconds for which each call waits out a lost connection.
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
@@ -98,24 +93,23 @@ def open_payloads(
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
-    """Return the same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
+    """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
 
-    What is put costs a generation to make again; and a `put` may be repeated, since the name is the content. Files
-    have no trouble that passes by itself.
+    Lost bytes would cost a generation to make again. Files have no trouble that passes by itself.
     """
     if not isinstance(store, _Rows):
         return store
-    log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
+    log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences existing loggers
     return _Rows(store.database, seconds, lambda e: log.warning("the payload store waits: %s", e))
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
-    """Return a store that is opened when it is first used, and raises then what `opens` raises."""
+    """Return a store that is opened on first use, which then raises the errors of `opens`."""
     return cast(PayloadStore, _Later(opens))
 
 
 class _Later:
-    """A store in wait: who only asks how a system is needs none, and must not wait for its database."""
+    """A store opened on first use: status requests need no store, and must not wait for its database."""
 
     def __init__(self, opens: Callable[[], PayloadStore]) -> None:
         self._opens, self._lock = opens, threading.Lock()
@@ -134,12 +128,12 @@ class _Later:
 
 
 class _Files:
-    """A file a payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
+    """One file per payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
 
     def __init__(self, root: Path, create: bool, durability: Durability) -> None:
         self._root, self._power = root, durability == "power"
         self._durable: set[str] = set()
-        """Folders whose names in the store are on the disk."""
+        """Folders whose names are on the disk."""
         if create:
             try:
                 make_private_folder(root)
@@ -157,7 +151,7 @@ class _Files:
             return digest
         try:
             if not path.parent.exists():
-                path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun anew
+                path.parent.mkdir(mode=0o700, exist_ok=True)  # without parents, so that a deleted store stays deleted
                 self._durable.discard(path.parent.name)
             self._keep(path.parent)
             with whole_file(path, durable=self._power, prefix=".put-") as file:
@@ -170,38 +164,38 @@ class _Files:
         return digest
 
     def _keep(self, folder: Path) -> None:
-        """Bring the name of a folder to the disk, once: whoever made it may have been killed before."""
+        """Bring a folder's name to the disk, once, since the process that made it may have been killed before."""
         if self._power and folder.name not in self._durable:
             sync(self._root)
             self._durable.add(folder.name)
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Return True if these bytes lie there, and are as durable as this store makes them."""
+        """Return True if the file holds these bytes, as durably as this store writes them."""
         try:
             if path.stat().st_size != len(data) or path.read_bytes() != data:
                 return False
-            if self._power:  # who wrote it may have been killed before, or been content with less
+            if self._power:  # its writer may have been killed before the sync, or have had less durability
                 sync(path)
                 sync(path.parent)
                 self._keep(path.parent)
-        except OSError:  # it is not there, or can't be read: it is written anew
+        except OSError:  # missing or unreadable: it is written again
             return False
         return True
 
     def get(self, digest: str) -> bytes:
-        return self._checked(digest, Path.read_bytes)
+        return self._read_checked(digest, Path.read_bytes)
 
     def read(self, digest: str) -> bytearray:
-        return self._checked(digest, _read_writable)
+        return self._read_checked(digest, _read_writable)
 
-    def _checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
+    def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
         try:
             data = read(self._path(digest))
         except FileNotFoundError:
             raise _not_found(digest, self._root) from None
         except OSError as e:
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
-        return _checked(digest, data, self._root)
+        return _require_digest(digest, data, self._root)
 
     def exists(self, digest: str) -> bool:
         return self._path(digest).is_file()
@@ -224,16 +218,16 @@ class _Files:
         for folder in sorted(self._root.iterdir()):
             if folder.is_dir():
                 # Temporary files of puts that died begin with a dot.
-                yield from sorted(f.name for f in folder.iterdir() if self._at_home(f))
+                yield from sorted(f.name for f in folder.iterdir() if self._is_payload(f))
 
     def strays(self) -> list[str]:
         return [
             str(path.relative_to(self._root)) for folder in sorted(self._root.iterdir())
-            for path in (sorted(folder.iterdir()) if folder.is_dir() else [folder]) if not self._at_home(path)
+            for path in (sorted(folder.iterdir()) if folder.is_dir() else [folder]) if not self._is_payload(path)
         ]
 
     @staticmethod
-    def _at_home(path: Path) -> bool:
+    def _is_payload(path: Path) -> bool:
         return _DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
     def verify(self) -> list[str]:
@@ -243,7 +237,7 @@ class _Files:
         """Nothing is open."""
 
     def _path(self, digest: str) -> Path:
-        # It becomes a path: nothing but a digest may get here.
+        # It becomes a path, so it must be a digest and nothing else.
         if not _DIGEST.fullmatch(digest):
             raise _not_found(digest, self._root)
         return self._root / digest[:2] / digest
@@ -253,13 +247,13 @@ class _Files:
 
 
 class _Rows:
-    """A row a payload, in the database of the log."""
+    """One row per payload, in the database of the log."""
 
     def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
         self.database, self._patience, self._tell = database, patience, tell
 
     def require(self, create: bool) -> None:
-        """Make the table where there is none, with `create`. Raises LogNotFound."""
+        """Make the table if it is missing, with `create`. Raises LogNotFound."""
         try:
             if self._read(lambda c: inspect(c).has_table(schema.payloads.name)):
                 return
@@ -270,15 +264,15 @@ class _Rows:
             self.database.close()
             raise
 
-    def _news(self) -> Callable[[Exception], None] | None:
-        """Return what tells the trouble of one call, each error once."""
+    def _new_reporter(self) -> Callable[[Exception], None] | None:
+        """Return a function that reports the trouble of one call, each error once."""
         return None if self._tell is None else once(self._tell)
 
     def _read(self, work: Callable[[Connection], T]) -> T:
-        return self.database.read(work, patience=self._patience, tell=self._news())
+        return self.database.read(work, patience=self._patience, tell=self._new_reporter())
 
     def _write(self, work: Callable[[Connection], object]) -> None:
-        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._news())
+        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._new_reporter())
 
     @staticmethod
     def _make(connection: Connection) -> None:
@@ -286,10 +280,10 @@ class _Rows:
         schema.create_payload_table(connection)
 
     def put(self, data: bytes) -> str:
-        from sqlalchemy.dialects.postgresql import insert  # here: who has a SQLite log need not import it
+        from sqlalchemy.dialects.postgresql import insert  # local: users of a SQLite log need not import it
 
         digest, t = digest_of(data), schema.payloads.c
-        same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # the server reads it
+        same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # read by the server only
         if not self._read(lambda c: c.execute(same).scalar_one_or_none()):
             new = insert(schema.payloads).values(digest=digest, data=data)
             statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
@@ -301,7 +295,7 @@ class _Rows:
         data = self._read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
         if data is None:
             raise _not_found(digest, self.database.shown)
-        return _checked(digest, bytes(data), self.database.shown)
+        return _require_digest(digest, bytes(data), self.database.shown)
 
     def read(self, digest: str) -> bytearray:
         return bytearray(self.get(digest))
@@ -341,12 +335,12 @@ class _Rows:
         return f"<PayloadStore {self.database.shown}>"
 
 
-def _not_found(digest: str, where: object) -> PayloadNotFound:
-    return PayloadNotFound(f"no payload {str(digest)[:80]} in {where}", digest=digest)
+def _not_found(digest: str, place: object) -> PayloadNotFound:
+    return PayloadNotFound(f"no payload {str(digest)[:80]} in {place}", digest=digest)
 
 
 def _read_writable(path: Path) -> bytearray:
-    """Return a file's bytes, copied once."""
+    """Return a file's bytes with a single copy."""
     with path.open("rb", buffering=0) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         size = 0
@@ -355,10 +349,10 @@ def _read_writable(path: Path) -> bytearray:
         return data[:size] if size < len(data) else data
 
 
-def _checked(digest: str, data: Bytes, where: object) -> Bytes:
+def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
     if digest_of(data) != digest:
         raise CorruptPayload(
-            f"payload {digest} in {where} was changed: its {len(data)} bytes have another digest", digest=digest
+            f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest
         )
     return data
 

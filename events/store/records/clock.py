@@ -1,8 +1,7 @@
-"""Time in the log: what the clock said, and how long it was all the same where somebody set the clock.
+"""Time in the log: the recorded clock, and true durations even if the clock was set.
 
-`recorded_at` is the clock of the host (on PostgreSQL of its server). Where that was stepped, the log says so by a
-`ClockStepped`, and only there may its time go back. Beside it each event has its writer's monotonic clock, which nobody
-can set, with the boot that it counts from: how long ago something was is told by it, on the same machine.
+`recorded_at` is the host's clock (on PostgreSQL its server's). Only at a `ClockStepped` may it go back. Each event also
+has its writer's boot and monotonic clock, which cannot be set: on the same machine it tells how long ago an event was.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from pathlib import Path
 __all__ = ["FIRST_SECONDS", "STEP_SECONDS", "Clock", "boot", "monotonic", "steady_clock"]
 
 STEP_SECONDS = 0.5
-"""Minimum difference between wall clock and monotonic clock that is a step, beside what a clock may be off by."""
+"""Minimum difference between wall clock and monotonic clock that counts as a step, beyond the clock's drift."""
 
 DRIFT = 0.001
-"""Share of the time between two looks by which a clock may drift, as it is slewed."""
+"""Share of the time between two readings by which a clock may drift while it is slewed."""
 
 FIRST_SECONDS = 5.0
-"""Minimum difference that is a step at a writer's first append: events before it were timed when they were decided."""
+"""Minimum step at a writer's first append, since earlier events got their times when they were decided."""
 
 
 def monotonic() -> float:
-    """Return seconds since the boot, those asleep among them where the system tells; nobody can set them."""
+    """Return seconds since the boot, including suspension if the system counts it; this clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @cache
 def boot() -> str:
-    """Return the beginning of this boot's id: monotonic clocks of one boot can be compared. Empty: there is none."""
+    """Return the start of this boot's id, or "". Monotonic clocks of one boot are comparable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -40,20 +39,20 @@ def boot() -> str:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of unix seconds that is set once, now: a later step of the machine's does not move it."""
+    """Return a clock of unix seconds that is set once, now, and ignores later steps of the machine's clock."""
     offset = time.time() - monotonic()
     return lambda: offset + monotonic()
 
 
 @dataclass(slots=True)
 class Clock:
-    """What one writer knows of the clock by which it records."""
+    """A writer's view of the clock that dates its events."""
 
     _last: tuple[float, float, float] | None = None
-    """When it appended last: the clock, and the monotonic one just before and after."""
+    """Clock at its last append, and the monotonic clock just before and after."""
 
     def seen(self, wall: float, before: float, after: float) -> None:
-        """Take note of the clock, read between these two moments of the monotonic one."""
+        """Remember a reading of the clock, taken between two readings of the monotonic one."""
         self._last = wall, before, after
 
     def knows(self) -> bool:
@@ -62,9 +61,9 @@ class Clock:
     def step(
         self, wall: float, before: float, after: float, recorded_at: float, *, slack: float = STEP_SECONDS
     ) -> float:
-        """Return by how many seconds the clock was set since the last append, 0.0 where it was not.
+        """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
 
-        `recorded_at`: the time of the last event. Without an earlier moment only a clock that is behind that tells.
+        `recorded_at`: the time of the last event. Without an earlier reading only a clock behind that reveals a step.
         """
         off = 0.0
         if self._last is not None:

@@ -17,16 +17,15 @@ _E = schema.events.c
 
 
 def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
-    """Return the position of the last event recorded at or before this moment (unix seconds); 0 where none was.
+    """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
 
-    `steps` are the log's `ClockStepped`. Where the clock was stepped: of the last stretch between two of them that had
-    begun by then. Raises LogCorrupt.
+    With `steps` (`ClockStepped`): in the last stretch between two of them that had begun by then. Raises LogCorrupt.
     """
     begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
     end = min((s.position for s in steps if s.position > begin), default=None)
     head = connection.execute(select(schema.heads.c.last_position)).scalar_one()
     low, high = begin, head if end is None else end - 1
-    while low < high:  # recorded_at does not fall here, so no index is needed
+    while low < high:  # recorded_at never falls within a stretch, so this needs no index
         middle = (low + high + 1) // 2
         at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
         if at is None:
@@ -36,7 +35,7 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
 
 
 def clock_note(time: float, steps: Sequence[Recorded]) -> str:
-    """Say that the clock was set at this moment, by the log's `ClockStepped`; empty where it was not."""
+    """Return a note that the clock was set at this moment, by the log's `ClockStepped`; empty if it was not."""
     for step in steps:
         assert isinstance(step.event, ClockStepped)
         first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))

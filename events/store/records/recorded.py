@@ -1,7 +1,4 @@
-"""What goes into the log and what comes out of it: the values of its interface, and their rows.
-
-Import them from `events.store.log`; this module is there so that neither is long.
-"""
+"""Values of the log's interface and their rows; import them from `events.store.log`."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ class Write:
     expected_version: int
     events: Sequence[Event]
     checked: Sequence[tuple[bytes, Event]] | None = field(default=None, repr=False, compare=False)
-    """What `codec.check` gave of each event, where it was asked already."""
+    """Result of `codec.check` for each event, if it was called already."""
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
-    """Return a write that an append will take, as far as it can be told without the log. Raises InvalidEvent."""
+    """Return a write with events that an append will accept, except for its version. Raises InvalidEvent."""
     _check_name("stream", stream)
     return Write(
         stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
@@ -45,7 +42,7 @@ def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """An event as it stands in the log."""
+    """An event in the log."""
 
     position: int
     """Place in the whole log, from 1."""
@@ -56,10 +53,9 @@ class Recorded:
     schema_version: int
     data: bytes
     metadata: dict[str, Any]
-    """Of its append; `lease` and `epoch` of its writer among it. Events of one append may share it: it is not to be
-    changed."""
+    """Metadata of its append, with its writer's `lease` and `epoch`. Read-only: events of one append share it."""
     recorded_at: float
-    """Unix seconds, UTC; smaller than the event's before it only where the clock was set back (`ClockStepped`)."""
+    """Unix seconds, UTC; smaller than the previous event's only if the clock was set back (`ClockStepped`)."""
     commit_id: str
     hash: bytes
     """SHA-256 over this event and the hash of the one before it."""
@@ -67,13 +63,13 @@ class Recorded:
 
     @property
     def event(self) -> Event:
-        """The event itself. Raises LogTooNew or InvalidEvent where this software can't read it, with the position."""
+        """The event itself. Raises LogTooNew or InvalidEvent, with the position, if this software can't read it."""
         if self._event is None:
             try:
                 self._event = codec.decode(self.type, self.schema_version, self.data)
             except LogError as e:
-                where = f"position {self.position} ({self.stream} {self.version})"
-                raise type(e)(f"{where}: {e.message}", **e.details) from e
+                place = f"position {self.position} ({self.stream} {self.version})"
+                raise type(e)(f"{place}: {e.message}", **e.details) from e
         return self._event
 
 
@@ -94,14 +90,13 @@ class Lease:
     epoch: int
     owner: dict[str, Any]
     copied_from: str = ""
-    """Host and place of the store that its holder took it for, or of one just taken its last holder, if this store is a
-    copy of that.
-    """
+    """Host and place of the store that this one is a copy of, if the holder (the last one, of a lease just taken) took
+    the lease there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What an append wrote: positions first..last. `duplicate`: its commit id had been written before."""
+    """Result of an append: positions first..last. `duplicate`: an earlier append with this commit id wrote them."""
 
     first_position: int
     last_position: int
@@ -110,17 +105,17 @@ class Committed:
 
 
 class Projector(Protocol):
-    """A read model that moves in the transaction of the append. What it raises undoes the append."""
+    """A read model that is updated in the transaction of the append. Its errors undo the append."""
 
     name: str
     version: int
-    """Raised when the tables or their meaning change: they are then built again from the log."""
+    """Raised when the tables or their meaning change; they are then rebuilt from the log."""
 
     def create(self, connection: Connection) -> None:
         """CREATE TABLE IF NOT EXISTS."""
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
-        """Take these events in. They come in order of position, each once."""
+        """Apply these events, which come in order of position, each once."""
 
     def reset(self, connection: Connection) -> None:
         """Empty the tables (or drop and create them)."""
@@ -128,16 +123,16 @@ class Projector(Protocol):
 
 @dataclass(slots=True)
 class Draft:
-    """Events of one commit: all of an append that can be done before the lock is taken and they have their place."""
+    """Events of one commit, prepared as far as possible before the lock is taken and they get positions."""
 
     recorded: list[Recorded]
     """Without position, time and hash."""
     bodies: list[bytes]
-    """What `schema.body_hash` gives of each."""
+    """Result of `schema.body_hash` for each."""
     metadata: bytes
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
-        """Give each event its place behind this position and this hash; returns the last one's."""
+        """Place the events after this position and hash. Return the last one's position and hash."""
         for item, body, at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
             previous = schema.chain_hash(previous, position, at, body)
@@ -158,51 +153,48 @@ def draft(
 ) -> Draft:
     """Return the events of these writes, checked. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
-    about: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
+    fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
-        about |= {"lease": lease.name, "epoch": lease.epoch}
+        fields |= {"lease": lease.name, "epoch": lease.epoch}
     try:
-        meta = orjson.dumps(about, option=orjson.OPT_SORT_KEYS)
+        meta = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    about = orjson.loads(meta)
-    made = Draft([], [], meta)
+    read_metadata = orjson.loads(meta)
+    drafted = Draft([], [], meta)
     for w in writes:
         _check_name("stream", w.stream)
         checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
         pairs = zip(w.events, checked, strict=True)
         for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
             kind, schema_version = type(event).__name__, event.schema_version
-            made.bodies.append(schema.body_hash(
+            drafted.bodies.append(schema.body_hash(
                 stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data, metadata=meta,
-                commit_id=commit_id, commit_index=len(made.bodies),
+                commit_id=commit_id, commit_index=len(drafted.bodies),
             ))
-            made.recorded.append(Recorded(
+            drafted.recorded.append(Recorded(
                 position=0, stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data,
-                metadata=about, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
+                metadata=read_metadata, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
             ))
-    if not made.recorded:
+    if not drafted.recorded:
         raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
-    return made
+    return drafted
 
 
-def _check_name(what: str, name: str) -> None:
+def _check_name(subject: str, name: str) -> None:
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
-        raise InvalidEvent(f"{what} {str(name)[:80]!r} must be 1 to 500 printable characters")
+        raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
 
 @lru_cache(64)
 def _metadata(data: bytes) -> Any:
-    """Decode it once for all events of an append, which follow each other."""
+    """Decode metadata once for all events of an append, which follow each other."""
     return orjson.loads(data)
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """Return a stored row, all columns of the table in their order. The event is decoded when it is asked for.
-
-    Raises LogCorrupt for one whose columns are not what was written.
-    """
-    # By place: by name it took three times as long, and a third of reading a log.
+    """Return a stored row, with all columns in order; its event is decoded on first use. Raises LogCorrupt."""
+    # By index: by name it took three times as long, and a third of reading a log.
     position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
     try:
         return Recorded(
@@ -216,27 +208,27 @@ def from_row(row: Sequence[Any]) -> Recorded:
 
 
 _offsets: list[float] = []
-"""How far the wall clock is ahead of the monotonic one, the same for each look until it is set."""
+"""Last offset of the wall clock from the monotonic one, reused until the wall clock is set."""
 
 
 @dataclass(slots=True)
 class Straightener:
-    """Puts events of this boot where they were by the monotonic clock, as seen from the wall clock of now."""
+    """Correction of this boot's event times by the monotonic clock, as seen from the current wall clock."""
 
     _wall: Callable[[], float] = time.time
     _monotonic: Callable[[], float] = clock.monotonic
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
-        found = self._wall() - self._monotonic()
-        if not _offsets or abs(_offsets[-1] - found) > clock.STEP_SECONDS:
-            _offsets[:] = [found]
+        offset = self._wall() - self._monotonic()
+        if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
+            _offsets[:] = [offset]
         self.offset = _offsets[-1]
 
     def __call__(self, recorded: Recorded) -> Recorded:
-        """Return the event, with the time that the clock of now gives its moment where that is another."""
-        told = recorded.metadata.get("mono")
-        if not isinstance(told, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
+        """Return the event, with its time by the current clock if that differs."""
+        mono = recorded.metadata.get("mono")
+        if not isinstance(mono, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
             return recorded
-        at = self.offset + told
+        at = self.offset + mono
         return recorded if abs(at - recorded.recorded_at) <= clock.FIRST_SECONDS else replace(recorded, recorded_at=at)

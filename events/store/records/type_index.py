@@ -1,7 +1,6 @@
-"""The events that are not bulk (`schema.BULK`), found through their index: without reading the bulk.
+"""Queries for events that are not bulk (`schema.BULK`), by an index of these events alone.
 
-Nine of ten events say that units were dispatched or finished, or what a proxy answered. All others (what was submitted,
-failed, dropped, published, lost, ...) are few, and most questions are about them.
+Nine of ten events say that units were dispatched or finished, or what a proxy answered; queries rarely want those.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from trinity_es.events.vocabulary import EVENTS
 __all__ = ["RARE", "page", "require_rare"]
 
 RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
-"""Every type but the bulk ones."""
 
 _E = schema.events.c
 
 
 def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
-    """Return these types, each once, or all that are rare. Raises ValueError for a bulk type."""
+    """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
     chosen = tuple(dict.fromkeys(RARE if types is None else types))
     if bulk := set(chosen) & set(schema.BULK):
         raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")
@@ -39,9 +37,9 @@ def page(
     between = [_E.position > after] + ([] if before is None else [_E.position < before])
     order = _E.position.desc() if descending else _E.position.asc()
     rows = select(schema.events).order_by(order)
-    # The first of each type, and the first of those: no type's entries are read further than the page needs.
+    # The first rows of each type, then the first of those: no type's entries are read further than the page needs.
     of_rare = select(_E.position).where(schema.IS_RARE, *between).order_by(order).limit(size)
-    found = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()
-    first = found.c.position.desc() if descending else found.c.position.asc()
-    positions = connection.execute(select(found.c.position).order_by(first).limit(size)).scalars().all()
+    union = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()
+    first = union.c.position.desc() if descending else union.c.position.asc()
+    positions = connection.execute(select(union.c.position).order_by(first).limit(size)).scalars().all()
     return list(connection.execute(rows.where(_E.position.in_(positions))).all())

@@ -423,7 +423,7 @@ def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
         problems = "\n".join(log.verify())
     assert "LeaseHeld): it can't follow what came before it: LeaseHeld of lease es-1, which is held" in problems
     assert "LeaseReleased of lease es-2, which is not taken" in problems
-    assert "LeaseTaken): the attempt that took it was not with its runner" in problems
+    assert "LeaseTaken): the attempt that took it was not running on that runner" in problems
 
 
 def test_a_row_of_the_table_of_leases_that_was_changed_is_found(place: Place, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_row_of_the_table_of_leases_that_was_changed_is_found(place: Place, tm
     for statement, says in (
         ("UPDATE rm_lease SET data = '{}'", "table rm_lease, row 'es-1': data is '{}'"),
         ("DELETE FROM rm_lease", "table rm_lease: its row 'es-1' is missing"),
-        ("DROP TABLE rm_lease", "table rm_lease lacks altogether"),
+        ("DROP TABLE rm_lease", "table rm_lease is missing"),
     ):
         with closing(sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)) as connection:
             connection.execute(statement)

@@ -35,7 +35,7 @@ class Host(Timers):
         self.fenced_by: Lease | None = None
         self.session = LogSession(
             self, StoreConfig(url=url, durability="process", retry_for=0.001), {"pid": 1, "host": "here", "admin": {}},
-            queue_capacity=100, memory=None, known=(), told=(),
+            queue_capacity=100, memory=None, claims=(), unheard=(),
         )
 
     # --- what the session calls ---

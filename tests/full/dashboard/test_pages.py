@@ -113,7 +113,7 @@ def test_the_overview_of_a_run_that_goes_on_says_what_it_waits_for(tmp_path: Pat
         assert "stalled 0" in seen.text
         assert f"{why.settled} of {why.tasks}" in seen.text
         assert why.sentence[:25] in seen.text
-        assert "It waits" in get(client, "/batch?id=2").text
+        assert "Why it waits" in get(client, "/batch?id=2").text
 
 
 def test_an_empty_log_says_how_to_begin(path: Path) -> None:
@@ -203,14 +203,14 @@ def test_a_course_goes_on_where_it_was_and_steps_back(hand: str) -> None:
     courses = BatchCache()
     with open_log(hand) as log:
         with courses.of(log, "open") as course:
-            assert course.story is not None
-            assert (len(course.positions), course.story.tasks[0].state) == (2, "running")
+            assert course.timeline is not None
+            assert (len(course.positions), course.timeline.tasks[0].state) == (2, "running")
         with EventLog.open(hand, durability="process", projectors=projectors()) as writer:
             dropped = ev.TaskDropped(tasks=[1], reason="enough")
             writer.append([Write(stream="batch/open", expected_version=2, events=[dropped])], commit_id="more")
         with courses.of(log, "open") as again:
             assert again is course
-            assert [t.state for t in again.story.tasks] == ["running", "dropped"] if again.story else False
+            assert [t.state for t in again.timeline.tasks] == ["running", "dropped"] if again.timeline else False
             assert again.positions.tolist() == [r.position for r in log.events("open")]
             for version in (3, 1, 2, 2, 3):
                 state, recorded = again.state_at(log, version)

@@ -43,7 +43,7 @@ def test_a_rollout_comes_up_when_it_ends_and_its_tokens_are_walked_by_keys(brows
     ])])
     with serving(str(path)) as dashboard:
         browser.open(f"{dashboard.url}/rollout?id=7&task=0&run=1")
-        browser.wait(lambda: "It has not ended" in browser.text("#live"), "the page to say that the run goes on")
+        browser.wait(lambda: "This run has not ended" in browser.text("#live"), "the page to say that the run goes on")
         browser.wait(lambda: browser.all(".dot.on"), "the page to be live")
         with EventLog.open(str(path), projectors=projectors()) as log:
             log.append([Write(stream=stream, expected_version=2, events=[finished(0, payload(path))])], commit_id="end")

@@ -172,7 +172,7 @@ def test_a_long_text_is_cut_on_the_page_and_whole_in_a_file(running: TestClient)
 
 
 def test_a_run_that_has_not_ended_is_a_page_that_waits_for_it(running: TestClient) -> None:
-    assert "It has not ended" in seen(running, "/rollout?id=open&task=1&run=0")
+    assert "This run has not ended" in seen(running, "/rollout?id=open&task=1&run=0")
     assert "batch/open" in unescape(running.get("/rollout?id=open&task=1&run=0").text).partition("data-watch=")[2][:40]
     assert running.get("/rollout.txt?id=open&task=1&run=0").status_code == 404
 
@@ -220,8 +220,8 @@ def test_two_moments_of_a_batch_are_compared(log: Log) -> None:
     middle = (row.first_position + row.last_position) // 2
     now, then = side(log, 30), side(log, 30, middle)
     assert not differences(now, now)
-    assert now.story.state == log.replay(30)
-    assert then.story.state == log.replay(30, middle)
+    assert now.timeline.state == log.replay(30)
+    assert then.timeline.state == log.replay(30, middle)
     assert differences(then, now)
 
 
@@ -229,12 +229,12 @@ def test_a_batch_is_compared_with_one_of_another_log(url: str, tmp_path: Path) -
     again, different = str(tmp_path / "again.sqlite"), str(tmp_path / "different.sqlite")
     make(again, batches=2, tasks=8, runs=4, seed=3, payloads=False)
     make(different, batches=2, tasks=8, runs=4, seed=4, payloads=False)
-    for other, verdict in ((again, "They say the same"), (different, "They differ")):
+    for other, verdict in ((again, "They are equal"), (different, "They differ")):
         with TestClient(create_app(url, other=other), base_url="http://localhost") as client:
             text = seen(client, "/compare?id=1")
             assert verdict in text
             assert "of the other log" in text
-            assert "They say the same" in seen(client, "/compare?id=1&in=this")
+            assert "They are equal" in seen(client, "/compare?id=1&in=this")
     with TestClient(create_app(url, other=str(tmp_path / "none")), base_url="http://localhost") as client:
         assert "These can't be compared" in seen(client, "/compare?id=1")
 

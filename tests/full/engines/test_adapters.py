@@ -88,8 +88,7 @@ def test_several_adapters_and_two_versions_of_one_answer_in_the_same_steps(
 
     async def together() -> list[Completion]:
         asked = [asyncio.ensure_future(engine.generate(PROMPT, ask(name, 150))) for name in ("math", "code", "")]
-        first = engine._known("math").request.lora_int_id
-        while not engine._asked(first):  # they run: the same prompt, so the prefix cache has it
+        while not engine._current["math"].uses:  # they run: the same prompt, so the prefix cache has it
             await asyncio.sleep(0.01)
         await engine.load_adapter("math", 2, str(folders[2]))
         asked.append(asyncio.ensure_future(engine.generate(PROMPT, ask("math", 20))))
@@ -153,7 +152,7 @@ def test_adapters_stay_over_a_change_of_the_models_weights(
 
     async def change() -> Completion:
         asking = asyncio.ensure_future(engine.generate(PROMPT, ask("math", 150)))
-        while not engine._asked(engine._known("math").request.lora_int_id):
+        while not engine._current["math"].uses:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         await engine.load_weights(1, str(other))

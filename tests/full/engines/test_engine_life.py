@@ -133,8 +133,8 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
     engine._llm, engine._dead = Forgetful(), None
-    asked = asyncio.create_task(engine._whole([1], None))
-    given_up = asyncio.create_task(engine._whole([1], None))
+    asked = asyncio.create_task(engine._last_output([1], None))
+    given_up = asyncio.create_task(engine._last_output([1], None))
     await asyncio.sleep(0)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -234,20 +234,20 @@ async def test_a_speculation_that_tells_other_logprobs_is_refused_at_the_start(
     await right._check_speculation([7] * 4)
     assert [params.allowed_token_ids for params in right._llm.asked] == [[97, 98]]
     for wrong in ((-5.56, -5.56), (0.0, -0.7), (math.nan, math.nan), (-math.inf, -math.inf)):
-        with pytest.raises(ConfigError, match=r"speculative_config: vllm 0 on cpu tells .* wrong .* leave it"):
+        with pytest.raises(ConfigError, match=r"speculative_config: vllm 0 on cpu gives wrong .* leave it"):
             await speculating(tmp_path, *wrong)._check_speculation([7] * 4)
 
 
 async def test_a_stop_text_beside_a_speculation_is_refused_since_tokens_follow_it(tmp_path: Path) -> None:
     """vLLM finds a stop text in what several tokens of one step say, and keeps them all (vllm 47616)."""
     engine = speculating(tmp_path, 0.0, 0.0)
-    with pytest.raises(EngineError, match="tokens behind it") as refused:
-        await engine._whole([1], SimpleNamespace(stop=["x"]))
+    with pytest.raises(EngineError, match="tokens after the stop text") as refused:
+        await engine._last_output([1], SimpleNamespace(stop=["x"]))
     assert refused.value.details == {"refused": True}
 
 
 @pytest.mark.all
 @with_marks(*real)
 def test_vllms_own_speculation_on_a_cpu_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine_args\.speculative_config: vllm \S+ on cpu tells logprobs"):
+    with pytest.raises(ConfigError, match=r"engine_args\.speculative_config: vllm \S+ on cpu gives wrong logprobs"):
         Live(EngineConfig(model_path=str(tiny), options=NGRAM))

@@ -192,7 +192,7 @@ async def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_f
                 pass
         assert not failed.value.details.get("refused")
     server.alone = False
-    with pytest.raises(EngineError, match="it fails what it answered when it was met") as failed:
+    with pytest.raises(EngineError, match="it fails a request that it answered at first") as failed:
         await engine.generate([BAD], replace(EIGHT, n=2))
     assert failed.value.details["dead"]
 
@@ -249,7 +249,7 @@ async def test_a_request_is_at_fault_where_vllm_says_so_and_answers_others(serve
 async def test_a_refusal_of_a_server_that_restarted_is_none(server: Wrong, engine: HTTPEngine) -> None:
     told = '{"error": {"message": "too long"}}'
     server.wrong, server.alone, server.label = {"status": 400, "body": told}, True, "default"
-    with pytest.raises(EngineError, match="it restarted, or somebody else changed its weights") as failed:
+    with pytest.raises(EngineError, match="it restarted, or something else changed its weights") as failed:
         await engine.generate([BAD], EIGHT)
     assert failed.value.details["dead"]
 
@@ -288,7 +288,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
     while looked < 20:
         await asyncio.sleep(0.01)
-    assert not await engine._try(), "a pause tells nothing of what the server can"
+    assert not await engine._test(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
     await engine.server.resume()
@@ -372,7 +372,7 @@ async def test_a_server_that_takes_nothing_any_more_ends_the_engine(server: Wron
 async def test_a_server_that_does_not_keep_its_label_is_told_and_not_met_again_and_again(tiny: Path) -> None:
     server = LosesLabels(tiny)
     engine = unmet(server, tiny)
-    with pytest.raises(EngineError, match=r"http://a:1 does not keep the label .* tells 'default' .*: give the URL of"):
+    with pytest.raises(EngineError, match=r"http://a:1 does not keep the label .* says 'default'. Give the URL of"):
         await asyncio.wait_for(engine.start(), 20)
     assert server.asked == 0
 

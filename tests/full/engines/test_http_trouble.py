@@ -75,7 +75,7 @@ async def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(
             await loading
             assert server.ask("/weight_info")["weight_version"].startswith("trinity-es/1/")
             assert not server.ask("/is_paused")["is_paused"]
-            with pytest.raises(ServerGone, match="is asked nothing any more"):
+            with pytest.raises(ServerGone, match="was closed: its engine was stopped"):
                 await engine.server.unhealthy()
 
 

@@ -22,7 +22,7 @@ from trinity_es.projections.verify.log import Verification, verify_log
 SAID = {
     "es_event": "position ", "es_stream": "stream ", "es_log_head": "the log's head", "es_lease": "lease ",
     "es_checkpoint": "checkpoint ", "es_payload": "payload ",
-    ("es_log_head", "generation"): "the log is ", ("es_log_head", "schema_rev"): "log schema ",
+    ("es_log_head", "generation"): "the log has ", ("es_log_head", "schema_rev"): "log schema ",
     ("es_log_head", "last_hash"): "the log's head", ("es_log_head", "last_position"): "the log's head",
 }
 """How a problem names a table, or a column of it; those of the read models are named as they are."""
@@ -115,7 +115,7 @@ def named(table: str, column: str, is_key: bool, found: Verification) -> bool:
     if table.startswith("es_"):
         return any(SAID.get((table, column), SAID[table]) in problem for problem in found.problems)
     if is_key:
-        return any(f"table {table}: no event tells of its row" in problem for problem in found.problems)
+        return any(f"table {table}: no event makes its row" in problem for problem in found.problems)
     return any(f"table {table}, row" in problem and f": {column} is " in problem for problem in found.problems)
 
 

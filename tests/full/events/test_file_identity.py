@@ -81,7 +81,7 @@ def test_a_file_without_its_name_takes_nothing_and_goes_on_when_it_has_it_again(
 ) -> None:
     put_back = away(path)
     for _ in range(2):
-        with pytest.raises(LogReplaced, match=r"Nothing was acknowledged since: put (that|the) file"):
+        with pytest.raises(LogReplaced, match=r"Nothing was acknowledged since: put (that|the earlier) file"):
             write(log, "a", 1)
         with pytest.raises(LogReplaced):
             log.require_place()

@@ -88,7 +88,7 @@ class TestPostgres:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(("role", "says", "finds"), [
-    ("LOGIN", "permission denied for schema public.*GRANT", "may make no tables there"),
+    ("LOGIN", "permission denied for schema public.*GRANT", "may not create tables there"),
     ("NOLOGIN", "not permitted to log in.*server refused this user; correct user and password in store.url", ""),
     ("LOGIN CONNECTION LIMIT 1", "takes no more connections.*CONNECTION LIMIT", "4 connections are free"),
 ])

@@ -65,11 +65,11 @@ ROWS = [
     ("UPDATE rm_batch SET state = 'running' WHERE stream = 'batch/3'",
      "table rm_batch, row 'batch/3': state is 'running', by the events it is 'finalized'"),
     ("DELETE FROM rm_batch WHERE stream = 'batch/3'", "table rm_batch: its row 'batch/3' is missing"),
-    ("DROP TABLE rm_answer", "table rm_answer lacks altogether"),
+    ("DROP TABLE rm_answer", "table rm_answer is missing"),
     ("DELETE FROM es_lease", "lease 'coordinator' is missing"),
     ("UPDATE es_checkpoint SET position = position - 1 WHERE name = 'read_models'",
      "checkpoint 'read_models': it stands at position"),
-    ("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'", "it is of version 1"),
+    ("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'", "it has version 1"),
     ("DELETE FROM es_checkpoint WHERE name = 'read_models'", "checkpoint 'read_models' is missing"),
 ]
 """Statements that change more than one value (test_changed_values.py), and what is told of each."""
@@ -122,7 +122,7 @@ def test_files_that_are_no_payloads_are_notes(tmp_path: Path) -> None:
     found = verify_log(str(tmp_path / "log.db"))
     assert found.problems == []
     (remark,) = found.notes
-    assert remark.startswith("2 files lie in the payload store and are no payloads: ")
+    assert remark.startswith("2 files in the payload store are not payloads: ")
     assert f"{one.parent.name}/.put-x" in remark
     assert "README" in remark
 

@@ -145,7 +145,7 @@ def test_f4_a_run_on_ray_survives_driver_node_and_head(nodes: RayNodes, config: 
         done = say(nodes, "down", str(config))  # where the head is; Ray's part follows
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not ours(config), "the end of Ray's actors", 60)
-        assert "nothing of this run" in say(nodes, "down", "--on", "ray", str(config)).stdout
+        assert "does not run on Ray" in say(nodes, "down", "--on", "ray", str(config)).stdout
 
 
 @by_turns("ray", LAUNCHERS)

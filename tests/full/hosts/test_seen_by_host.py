@@ -66,7 +66,7 @@ def test_what_is_shown_of_a_host_is_what_the_log_has_at_each_turn_of_its_life(st
         assert lost["reason"].startswith("not heard of for")
         out = cli("runners", "--log", head.url).stdout
         assert re.search(r"host b: 1 death with the host \(\d+ attempts?", out)
-        assert "the head: nothing died" in out
+        assert "the head: no deaths" in out
         head.finish(1, 64)
         ran = head.ran_on(1)
         assert {host: row(head, host)["finished"] for host in ("", "b")} == {host: ran[host] for host in ("", "b")}
@@ -99,7 +99,7 @@ def test_a_host_that_fits_is_told_so_and_nothing_joins(start_head: StartHead, tm
     assert wrong == []
     for what in ("database", "config", "head", "key", "trinity-es", "joining", "model"):
         assert [f["verdict"] for f in found[what]].count("ok") > 0, what
-    assert "the head would take this host in as b" in found["joining"][0]["told"]
+    assert "the head would accept this host as b" in found["joining"][0]["told"]
     assert str(model) in found["model"][0]["told"]
     assert head.events(ev.HostJoined) == []
     assert head.client.status()["hosts"] == []
@@ -123,7 +123,7 @@ def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
         [key] = checked(head)["key"]
         assert key["verdict"] == "wrong"
         assert "key" in key["told"]
-        assert "the same key on head and hosts" in key["way_out"]
+        assert "use the head's key here" in key["way_out"]
     with closing(socket.create_server(("127.0.0.1", 0))) as shut, monkeypatch.context() as elsewhere:
         port = shut.getsockname()[1]
         elsewhere.setattr("trinity_es.cli.host_checks.find_head", lambda url: HeadPlace(f"127.0.0.1:{port}", bytes(32)))

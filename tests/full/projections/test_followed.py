@@ -115,9 +115,9 @@ def test_what_is_kept_equals_a_fold_of_everything_at_every_position(seed: int) -
         anew = history.runners()
         for batch_id in asked:
             observe(anew, history.of(batch_id))
-        assert kept.courses == anew.courses
+        assert kept.batches == anew.batches
         assert kept.runners == anew.runners
-        for batch_id in kept.courses:
+        for batch_id in kept.batches:
             assert why(kept, batch_id, now=T + 999).as_dict() == why(anew, batch_id, now=T + 999).as_dict()
     assert rewound > 0
 

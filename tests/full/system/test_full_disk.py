@@ -86,7 +86,7 @@ def everything_is_answered(client: RolloutClient, where: str) -> None:
     why, seconds = timed(lambda: client.why(1))
     assert seconds < SOON
     assert where in str(why)
-    assert "all goes on by itself" in str(why)
+    assert "everything goes on by itself" in str(why)
     rows, seconds = timed(client.log.batches)
     assert seconds < SOON
     assert [row.batch_id for row in rows] == [1]

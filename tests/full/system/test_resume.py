@@ -205,9 +205,9 @@ def test_a_run_of_which_each_run_failed_is_an_error_and_names_the_failure(tmp_pa
         "batch_size": 2, "explorer_input": {"tasksets": tasksets}})
     done = cli("run", path)
     assert done.exit_code == 2
-    assert "each run failed, the last with" in done.stderr
+    assert "because every run failed, the last with" in done.stderr
     assert "the judge is away" in done.stderr
-    assert "`trinity-es show 1` has them all" in done.stderr
+    assert "`trinity-es show 1` shows all failures" in done.stderr
 
 
 def test_what_is_no_run_to_resume_says_so(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
     out, _ = went_well("resume", "--json", cwd=tmp_path)
     told = json.loads(out)
     assert (told["train_batches"], told["batches"], len(told["rewards"])) == (48, 52, 48)
-    assert "The scripted engine learns nothing" in told["verdict"]
+    assert "The scripted engine cannot learn" in told["verdict"]
     assert Path(told["picture"]).read_bytes().startswith(b"\x89PNG")
     with trinity_es.open_log(config.store.url) as log:
         used = prompts_used(log, "letters")

@@ -79,7 +79,7 @@ async def test_a_slow_task_and_then_a_trainer(start_system: StartSystem) -> None
     assert told(client, "why", 1)[0] == 0
     assert told(client, "status")[0] == 0
     why = wait_for(client, 1, "finalize")
-    assert "nobody has called finalize_train_batch" in why.sentence
+    assert "finalize_train_batch has not been called" in why.sentence
     client.finalize_train_batch(1)
     assert explained(client, 1).cause == "training"
     client.acknowledge(1, 5)

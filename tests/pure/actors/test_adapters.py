@@ -249,7 +249,7 @@ class Serving(AdapterServing):
             vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove
         )
 
-    def _alive(self) -> Any:
+    def _live_llm(self) -> Any:
         return self._llm
 
 
@@ -263,7 +263,7 @@ async def test_files_that_changed_before_vllm_read_them_are_not_served(
     await engine.load_adapter("math", 1, str(folder), checked_adapter(folder).digest)
     assert (engine.adapters, engine.calls) == ({"math": 1}, [("add", "math@1")])
     engine = Serving(lambda: make_adapter(folder, seed=1))
-    with pytest.raises(SyncError, match=r"version 2 .*changed since they were published.*serves none of it"):
+    with pytest.raises(SyncError, match=r"version 2 .*changed since they were published.*no version of it is served"):
         await engine.load_adapter("math", 2, str(folder), checked_adapter(folder).digest)
     assert (engine.adapters, engine.calls) == ({}, [("add", "math@2"), ("remove", 1)])
     engine = Serving(lambda: None)

@@ -64,7 +64,7 @@ async def test_a_look_whose_answer_has_no_end_is_the_servers_error(look: Callabl
 @pytest.mark.parametrize(("answer", "told"), [
     (httpx.Response(200), ""), (httpx.Response(204), ""),
     (httpx.Response(308, headers={"location": "https://b/health"}),
-     "http://a:1/health answered 308, which sends on to https://b/health: give the URL of the server itself"),
+     "http://a:1/health answered 308, which redirects to https://b/health: give the URL of the server itself"),
     (httpx.Response(404, text="not here"), "http://a:1/health answered 404: not here"),
     (httpx.Response(500), "http://a:1/health answered 500"), (httpx.Response(503), "http://a:1/health answered 503"),
     (httpx.Response(401), "http://a:1 wants a key (401), and there is none: put it into the environment variable KEY, "

@@ -67,7 +67,7 @@ def one(name: str = "runner-0", **known: object) -> tuple[Supervision, Child]:
 
 def overdue(watched: Supervision, now: float) -> list[str]:
     """What is told at `now`, of a guardian that looked all the time."""
-    watched._looked = now - CHECK_SECONDS
+    watched._checked_at = now - CHECK_SECONDS
     return [reason for _, reason in watched.overdue(now)]
 
 

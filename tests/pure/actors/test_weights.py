@@ -440,7 +440,7 @@ async def test_p34_a_group_that_can_not_be_joined_leaves_the_engine_serving(engi
     engine._llm.fail["init"] = RuntimeError("nobody there")
     with pytest.raises(SyncError, match="nobody there"):
         await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
-    assert engine._alive() is not None
+    assert engine._live_llm() is not None
 
 
 def test_types_that_no_weight_has_are_named() -> None:

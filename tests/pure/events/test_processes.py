@@ -49,9 +49,9 @@ def test_a_process_of_another_boot_has_ended_and_one_of_another_namespace_is_not
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = process_start_time(os.getpid())
-    boot, _, space = processes._here().partition("/")
-    monkeypatch.setattr(processes, "_here", lambda: f"{boot}/1")
+    boot, _, space = processes._boot_and_namespace().partition("/")
+    monkeypatch.setattr(processes, "_boot_and_namespace", lambda: f"{boot}/1")
     assert seen_from_here(mine) is None
     assert not process_lives(os.getpid(), mine)
-    monkeypatch.setattr(processes, "_here", lambda: f"0000/{space}")
+    monkeypatch.setattr(processes, "_boot_and_namespace", lambda: f"0000/{space}")
     assert seen_from_here(mine) is False

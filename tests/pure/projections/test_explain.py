@@ -221,7 +221,7 @@ def test_a_unit_waits_for_another_runner_than_the_one_it_failed_on(story: Story)
 
 
 def test_without_any_runner_that_is_said() -> None:
-    assert "none has come up yet" in Story().batch().why(1).sentence
+    assert "none has started yet" in Story().batch().why(1).sentence
 
 
 # --- the batch as a whole -------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_without_any_runner_that_is_said() -> None:
     ([ev.BatchFinalizing()], 32, "finalizing", "it is finalizing: its pipeline has been running for 30 s"),
     ([ev.BatchFinalizing(), ev.FinalizeFailed(error="operator grpo: no rewards")], 500, "finalize_failed",
      ".*operator grpo: no rewards.*"),
-    ([], 9999, "finalize", "all its tasks are settled, and nobody has called finalize_train_batch"),
+    ([], 9999, "finalize", "all its tasks are settled, but finalize_train_batch has not been called"),
 ], ids=["it is finalizing", "its pipeline failed", "it waits for its trainer"])
 def test_a_batch_whose_tasks_are_settled_says_what_it_waits_for_and_is_never_stalled(
     one_left: Story, events: list[ev.Event], after: float, cause: str, words: str
@@ -297,7 +297,7 @@ def test_an_unknown_batch_is_an_error(story: Story) -> None:
      r"its processes are gone \(coordinator pid 4711 on node-3\)", True),
     ({"up": False, "released": True}, ["no_system", "interrupted"], r"it has ended \(guardian.log says why\)", True),
     ({"up": False, "released": False, "copied_from": "node-3 /runs/log.sqlite"}, ["no_system", "interrupted"],
-     "it is a copy of node-3 /runs/log.sqlite, and the system that it names is that one's", True),
+     "it is a copy of node-3 /runs/log.sqlite, and the system in it belongs to the original", True),
     ({"up": True, "ends": "process 5, which had started it, has ended"}, ["ending", "interrupted"],
      "^the actor system ends: process 5, which had started it, has ended$", True),
     ({"up": False, "pid": 1, "kept": 42}, ["restarting", "interrupted"], r"keeper \(pid 42\)", False),

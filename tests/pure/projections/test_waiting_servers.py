@@ -29,7 +29,7 @@ def test_a_runner_whose_server_is_not_there_says_which_and_why_and_what_to_do() 
     assert told.sentence.endswith(
         f"runner-0 #2 waits to start its engine, for 62 s now: {URL} does not answer (ConnectError)"
     )
-    way = f"start or mend the server {URL}, or take it away: `trinity-es scale CONFIG --remove {URL}`"
+    way = f"start or fix the server {URL}, or remove it: `trinity-es scale CONFIG --remove {URL}`"
     assert f"what to do: {way}" in str(told)
 
 
@@ -69,7 +69,7 @@ def test_a_runner_that_is_not_started_again_is_brought_back_by_name_and_its_serv
     story.add("runner/runner-0", gone)
     live = status({"state": "quarantined"}, servers=[server()])
     told = str(story.why(5, live=live, system={"up": True}))
-    assert f"`trinity-es restart-runner runner-0`, or take its server away: `trinity-es scale CONFIG --remove {URL}`" \
+    assert f"`trinity-es restart-runner runner-0`, or remove its server: `trinity-es scale CONFIG --remove {URL}`" \
         in told
     assert "trinity-es restart-runner runner-0`; nothing" in str(story.why(5)), "what is no server is not taken away"
 
@@ -86,7 +86,7 @@ def test_a_runner_that_goes_on_with_older_weights_is_told_with_the_way_out_and_i
     live = status(row, servers=[server()]) | {"weights_version": 1}
     for told in (story.why(5, live=live, system={"up": True}), story.why(5)):
         assert f"runner-0 #1 goes on with weights version 0: it can't load version 1: {REFUSAL}" in str(told)
-        assert "what to do: mend what it names, or publish a newer version: it tries again by itself" in str(told)
+        assert "what to do: fix what it names, or publish a newer version: it tries again by itself" in str(told)
         assert not told.stalled
     assert f"--remove {URL}" in str(story.why(5, live=live, system={"up": True}))
 

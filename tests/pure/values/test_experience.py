@@ -121,7 +121,7 @@ def test_p5_the_prompt_of_a_preference_pair_is_its_tokens() -> None:
         ({"prompt_length": 1.5}, ["prompt_length", "1.5"]), ({"tokens": None}, ["tokens", "missing"]),
         ({"tokens": [[1, 2]]}, ["tokens", "(1, 2)"]), ({"tokens": [0.5, 1.5]}, ["tokens", "float64", "int32"]),
         ({"tokens": [1, 2**31]}, ["tokens", "fit int32"]),
-        ({"tokens": [-5, 1, 2, -3]}, ["tokens[0] is -5", "0 at least"]), ({"tokens": ["a"]}, ["tokens", "<U1"]),
+        ({"tokens": [-5, 1, 2, -3]}, ["tokens[0] is -5", "must be 0 or more"]), ({"tokens": ["a"]}, ["tokens", "<U1"]),
         ({"logprobs": [None, 0.0]}, ["logprobs", "object"]),
         ({"logprobs": [1e300, 0.0]}, ["logprobs", "fit float32"]),
         ({"logprobs": [[1], [1, 2]]}, ["logprobs", "array"]), ({"reward": math.nan}, ["reward", "nan"]),

@@ -77,7 +77,7 @@ def test_a_number_that_is_none_is_refused_in_arrays_of_any_shape() -> None:
 
 @pytest.mark.parametrize("reward", [1.7e308, -1.7e308, 3.5e38, np.float64(1.1e30)])
 def test_a_reward_beyond_what_trainers_compute_in_is_refused(reward: float) -> None:
-    with pytest.raises(DataError, match=r"reward is .*float32, 1e30 is the most"):
+    with pytest.raises(DataError, match=r"reward is .*at most 1e30, since trainers compute in float32"):
         small(reward=reward)
     assert small(reward=1e30).reward == 1e30
 
@@ -130,7 +130,7 @@ def test_p5_one_experience_is_read_only_from_a_payload_of_one() -> None:
 def test_p5_reading_more_than_there_is_says_that_the_payload_is_not_the_one_expected(first: int, count: Any) -> None:
     with pytest.raises(CorruptPayload, match="holds 2 experiences"):
         Experience.deserialize_many(PAYLOAD, first, count)
-    with pytest.raises(DataError, match="negative"):
+    with pytest.raises(DataError, match="both must be 0 or more"):
         Experience.deserialize_many(PAYLOAD, -1, count)
 
 

@@ -1,1 +1,1 @@
-"""What a recorded run could have been under another config: its history, a simulation, a forecast."""
+"""Forecast of a recorded run under another config: its history, a simulation, and a prediction."""

@@ -1,7 +1,7 @@
-"""What if: recorded batches played again under other settings, in virtual time, by the coordinator's own decisions.
+"""Predictions for recorded batches under other settings, by replaying them in virtual time.
 
-`history` reads what everything took, `simulation` plays it again; here the two become a prediction, batch by batch.
-Pure but for reading the log: chance is a seed.
+`history` reads all durations and `simulation` replays them with the coordinator's own decisions; this module compares
+the two, batch by batch. Deterministic: random draws come from a seed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["NOT_MODELLED", "Figures", "Forecast", "Prediction", "Settings", "predict", "recorded_settings", "replayed"]
 
 NOT_MODELLED = (
-    "engines: an attempt takes what it took, however many run beside it, so more places or runners on one GPU look "
+    "engines: an attempt takes its recorded time however many run beside it, so more places or runners on one GPU look "
     "better than they are",
-    "rewards, learning and the trainer's time, which change with what is dropped: a train step takes what it took",
-    "longer runs of what timed out or was cut off: their ends were never seen",
-    "batches of a Scheduler, answers of mode `serve`, auxiliary models and the time that a database is away",
+    "rewards, learning and the trainer's time, which depend on the dropped tasks: a train step takes its recorded time",
+    "how long runs that timed out or were cut off would have taken",
+    "batches of a Scheduler, answers of mode `serve`, auxiliary models and outages of the database",
 )
-"""What a prediction does not know, a sentence each."""
+"""Limits of a prediction, one sentence each."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
     seconds: float | None = None
-    """From its submission to its end; None: it has not ended."""
+    """Time from submission to end; None if it is open."""
     finished: int = 0
-    """Tasks of which every run completed."""
+    """Number of tasks whose runs all completed."""
     failed: int = 0
     dropped: int = 0
     attempts: int = 0
-    """Units that were given to runners."""
+    """Number of units sent to runners."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Forecast:
-    """One batch: what is recorded, what is predicted."""
+    """Recorded and predicted figures of one batch."""
 
     batch_id: BatchId
     batch_type: str
@@ -50,21 +50,21 @@ class Forecast:
     recorded: Figures
     predicted: Figures
     drawn: int
-    """Attempts at runs that the record does not have: what they take was drawn."""
+    """Number of unrecorded attempts at runs, whose durations were drawn."""
     chosen: bool = True
-    """It was asked for; false: it ran beside one that was."""
+    """True if the caller chose it, false if it ran beside a chosen one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
     settings: Settings
     was: dict[str, Any]
-    """The same settings as they were recorded."""
+    """Recorded values of the same settings."""
     batches: list[Forecast]
     begun_at: float
-    """The first submission, unix seconds."""
+    """Unix seconds of the first submission."""
     recorded_span: float
-    """Seconds from the first submission to the last end, of batches that ended in the record and in the replay."""
+    """Seconds from the first submission to the last end, over batches that ended in both record and replay."""
     predicted_span: float
     left_out: list[BatchId] = field(default_factory=list)
 
@@ -72,24 +72,24 @@ class Prediction:
 def predict(
     log: Log, chosen: Sequence[BatchId] | None = None, settings: Settings | None = None, *, last: int | None = None
 ) -> Prediction:
-    """Play these batches again (None: all, or the `last`); those that ran beside them are played too. Raises DataError.
+    """Replay these batches (None: all, or the `last`) and those that ran beside them. Raises DataError.
 
-    A long log is played in parts, each of which begins when all that was submitted before has ended.
+    A long log is replayed in parts. Each begins when all earlier batches have ended.
     """
     rows, whole = log.batches(), None
     if last is not None:
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
     for group in episodes(rows, chosen):
         part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
-        whole = part if whole is None else _joined(whole, part)
+        whole = part if whole is None else _join(whole, part)
     assert whole is not None
-    asked = [r for r in rows if chosen is None or r.batch_id in chosen]
-    whole.left_out = [r.batch_id for r in asked if r.batch_type == "collect"]
+    selected = [r for r in rows if chosen is None or r.batch_id in chosen]
+    whole.left_out = [r.batch_id for r in selected if r.batch_type == "collect"]
     return whole
 
 
-def _joined(first: Prediction, second: Prediction) -> Prediction:
-    """Join two predictions, one after the other, with the pause between them that there was."""
+def _join(first: Prediction, second: Prediction) -> Prediction:
+    """Join two consecutive predictions, with the recorded pause between them."""
     pause = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(
         first, batches=first.batches + second.batches, recorded_span=first.recorded_span + pause + second.recorded_span,

@@ -1,10 +1,9 @@
-"""What a log tells of how long everything took: the record that `trinity_es.audit.whatif.simulation` plays.
+"""Durations of everything in a log, for `trinity_es.audit.whatif.simulation` to replay.
 
-For every run of every attempt: what it took and how it ended; for every unit: what came on top, from its place in the
-runner until the coordinator had it in the log. What was cut off (a task that was dropped, a runner that died) is known
-to have taken at least so long. And when things happened that no coordinator decides (a batch is submitted, a trainer is
-through with a step, weights come in, a runner starts or dies): each counts from the end of a batch, the train step or
-the weights that came last before it.
+For each run of each attempt: its time and outcome. For each unit: the overhead, in its place and from there until its
+outcome was in the log. If a run was cut off (its task was dropped or its runner died), its time is a lower bound.
+Events that the coordinator does not decide (a submission, the end of a train step, new weights, the start or death of a
+runner) are timed from the last end of a batch, train step or weights update before them.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from trinity_es.projections.tables.batch_list import BatchRow
 __all__ = ["Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "episodes", "read_past"]
 
 EPISODE = 50
-"""Number of batches that are read and played at a time, or a few more: a long log does not fit into memory."""
+"""Approximate number of batches that are read and replayed at a time; a long log does not fit into memory."""
 LATE_SECONDS = 0.05
-"""How long after a batch had enough its end begins, when it was asked for only then."""
+"""If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
 TURN_SECONDS = 1e-4
-"""Interval between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
+"""Interval put between two turns of the coordinator in one commit, to keep their order."""
 NEEDED = (
     "max_timeout", "max_retry_times", "max_repeat_times_per_runner", "max_concurrency", "over_rollout",
     "dynamic_timeout",
 )
-"""Keys of `explorer` in the config."""
+"""Keys of `explorer` that the config must have."""
 
 Anchor = tuple[str, Any]
-"""A moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
+"""Moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """What one run of one attempt took."""
+    """Duration and outcome of one run in one attempt."""
 
     seconds: float
     kind: str = ""
-    """How it failed (a FailureKind); empty: it completed."""
+    """FailureKind; empty if it completed."""
     limit: float = 0.0
-    """Seconds that it was allowed."""
+    """Time limit in seconds."""
     cut: bool = False
-    """It was ended before its end: it would have taken longer than this, and how it would have ended nobody knows."""
+    """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,17 +61,17 @@ class PastBatch:
     submitted_at: float
     state: BatchState | None = None
     took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
-    """By task, run and attempt."""
+    """Durations by (task, run, attempt)."""
     rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """By task, first run and attempt of a unit: seconds in its place beyond those of its runs, and from there on until
-    its outcome was in the log."""
+    """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
+    from there until its outcome was in the log."""
     due_at: float | None = None
-    """When it had enough: its end begins here, where somebody waits."""
+    """When it had enough, so that finalizing begins if a caller waits."""
     finalizing_at: float | None = None
     ended_at: float | None = None
     trained_at: float | None = None
     attempts: int = 0
-    """Units that were given to a runner."""
+    """Number of units sent to runners."""
 
     @property
     def batch_id(self) -> BatchId:
@@ -80,25 +79,25 @@ class PastBatch:
 
     @property
     def asked_late(self) -> bool:
-        """True if it waited, with enough, for somebody who asks."""
+        """True if it had enough and waited for its caller."""
         begun = self.finalizing_at
         return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
 
     @property
     def timer_late(self) -> float:
-        """Seconds by which the timer of `wait_after_min` came late."""
+        """Seconds by which the timer of `wait_after_min` was late."""
         if self.asked_late or self.finalizing_at is None or self.due_at is None:
             return 0.0
         return max(0.0, self.finalizing_at - self.due_at)
 
     def usual_rest(self) -> tuple[float, float]:
-        found = list(self.rest.values())
-        return (median(r[0] for r in found), median(r[1] for r in found)) if found else (0.0, 0.0)
+        rests = list(self.rest.values())
+        return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One life of a runner of the rollout model, while it served."""
+    """Life of a runner of the rollout model, from when it was ready."""
 
     runner: str
     incarnation: int
@@ -106,12 +105,12 @@ class Life:
     ready_at: float
     ended_at: float | None
     blamed: bool = True
-    """Whether its units count its end as a failed attempt of theirs."""
+    """True if its end counts as a failed attempt of its units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsUpdate:
-    """New weights: when they were published, and what each runner took to load them."""
+    """Publication of new weights, with the time that each runner took to load them."""
 
     version: int
     published_at: float
@@ -125,21 +124,23 @@ class History:
     lives: list[Life]
     changes: list[WeightsUpdate]
     pace: ev.PaceMeasured | None
-    """What was known of attempts before the first of these batches."""
+    """Pace of attempts before the first of these batches."""
     unit_seconds: float | None
-    """What a unit took before the first of these batches, about; None where there were no batches."""
+    """Approximate time of a unit before the first of these batches; None if there were no batches before."""
     anchors: list[tuple[float, Anchor]]
-    """Moments that others count from, in order; the first is ("begin", None)."""
+    """Anchors in order of time; the first is ("begin", None)."""
 
     def before(self, at: float) -> tuple[Anchor, float]:
-        """Return the last of them before this time, and the seconds since then."""
+        """Return the last anchor before this time, and the seconds since then."""
         first = self.anchors[0]
         when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
         return anchor, at - when
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
-    """Return what runs take together: one after the other, or all at once. Equal to the last bit: it was one for all.
+    """Return the time of runs in sequence or at once.
+
+    Times that are equal to the last bit come from one event for all runs, so they count once.
     """
     if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
         return sum(seconds)
@@ -163,42 +164,36 @@ class _Flight:
 
 
 def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield these batches (None: all) and those that ran beside them, in order, in groups that no batch reaches out of.
-
-    Batches of a Scheduler are not among them. Raises DataError where none is left.
-    """
+    """Yield the chosen batches (None: all) and those beside them, in groups that overlap no other. Raises DataError."""
     rows = sorted(rows, key=lambda r: r.first_position)
-    wanted = [r for r in rows if chosen is None or r.batch_id in chosen]
-    some = [r for r in rows if any(_overlap(r, w) for w in wanted)] if chosen is not None else rows
-    some = [r for r in some if r.batch_type != "collect" and r.tasks]
-    if not some:
-        raise DataError("none of these batches can be played again: they have no tasks, or are a Scheduler's")
+    selected = [r for r in rows if chosen is None or r.batch_id in chosen]
+    members = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
+    members = [r for r in members if r.batch_type != "collect" and r.tasks]
+    if not members:
+        raise DataError("none of these batches can be replayed: they have no tasks, or are a Scheduler's")
     group: list[BatchRow] = []
     latest = 0.0
-    for row in some:
+    for row in members:
         if len(group) >= EPISODE and row.submitted_at > latest:
             yield group
             group = []
         group.append(row)
-        latest = max(latest, row.ended_at or 0.0)  # one that never ended overlaps with all that follow: it is cut off
+        latest = max(latest, row.ended_at or 0.0)  # a batch that never ended is cut off here
     yield group
 
 
-def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> History:
-    """Return the record of some batches, in order, of all of the log. Raises DataError where it has no config.
-
-    Of an id that was used several times it is the last batch.
-    """
+def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
+    """Read the record of the last submissions of these batches. Raises DataError if the log lacks a config."""
     head = log.head().position
-    until = max(head if r.ended_at is None else r.last_position for r in some)
-    first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)
+    until = max(head if r.ended_at is None else r.last_position for r in group)
+    first, last_at = group[0].first_position, max(r.ended_at or float("inf") for r in group)
     config = _config(log, first)
     flights: list[_Flight] = []
-    events = [r for row in some for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
-    told: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in some}
+    events = [r for row in group for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
+    by_stream: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in group}
     for stream, event, at in _in_turns(sorted(events, key=lambda r: r.position)):
-        told[stream].append((event, at))
-    batches = [_read_batch(told[batch_stream(row.batch_id)], config, flights) for row in some]
+        by_stream[stream].append((event, at))
+    batches = [_read_batch(by_stream[batch_stream(row.batch_id)], config, flights) for row in group]
     if last_at == float("inf"):
         last_at = max([*(b.submitted_at for b in batches), *(f.ended_at or f.cut_at or f.since for f in flights)])
     unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}
@@ -206,7 +201,7 @@ def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> H
         replace(life, blamed=(life.runner, life.incarnation) not in unblamed) for life in _lives(log, until)
         if life.ended_at is None or life.ended_at >= batches[0].submitted_at
     ]
-    _tell_rests(flights, lives, config, last_at)
+    _set_rests(flights, lives, config, last_at)
     changes = _changes(log, first, until)
     pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     took = [f.seconds for f in flights if f.ended_at is not None]
@@ -232,20 +227,20 @@ def _overlap(a: BatchRow, b: BatchRow) -> bool:
 
 
 def _config(log: Log, first: int) -> dict[str, Any]:
-    """Return the config that held when the first of them was submitted. Raises DataError where the log tells none."""
-    found = log.config(first)[1]
-    if "explorer" not in found:
-        raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
-    explorer = found["explorer"]
+    """Return the config at the first submission. Raises DataError if the log has none."""
+    config = log.config(first)[1]
+    if "explorer" not in config:
+        raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are not known")
+    explorer = config["explorer"]
     if [key for key in NEEDED if key not in explorer]:
-        from trinity_es.actors.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
+        from trinity_es.actors.config.schema import ExplorerConfig  # rare, and 0.1 s to import
 
-        explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
-        for key, value in found["explorer"].items():
+        explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # defaults of keys newer than the run
+        for key, value in config["explorer"].items():
             explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value
     if explorer["max_concurrency"] == "auto":
         explorer = {**explorer, "max_concurrency": START}
-    return {**found, "explorer": explorer}
+    return {**config, "explorer": explorer}
 
 
 def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]) -> PastBatch:
@@ -269,15 +264,15 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
                     flying[unit.task, unit.run_id_base] = flight
                     flights.append(flight)
             case ev.RunsFinished() | ev.AttemptFailed():
-                _note(flying, event, at)
+                _add_outcome(flying, event, at)
             case ev.BatchFinalizing():
                 past.finalizing_at = past.finalizing_at or at
             case ev.BatchFinalized() | ev.BatchAborted():
                 past.finalizing_at, past.ended_at = past.finalizing_at or at, at
             case ev.BatchTrained():
                 past.trained_at = past.trained_at or at
-        kept = state.flights if not state.state.ended else {}
-        for key in [k for k in flying if k not in kept]:
+        still_open = state.flights if not state.state.ended else {}
+        for key in [k for k in flying if k not in still_open]:
             flight = flying.pop(key)
             if flight.ended_at is None:
                 flight.cut_at = at
@@ -290,25 +285,25 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
     assert past is not None
     for flight in flights:
         if flight.batch is past and flight.ended_at is not None:
-            _tell_runs(flight, sequential)
+            _set_durations(flight, sequential)
     return past
 
 
 def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
-    """Streams, events and their times. Turns of one commit have one time: here they follow each other, as they did."""
-    last, turn, given = 0.0, 0, False
+    """Yield (stream, event, time), with `TURN_SECONDS` between the coordinator's turns that share one commit's time."""
+    last, turn, dispatched = 0.0, 0, False
     for item in recorded:
         event = item.event
         if item.recorded_at != last:
-            last, turn, given = item.recorded_at, 0, False
-        elif given and not isinstance(event, ev.TasksDispatched):  # which ends a turn, once for each runner
+            last, turn, dispatched = item.recorded_at, 0, False
+        elif dispatched and not isinstance(event, ev.TasksDispatched):  # a turn ends with a dispatch to each runner
             turn += 1
-        given = isinstance(event, ev.TasksDispatched)
+        dispatched = isinstance(event, ev.TasksDispatched)
         yield item.stream, event, last + turn * TURN_SECONDS
 
 
-def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
-    """Take what came of a unit, perhaps in several events of one moment."""
+def _add_outcome(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
+    """Add the outcome of a unit, which may come in several events."""
     flight = flying.get((event.task, event.run_id_base))
     if flight is None or flight.unit.attempt != event.attempt:
         return
@@ -322,8 +317,8 @@ def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.At
     flight.ended_at, flight.seconds = at, event.seconds
 
 
-def _tell_runs(flight: _Flight, sequential: bool) -> None:
-    """Note what each run of a unit took. Of one that failed the log tells what the whole unit took."""
+def _set_durations(flight: _Flight, sequential: bool) -> None:
+    """Set the duration of each run of a unit. For failed runs the log has only the time of the whole unit."""
     unit, took = flight.unit, flight.batch.took
     failed = flight.seconds
     if sequential and flight.failed:
@@ -335,8 +330,8 @@ def _tell_runs(flight: _Flight, sequential: bool) -> None:
         )
 
 
-def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
-    """When each unit began, which the log does not say: a runner takes them in turn, as it has places."""
+def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
+    """Set the overhead of each unit. Its start, which the log lacks, follows from the places of its runner."""
     places = {(life.runner, life.incarnation): life.places for life in lives}
     sequential = config["explorer"].get("concurrent_mode") == "sequential"
     busy: dict[tuple[str, int], list[float]] = {}
@@ -359,43 +354,43 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
         begun = min(begun, max(flight.since, flight.ended_at - flight.seconds))
         over = min(begun + flight.seconds, flight.ended_at)
         heapq.heappush(free, over)
-        known = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
-        inside = max(0.0, flight.seconds - combined(known, sequential=sequential))
+        seconds = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
+        inside = max(0.0, flight.seconds - combined(seconds, sequential=sequential))
         flight.batch.rest[key] = (inside, flight.ended_at - over)
 
 
 def _lives(log: Log, until: int) -> list[Life]:
-    """Return the lives of runners of the rollout model, each from when it was ready."""
-    told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
+    """Return the lives of runners of the rollout model."""
+    by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
     for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=until + 1):
-        told.setdefault(item.stream, []).append(item)
-    found: list[Life] = []
-    for _, items in sorted(told.items()):
+        by_stream.setdefault(item.stream, []).append(item)
+    lives: list[Life] = []
+    for _, items in sorted(by_stream.items()):
         model, serving = "rollout", False
         for item in items:
             event, at = item.event, item.recorded_at
             if isinstance(event, ev.ConcurrencyChanged):
-                if serving:  # the most that it had, all the time
-                    found[-1] = replace(found[-1], places=max(found[-1].places, event.places))
+                if serving:  # count its maximum for the whole life
+                    lives[-1] = replace(lives[-1], places=max(lives[-1].places, event.places))
                 continue
-            if serving:  # it ends here, if nothing else said so by the start of its next life
-                found[-1], serving = replace(found[-1], ended_at=at), False
+            if serving:  # any further event ends it, at the latest the start of the next life
+                lives[-1], serving = replace(lives[-1], ended_at=at), False
             if isinstance(event, ev.RunnerStarted):
                 model = event.model
             if isinstance(event, ev.RunnerReady) and model == "rollout":
                 serving = True
-                found.append(Life(runner=event.runner, incarnation=event.incarnation, places=event.places,
+                lives.append(Life(runner=event.runner, incarnation=event.incarnation, places=event.places,
                                   ready_at=at, ended_at=None))
-    return found
+    return lives
 
 
 def _changes(log: Log, first: int, until: int) -> list[WeightsUpdate]:
-    """Return the versions of the weights that were published while these batches were there."""
-    found: dict[int, WeightsUpdate] = {}
+    """Return the weights published between two positions."""
+    updates: dict[int, WeightsUpdate] = {}
     for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
-            found.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))
-        elif isinstance(event, ev.WeightsLoaded) and (change := found.get(event.version)) is not None:
+            updates.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))
+        elif isinstance(event, ev.WeightsLoaded) and (change := updates.get(event.version)) is not None:
             change.loads.setdefault(event.runner, at - change.published_at)
-    return list(found.values())
+    return list(updates.values())

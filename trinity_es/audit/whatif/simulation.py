@@ -1,16 +1,16 @@
-"""Recorded batches, played again: a clock that jumps from event to event, and the coordinator's own decisions.
+"""Replay of recorded batches in virtual time: a clock that jumps from event to event.
 
-Who gets which unit, what is attempted again, when a batch has enough and what is dropped then is decided by the very
-functions that decide it in a run (`decisions.batches`, `fleet.dynamic_timeout`, `fleet.lifecycle.ahead` of the
-coordinator) on the very state (`projections.batch`). Runners, trainer and network are what the record says of them
+Dispatching, retries, finalizing and dropping are decided by the same functions as in a run
+(`coordinator.decisions.batch_decisions`, `coordinator.fleet.dynamic_timeout`, `coordinator.fleet.dispatcher.ahead`) on
+the same state (`projections.batch`). Runners, trainer and network behave as in the record
 (`trinity_es.audit.whatif.history`).
 
-What an attempt takes is what it took in the record, cut at the timeout. An attempt that never ran there (its task was
-dropped, or it is a further one) takes what one of the recorded ones of its batch took, drawn by the seed; what was cut
-off is drawn among those that took longer. What timed out would time out under a longer timeout too: nobody saw its end.
-A batch is submitted, weights are published and a runner dies as long after the end of a batch, the train step or the
-weights that came last before as it was recorded; a train step takes what it took; so a run that is held up by its
-rollouts moves together, and one that is held up by its trainer does not.
+- An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
+  attempt), its time is drawn from the recorded ones of its batch; if it was cut off, from those that took longer.
+- An attempt that timed out also times out under a longer timeout, since its real end is unknown.
+- A batch is submitted, weights are published, and a runner dies at the recorded delay after the last end of a batch,
+  train step or weights update before it. A train step takes its recorded time. So faster rollouts speed up a run that
+  waits for its rollouts, but not one that waits for its trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, combined
+from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
@@ -35,22 +35,22 @@ from trinity_es.projections.batch import BatchState, evolve
 __all__ = ["Settings", "Simulation"]
 
 TOGETHER_SECONDS = 1e-5
-"""Maximum of the time in which all that a runner is through with comes in one message, as in one commit's record."""
+"""Interval within which the finished units of a runner arrive in one message."""
 
 Unit = tuple[BatchId, int, int, int]
-"""Batch, task, first run, attempt."""
+"""(batch, task, first run, attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What may be asked; None: as recorded."""
+    """Settings to simulate; None: as recorded."""
 
     timeout: float | None = None
-    """`explorer.max_timeout`, seconds."""
+    """`explorer.max_timeout` in seconds."""
     over_rollout_ratio: float | None = None
     """`explorer.over_rollout.ratio`, of train batches."""
     runners: int | None = None
-    """Engines of the rollout model; further ones are like the recorded ones, and live all the time."""
+    """Number of engines of the rollout model. Additional ones are like the recorded ones and never die."""
     max_concurrency: int | None = None
     """`explorer.max_concurrency`, of each runner."""
     max_retry: int | None = None
@@ -58,11 +58,11 @@ class Settings:
     runs_per_unit: int | None = None
     """`explorer.max_repeat_times_per_runner`."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed of the random draws."""
 
 
 class _Runner:
-    """A runner's places, and what waits for one of them."""
+    """Places of a runner, with the units that play in them or wait."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
@@ -74,7 +74,7 @@ class _Runner:
 
 
 class Simulation:
-    """The clock, and all that happens. Times are seconds after the first submission."""
+    """Clock, batches and runners. Times are seconds after the first submission."""
 
     def __init__(self, past: History, settings: Settings) -> None:
         self.past, self.settings = past, settings
@@ -91,7 +91,7 @@ class Simulation:
         self.number = 0
         self.begun = past.batches[0].submitted_at
         self.at: dict[Anchor, float] = {}
-        """Moments that have come, in virtual time."""
+        """Virtual time of each anchor reached so far."""
         self.waits: dict[Anchor, list[Callable[[], None]]] = {}
         self.records = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
@@ -110,7 +110,7 @@ class Simulation:
         for batch in self.past.batches:
             self._plan_batch(batch)
         for change in self.past.changes:
-            self._plan_weights(change.version)
+            self._plan_weights(change)
         self.reach(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
@@ -121,14 +121,14 @@ class Simulation:
         heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.number, call))
 
     def reach(self, anchor: Anchor) -> None:
-        """Let what waited for this moment go on."""
+        """Mark an anchor as reached and run the calls that wait for it."""
         if anchor not in self.at:
             self.at[anchor] = self.now
             for call in self.waits.pop(anchor, []):
                 call()
 
     def when(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
-        """Do this so long after the last of these moments."""
+        """Call `call` the given time after the last of these anchors is reached."""
         missing = {a for a in anchors if a not in self.at}
 
         def reached(anchor: Anchor) -> None:
@@ -141,7 +141,7 @@ class Simulation:
         for anchor in list(missing):
             self.waits.setdefault(anchor, []).append(partial(reached, anchor))
 
-    # --- what no coordinator decides --------------------------------------------------------------------------------
+    # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
         wanted = len(names) if self.settings.runners is None else self.settings.runners
@@ -187,39 +187,30 @@ class Simulation:
     def _plan_batch(self, batch: PastBatch) -> None:
         anchor, seconds = self.past.before(batch.submitted_at)
         self.when([anchor], seconds, lambda: self.submit(batch))
-        asked: list[Anchor] = [("submit", batch.batch_id)]
+        anchors: list[Anchor] = [("submit", batch.batch_id)]
         before = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                   and b.submitted_at < batch.submitted_at and b.ended_at is not None]
-        # Batches are waited for in order, where the record does not show that they were not.
+        # The trainer asks for batches in order, unless the record shows otherwise.
         if before and before[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
-            asked.append(("end", before[-1].batch_id))
+            anchors.append(("end", before[-1].batch_id))
         late = 0.0
         if batch.asked_late and batch.finalizing_at is not None:
             anchor, late = self.past.before(batch.finalizing_at)
-            asked = [("submit", batch.batch_id), anchor]
+            anchors = [("submit", batch.batch_id), anchor]
             late = min(late, batch.finalizing_at - batch.submitted_at)
-        self.when(asked, late, lambda: self.ask(batch.batch_id))
+        self.when(anchors, late, lambda: self.ask(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
             anchor, seconds = self.past.before(batch.ended_at)
             self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
         if batch.trained_at is not None:
-            free = self._trainer_free(batch)
-            since = max(self._moment(a) for a in free)
-            self.when(free, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
+            # A train step waits for its batch and for the previous step or weights update.
+            done = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
+            anchors = [("end", batch.batch_id), *done[-1:]]
+            since = max(at for at, a in self.past.anchors if a in anchors)
+            self.when(anchors, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
 
-    def _trainer_free(self, batch: PastBatch) -> list[Anchor]:
-        """Return what a train step waits for: its batch, and what the trainer did before, the weights of it included.
-        """
-        assert batch.trained_at is not None
-        last = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
-        return [("end", batch.batch_id), *last[-1:]]
-
-    def _moment(self, anchor: Anchor) -> float:
-        return next(at for at, a in self.past.anchors if a == anchor)
-
-    def _plan_weights(self, version: int) -> None:
-        change = next(c for c in self.past.changes if c.version == version)
+    def _plan_weights(self, change: WeightsUpdate) -> None:
         anchor, seconds = self.past.before(change.published_at)
         usual = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
@@ -231,12 +222,12 @@ class Simulation:
                     longest = max(longest, took)
                     runner.loading += 1
                     self.after(took, partial(loaded, runner, runner.incarnation))
-            self.after(longest, lambda: self.reach(("weights", version)))
+            self.after(longest, lambda: self.reach(("weights", change.version)))
 
         def loaded(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loading:
                 runner.loading -= 1
-                runner.version = version
+                runner.version = change.version
                 self.dispatch()
 
         self.when([anchor], seconds, published)
@@ -247,15 +238,15 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        was, ask = batch.submitted, self.settings
-        wait = was.min_wait_num
-        if ask.over_rollout_ratio is not None and was.batch_type == "train":
-            share = 1 - ask.over_rollout_ratio
-            wait = None if share == 1 else math.ceil(round(len(was.repeat_times) * share, 9))
+        recorded, settings = batch.submitted, self.settings
+        wait = recorded.min_wait_num
+        if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
+            share = 1 - settings.over_rollout_ratio
+            wait = None if share == 1 else math.ceil(round(len(recorded.repeat_times) * share, 9))
         submitted = replace(
-            was, tasks=None, tasks_digest=None, min_wait_num=wait,
-            max_attempts=was.max_attempts if ask.max_retry is None else 1 + ask.max_retry,
-            runs_per_unit=was.runs_per_unit if ask.runs_per_unit is None else ask.runs_per_unit,
+            recorded, tasks=None, tasks_digest=None, min_wait_num=wait,
+            max_attempts=recorded.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
+            runs_per_unit=recorded.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
         )
         self.record(batch.batch_id, [submitted])
         self.reach(("submit", batch.batch_id))
@@ -276,7 +267,7 @@ class Simulation:
         self.dispatch()
 
     def check_finalize(self, batch_id: BatchId) -> None:
-        """Finalize what has enough, as the coordinator does."""
+        """Finalize the batch if it has enough, as the coordinator does."""
         state = self.states[batch_id]
         if batch_id not in self.asked or state.state not in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING):
             return
@@ -322,11 +313,11 @@ class Simulation:
         batches = [s for s in self.states.values() if not s.state.ended]
         if not any(s.pending for s in batches):
             return
-        load = decisions.loads(batches)
+        load = Counter((f.runner, f.incarnation) for s in batches for f in s.flights.values())
         capacities = [
             decisions.Capacity(
                 name=r.name, incarnation=r.incarnation, model_version=r.version, places=r.places,
-                load=load.get((r.name, r.incarnation), 0), limit=r.places + ahead(r.places, r.unit_seconds),
+                load=load[r.name, r.incarnation], limit=r.places + ahead(r.places, r.unit_seconds),
             )
             for r in self.runners.values() if r.ready and not r.loading
         ]
@@ -337,7 +328,7 @@ class Simulation:
                 self._begin(self.runners[event.runner], state, unit, event.timeout or self.limit)
 
     def revoke(self, state: BatchState) -> None:
-        """Stop what runners still do for this batch; their places are free."""
+        """Remove the units of this batch from all runners."""
         for runner in self.runners.values():
             runner.waiting = deque(w for w in runner.waiting if w[0][0] != state.batch_id)
             runner.playing -= {u for u in runner.playing if u[0] == state.batch_id}
@@ -353,10 +344,10 @@ class Simulation:
         while runner.ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, rest, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
-            self.after(seconds, partial(self._over, runner, runner.incarnation, unit, rest, outcome))
+            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, rest, outcome))
 
-    def _over(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
-        """Free the place of a unit; its outcome is on its way."""
+    def _end_unit(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
+        """Free the place of a unit and send its outcome."""
         if runner.incarnation != life or unit not in runner.playing:
             return  # it was revoked, or its runner died
         runner.playing.discard(unit)
@@ -364,7 +355,7 @@ class Simulation:
         self.after(rest, lambda: self._send(runner, life, outcome))
 
     def _send(self, runner: _Runner, life: int, outcome: UnitOutcome) -> None:
-        """Take what a runner sends at once: one message, and one turn of the coordinator."""
+        """Send an outcome; those sent at the same time arrive in one message and one turn of the coordinator."""
         if not runner.sent:
             self.after(TOGETHER_SECONDS, lambda: self._arrived(runner, life))
         runner.sent.append(outcome)
@@ -383,12 +374,12 @@ class Simulation:
             self.check_finalize(batch_id)
         self.dispatch()
 
-    # --- what it takes ----------------------------------------------------------------------------------------------
+    # --- durations --------------------------------------------------------------------------------------------------
     def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
-        """Return seconds in its place, seconds from there into the log, and what comes of it."""
+        """Return (seconds in its place, seconds from there into the log, outcome)."""
         past = self.records[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        each = [self._took(past, unit.task, run, unit.attempt, limit) for run in runs]
+        each = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
         inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_rest(past)
         seconds = combined([t.seconds for t in each], sequential=self.sequential) + inside
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
@@ -399,12 +390,12 @@ class Simulation:
                 outcome.results.append(ev.RunResult(run=run, metrics={}))
         return seconds, rest, outcome
 
-    def _took(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
+    def _duration_of(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
         took = past.took.get((task, run, attempt))
         if took is None or took.cut:
             self.drawn[past.batch_id] = self.drawn.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
-            took = self._drawn(self._pool(past, attempt > 1), chance, took)
+            took = self._draw(self._pool(past, attempt > 1), chance, took)
         if took.kind == "timeout":
             return replace(took, seconds=max(0.0, limit + took.seconds - took.limit))
         if took.limit != limit and took.seconds > limit:
@@ -412,14 +403,13 @@ class Simulation:
         return took
 
     def _usual_rest(self, past: PastBatch) -> tuple[float, float]:
-        """Return that of this batch; kept, since it is asked for each unit that the record does not have."""
         if past.batch_id not in self.usual_rests:
             self.usual_rests[past.batch_id] = past.usual_rest()
         return self.usual_rests[past.batch_id]
 
     @staticmethod
-    def _drawn(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
-        """Return one of these; where it is known to take longer than something, one that did, or that much longer."""
+    def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
+        """Draw a duration from the pool. For an attempt that was cut off, the result is longer than the cut."""
         if not pool:
             return Duration(seconds=0.0 if cut is None else cut.seconds)
         if cut is None:
@@ -427,15 +417,15 @@ class Simulation:
         longer = [t for t in pool if t.seconds > cut.seconds]
         if longer:
             return chance.choice(longer)
-        found = chance.choice(pool)
-        return replace(found, seconds=cut.seconds + found.seconds, limit=0.0, kind="")
+        extra = chance.choice(pool)
+        return replace(extra, seconds=cut.seconds + extra.seconds, limit=0.0, kind="")
 
-    def _pool(self, past: PastBatch, again: bool) -> list[Duration]:
-        """Return what attempts of this batch took: further attempts' where there are some, for one of those."""
-        if (past.batch_id, again) not in self.pools:
+    def _pool(self, past: PastBatch, retry: bool) -> list[Duration]:
+        """Return the recorded durations to draw from, for a first attempt or a retry of this batch."""
+        if (past.batch_id, retry) not in self.pools:
             first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]
             later = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n > 1]
             others = [t for b in self.past.batches if b.submitted.batch_type == past.submitted.batch_type
                       for _, t in sorted(b.took.items()) if not t.cut]
-            self.pools[past.batch_id, again] = (later or first if again else first) or later or others
-        return self.pools[past.batch_id, again]
+            self.pools[past.batch_id, retry] = (later or first if retry else first) or later or others
+        return self.pools[past.batch_id, retry]

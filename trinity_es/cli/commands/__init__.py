@@ -1,1 +1,1 @@
-"""The commands of the terminal: a file for each, or for a few that belong together."""
+"""The commands of the terminal, one file per command or small group."""

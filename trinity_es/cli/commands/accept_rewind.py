@@ -1,4 +1,4 @@
-"""The command by which a person goes on with a log that lost what was acknowledged: `accept-rewind`."""
+"""The command `accept-rewind`, with which a person accepts that a log lost acknowledged events."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ __all__ = ["accept_rewind"]
 def accept_rewind(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
     log: LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why: recorded with what is given up, and who said so.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with what is lost and your name.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say that a log goes on without events that were acknowledged: it was restored from an older copy, on purpose.
+    """Continue with a log that lacks acknowledged events because it was restored from an older copy.
 
-    Everything refuses such a log until this was said. What is given up is recorded in the log (RewindAccepted), which
-    is another log from then on. A system that stands still because of it is ended: start it again. Look for the better
-    copy first: what is given up here is gone. Exits 1 when the log has all that this host knows of it.
+    No system runs on such a log until you accept the loss here. First look for a better copy: after this the missing
+    events are gone for good. The loss is recorded in the log (RewindAccepted), which counts as another log from then
+    on. A system that halted because of it is ended: start it again. Exits 1 if nothing is missing as far as this host
+    knows.
 
     \b
     Example:
       trinity-es accept-rewind config.yaml --reason "the disk of the database died, this is the backup of Monday"
     """
-    settings = _meant(config, log)
+    settings = _settings(config, log)
     done = accept(settings, reason)
     shown = settings.masked()["store"]["url"]
     if as_json:
         print_json({"log": shown, "accepted": done})
     elif done is None:
         path = remembered_log_end.memory(settings).path
-        print(f"there is nothing to accept: {shown} has all that this host knows of it ({path})")
+        print(f"there is nothing to accept: {shown} has all events that this host knows of ({path})")
     else:
         print(f"given up: positions {done['first']} to {done['last']}; {shown} goes on after position {done['kept']}")
         for lost in done["lost"]:
@@ -52,12 +53,16 @@ def accept_rewind(
         raise typer.Exit(1)
 
 
-def _meant(config: Path | None, log: str | None) -> Config:
-    """Return the config of the store that is meant: of a log that was named, as it was recorded, or as it lies now."""
+def _settings(config: Path | None, log: str | None) -> Config:
+    """Return the config file's settings, or those of the log.
+
+    For a log these are the recorded config or a config with only its URL: the first one under which this host knows of
+    missing events.
+    """
     if config is not None and log is None:
         return read_config(config)
     url = choose_log(log)
-    found = [settings_of(None, url)]
+    candidates = [settings_of(None, url)]
     with suppress(ConfigError, LogError):
-        found.insert(0, settings_of_run(url, None))
-    return next((settings for settings in found if remembered_log_end.look(settings) is not None), found[0])
+        candidates.insert(0, settings_of_run(url, None))
+    return next((settings for settings in candidates if remembered_log_end.look(settings) is not None), candidates[0])

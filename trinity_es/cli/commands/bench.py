@@ -1,4 +1,4 @@
-"""The commands that evaluate and try out: `bench, debug`."""
+"""The commands `bench` and `debug`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trinity_es.text import error_line, plain
 __all__ = ["bench", "debug", "run_benchmark"]
 
 SHOWN_CHARACTERS = 2000
-"""Of a prompt or an answer, on a terminal; the files have all of it."""
+"""Characters of a prompt or an answer that a terminal shows; the files have all of it."""
 
 
 def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Evaluate the checkpoints of a run, in order, on the eval tasksets of its config.
 
-    The results are in a log of their own (bench/log.sqlite beside the run's); what was evaluated is not evaluated
-    again. With explorer.bench_on_latest_checkpoint only the newest. Exits 1 when a checkpoint could not be evaluated.
+    Results go to a log of their own, bench/log.sqlite beside the run's log. A checkpoint is evaluated once; with
+    explorer.bench_on_latest_checkpoint only the newest is. Exits 1 if a checkpoint could not be evaluated.
 
     \b
     Example:
@@ -41,7 +41,7 @@ def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 
 def run_benchmark(settings: Config, as_json: bool) -> None:
-    """Run a benchmark in view, or go on with it, and show what came of it. Exits 1 where something is missing."""
+    """Run or continue a benchmark with a live view, and show its results. Exits 1 if a result is missing."""
     quiet()
     explorer = Explorer(settings)
     where = settings.masked()["store"]["url"]
@@ -74,27 +74,27 @@ def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
         cells = "".join(f"{'-' if reward is None else f'{reward:z.3f}':>{width + 2}}" for reward in rewards)
         missing = [f"{count} runs of {name} missing" for name in names
                    if (count := missing_runs(batch_id_of(row.step, name), "eval", row.metrics))]
-        said = ", ".join([*missing, *([row.problem] if row.problem else [])])
-        print(f"{row.step or 'the model':<12}{cells}" + (f"  {said}" if said else ""))
-    print(f"\nmean reward of each; every metric: --json\nlog  {where}")
+        problems = ", ".join([*missing, *([row.problem] if row.problem else [])])
+        print(f"{row.step or 'the model':<12}{cells}" + (f"  {problems}" if problems else ""))
+    print(f"\nmean rewards; --json has every metric\nlog  {where}")
 
 
 def debug(
     config: ConfigArgument,
     overrides: SetOption = None,
     taskset: Annotated[str | None, typer.Option("--taskset", metavar="NAME", help="Default: the first one.")] = None,
-    index: Annotated[int, typer.Option("--index", metavar="N", help="Row of the taskset, from 0.")] = 0,
+    index: Annotated[int, typer.Option("--index", metavar="N", help="Row of the taskset, counted from 0.")] = 0,
     runs: Annotated[int | None, typer.Option(
         "--runs", min=1, help="Runs of the task. Default: the taskset's repeat_times.")] = None,
     workflow: Annotated[str | None, typer.Option(
         "--workflow", metavar="NAME", help="Another workflow: a name, or module:Class.")] = None,
     keep: Annotated[Path | None, typer.Option(
-        "--keep", metavar="DIR", help="Where to keep what comes of it. Default: debug/<time> beside the log.")] = None,
+        "--keep", metavar="DIR", help="Folder for the results. Default: debug/<time> beside the log.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Play one task in this process, with the engine of the config, and show its experiences and errors.
 
-    No actor system and no log: for trying out a workflow or a reward function. Exits 1 when a run failed.
+    It needs no actor system and no log: use it to try out a workflow or a reward function. Exits 1 if a run failed.
 
     \b
     Example:
@@ -110,13 +110,13 @@ def debug(
     if as_json:
         print_json(played.as_dict())
     else:
-        _tell(played)
+        _print_played(played)
     if played.failures:
         raise typer.Exit(1)
 
 
-def _tell(played: PlayedTask) -> None:
-    def shown(text: str | None) -> str:
+def _print_played(played: PlayedTask) -> None:
+    def indented(text: str | None) -> str:
         lines = [plain(line) for line in (text or "").split("\n")]
         whole = "\n".join(f"    {line}" for line in lines)
         return whole if len(whole) <= SHOWN_CHARACTERS else whole[:SHOWN_CHARACTERS] + " …"
@@ -129,11 +129,11 @@ def _tell(played: PlayedTask) -> None:
         cut = f", {e.truncate_status}" if e.truncate_status else ""
         print(f"\nrun {e.eid.run} step {e.eid.step}: reward {reward}, {e.prompt_length} prompt tokens, "
               f"{len(e.tokens) - e.prompt_length} response tokens{cut}")
-        print(f"  prompt\n{shown(e.prompt_text)}\n  response\n{shown(e.response_text)}")
+        print(f"  prompt\n{indented(e.prompt_text)}\n  response\n{indented(e.response_text)}")
         if e.metrics:
             print("  metrics\n" + "\n".join(f"    {plain(k)} = {v:g}" for k, v in sorted(e.metrics.items())))
     for run, kind, message in played.failures:
         print(f"\nrun {run} FAILED ({kind}): {error_line(message, 300)}")
     for text in played.tracebacks:
         print("\n" + "\n".join(plain(line) for line in text.split("\n")))
-    print(f"\nkept in {played.folder}")
+    print(f"\nresults are in {played.folder}")

@@ -1,4 +1,4 @@
-"""The command `dashboard`: the log in a browser, until Ctrl-C."""
+"""The command `dashboard`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = ["dashboard"]
 def dashboard(
     log: common.LogOption = None,
     config: common.ConfigOption = None,
-    address: Annotated[str, typer.Option("--address", help="Where to listen.")] = "127.0.0.1",
+    address: Annotated[str, typer.Option("--address", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
     token: Annotated[
         str | None,
         typer.Option("--token", envvar="TRINITY_ES_TOKEN", show_envvar=True,
-                     help="Ask for this token. Default: a new one, in the printed address."),
+                     help="Token that browsers need. Default: a new one, in the printed address."),
     ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Let every user of this machine in.")] = False,
     host: Annotated[list[str] | None, typer.Option(
-        "--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat.")] = None,
+        "--host", metavar="NAME", help="Another name under which browsers reach this machine; repeat.")] = None,
     other: Annotated[str | None, typer.Option(
         "--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")] = None,
-    cert: Annotated[str, typer.Option("--cert", metavar="FILE", help="A certificate, PEM: it speaks HTTPS then.")] = "",
-    key: Annotated[str, typer.Option("--key", metavar="FILE", help="The certificate's private key, PEM.")] = "",
+    cert: Annotated[str, typer.Option("--cert", metavar="FILE", help="Certificate (PEM); turns HTTPS on.")] = "",
+    key: Annotated[str, typer.Option("--key", metavar="FILE", help="The certificate's private key (PEM).")] = "",
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
+    """Show a log in a browser, of a live run or of one that ended long ago. It never writes to the log.
 
-    Everything works offline. Where the log is not there yet, the pages come up with it. The printed address has the
-    token that is asked for; a browser that came by it once is let in from then on.
+    It works offline. If the log does not exist yet, the pages appear when it does. The printed address contains the
+    token; a browser that has opened it once is let in from then on.
 
     \b
     Examples:
@@ -86,9 +86,9 @@ def dashboard(
 
 
 def _open(address: str) -> Path:
-    """Open this address in a browser by a file that only this user can read: every user sees a program's arguments.
+    """Open this address in a browser and return the file that leads there.
 
-    Returns the file.
+    Only this user can read the file; a command's arguments, with the token, every user could see.
     """
     import webbrowser
 

@@ -1,4 +1,4 @@
-"""The command `demo`, and how a demo ends, also one that was resumed."""
+"""The command `demo`, and the end of a demo, which `resume` shares."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["demo", "end_demo"]
 
 def demo(
     folder: Annotated[Path | None, typer.Option(
-        "--dir", metavar="DIR", help="A new folder for it. Default: runs/demo-<time>.")] = None,
+        "--dir", metavar="DIR", help="New folder for the demo. Default: runs/demo-<time>.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of model, taskset and engine.")] = 0,
     steps: Annotated[int | None, typer.Option(
         "--steps", min=1, help="Steps to train. Default: enough to learn.")] = None,
     engine: Annotated[demo_folder.EngineName, typer.Option(
-        "--engine", help="http: a vLLM server, started beside it. scripted: no model, nothing is learnt.")] = "vllm",
+        "--engine", help="http: a vLLM server in a process of its own. scripted: no model, nothing is learned.",
+    )] = "vllm",
     as_json: JsonOption = False,
 ) -> None:
-    """Train a tiny language model with a real engine, here and now, and show what the log knows of it.
+    """Train a tiny language model on this machine with a real engine, and show the result from the log.
 
     Makes a folder with a model of 0.4 million random weights, a taskset, a trainer and a config, all yours to change,
-    and runs it: evals before, during and after. Exits 1 when the model did not learn its task.
+    and runs it with evals before, during and after training. Exits 1 if the model did not learn its task.
 
     \b
     Example:
@@ -48,17 +49,17 @@ def demo(
 
 
 def end_demo(place: Place, settings: Config, as_json: bool) -> None:
-    """Show what came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
+    """Show the summary, the picture and the verdict of a demo. Exits 1 if the model did not learn."""
     with open_log(settings.store.url) as log:
-        told, rows = run_summary(settings, log), log.batches()
-    told["folder"], told["config"] = str(place.folder), str(place.config)
-    told["picture"] = demo_folder.draw(rows, place.folder / "reward.png")
-    verdict = demo_folder.judge(told, steps=place.steps, engine="vllm" if place.learns else "scripted")
-    told["learned"], told["verdict"] = verdict.learned, verdict.text
+        summary, rows = run_summary(settings, log), log.batches()
+    summary["folder"], summary["config"] = str(place.folder), str(place.config)
+    summary["picture"] = demo_folder.draw(rows, place.folder / "reward.png")
+    verdict = demo_folder.judge(summary, steps=place.steps, engine="vllm" if place.learns else "scripted")
+    summary["learned"], summary["verdict"] = verdict.learned, verdict.text
     if as_json:
-        print_json(told)
+        print_json(summary)
     else:
-        print_summary(told)
+        print_summary(summary)
         if place.learns:
             print(f"  trinity-es run {shlex.quote(str(place.config))} --set name=second")
         print(f"\n{verdict.text}")

@@ -1,4 +1,4 @@
-"""`diff`: what changed in a batch between two moments; where two logs part; what two runs do not have in common."""
+"""The command `diff`: a batch at two moments, two logs with a common beginning, or two runs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["diff"]
 
 
 def diff(
-    what: Annotated[str, typer.Argument(metavar="BATCH | LOG1", help="A batch with --at, or a log.",
-                                        show_default=False)],
+    batch_or_log: Annotated[str, typer.Argument(metavar="BATCH | LOG1", help="A batch with --at, or a log.",
+                                                show_default=False)],
     other: Annotated[str | None, typer.Argument(metavar="[LOG2]", help="The log to compare with.",
                                                 show_default=False)] = None,
     at: Annotated[list[str] | None, typer.Option(
-        "--at", metavar="POSITION_OR_TIME", help="Twice: from when, to when. Once: until now.")] = None,
+        "--at", metavar="POSITION_OR_TIME", help="Given twice: from, to. Given once: from then until now.")] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Tell what differs: a batch at two moments, or two logs. Exits 1 when something does.
+    """Show how a batch differs between two moments, or how two logs differ. Exits 1 if they do.
 
-    Two logs with a common beginning (a copy, a fork) are compared by their hash chain, event by event. Two runs made
-    apart are compared by meaning: settings, then batch by batch the tasks, weights, rewards and results.
+    Two logs with a common beginning (a copy, a fork) are compared by their hash chain, event by event. Two separate
+    runs are compared by settings, then batch by batch by tasks, weights, rewards and results.
 
     \b
     Examples:
@@ -43,18 +43,19 @@ def diff(
       trinity-es diff runs/p/one/log.sqlite runs/p/two/log.sqlite
     """
     if other is None:
-        differs = _moments(what, at or [], open_chosen(log, config), as_json)
+        differs = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
     elif at:
-        raise typer.BadParameter("two logs are compared as they are: --at is for one batch", param_hint="--at")
+        raise typer.BadParameter("two logs are compared whole: --at is for one batch", param_hint="--at")
     else:
-        differs = _logs(what, other, as_json)
+        differs = _show_logs(batch_or_log, other, as_json)
     if differs:
         raise typer.Exit(1)
 
 
-def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
+def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
+    """Show how a batch differs between moments; return True if it does."""
     if not 1 <= len(at) <= 2:
-        raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
+        raise typer.BadParameter("name one or two moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
                                  "two logs name both", param_hint="--at")
     with log:
         batch_id = find_batch(log, batch)
@@ -62,28 +63,29 @@ def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
         ends = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
         first, second = ends if len(ends) == 2 else (ends[0], head)
         before, after = (divergence.picture(_state(log, batch_id, position)) for position in (first, second))
-        found = list(divergence.changes(before, after))
+        changes = list(divergence.changes(before, after))
         between = [r for r in log.events(batch_id, first) if r.position <= second]
     if as_json:
         print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(between),
-                    "changes": [asdict(c) for c in found]})
+                    "changes": [asdict(c) for c in changes]})
     else:
-        views_diff.print_moments(tables.console(), batch_id, (first, second), found, between)
-    return bool(found)
+        views_diff.print_moments(tables.console(), batch_id, (first, second), changes, between)
+    return bool(changes)
 
 
 def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
     try:
         return log.replay(batch_id, position)
-    except BatchNotFound:  # not yet: everything about it is new
+    except BatchNotFound:  # not submitted yet
         return None
 
 
-def _logs(first: str, second: str, as_json: bool) -> bool:
+def _show_logs(first: str, second: str, as_json: bool) -> bool:
+    """Show how two logs differ; return True if they do."""
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():
-            raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` is for two logs; two batches of one log stand side "
-                              f"by side in `trinity-es dashboard`, under /compare?id={first}&id2={second}")
+            raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` takes two logs. To compare two batches of one log, "
+                              f"open /compare?id={first}&id2={second} in `trinity-es dashboard`")
     with open_log(first) as one, open_log(second) as two:
         fork = divergence.find_fork(one, two)
         runs = None if fork.common else divergence.compare_runs(one, two)
@@ -101,12 +103,11 @@ def _logs(first: str, second: str, as_json: bool) -> bool:
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:
-    def told(difference: BatchDifference | None) -> dict[str, Any] | None:
-        if difference is None:
-            return None
+    def as_json(difference: BatchDifference) -> dict[str, Any]:
         return {"batch_id": difference.batch_id, "changes": [asdict(c) for c in difference.changes]}
 
     return {
         "equal": runs.equal, "settings": [asdict(c) for c in runs.settings], "batches": runs.batches,
-        "same": [row.batch_id for row in runs.same], "first": told(runs.first), "later": [told(d) for d in runs.later],
+        "same": [row.batch_id for row in runs.same], "first": runs.first and as_json(runs.first),
+        "later": [as_json(d) for d in runs.later],
     }

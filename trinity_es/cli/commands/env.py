@@ -1,4 +1,4 @@
-"""`trinity-es env install | list | remove | check`: environments of others, each in a Python environment of its own."""
+"""The commands `env install | list | remove | check`: verifiers environments, each in a virtualenv of its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trinity_es.text import plain
 __all__ = ["env", "show", "tokens"]
 
 SHOWN = 200
-"""Maximum number of written tokens that are shown of an experience to a person."""
+"""Maximum number of generated tokens that `check` prints of an experience."""
 SHOWN_CHARACTERS = 1000
-"""Maximum number of characters of a piece of a conversation."""
-HELP = """Install environments of verifiers, each in a Python environment of its own, and try them.
+"""Maximum number of characters that it prints of a piece of text."""
+HELP = """Install verifiers environments, each in a virtualenv of its own, and try them.
 
 \b
 Examples:
@@ -44,16 +44,16 @@ def install(
     package: Annotated[str, typer.Argument(
         metavar="PACKAGE", help="NAME, NAME@VERSION, a folder or a wheel.", show_default=False)],
     name: Annotated[str | None, typer.Option(
-        "--name", metavar="NAME", help="What to call it. Default: as its package.")] = None,
+        "--name", metavar="NAME", help="Its name here. Default: its package's.")] = None,
     beside: Annotated[list[str] | None, typer.Option(
-        "--with", metavar="PACKAGE", help="A further package, as pip is told; repeat.")] = None,
+        "--with", metavar="PACKAGE", help="Another package to install with it, in pip's syntax; repeat.")] = None,
     index: Annotated[str | None, typer.Option(
-        "--index", metavar="URL", help="Where to look for packages besides the usual index.")] = None,
+        "--index", metavar="URL", help="Package index besides the usual one.")] = None,
     python: Annotated[str | None, typer.Option(
-        "--python", metavar="PYTHON", help="The Python to use. Default: this one.")] = None,
+        "--python", metavar="PYTHON", help="Python of the virtualenv. Default: this one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Install an environment of verifiers, in a Python environment of its own.
+    """Install a verifiers environment in a virtualenv of its own.
 
     \b
     Examples:
@@ -61,25 +61,25 @@ def install(
       trinity-es env install ./my_environment
       trinity-es env install verifiers --name textarena --with "verifiers[ta]"
     """
-    found = environments.install(package, name=name, beside=beside or (), index=index, python=python, say=note)
+    installed = environments.install(package, name=name, beside=beside or (), index=index, python=python, say=note)
     if as_json:
-        print_json(_told(found))
+        print_json(_as_json(installed))
     else:
-        print(f"{_line(found)}\nplay it: a taskset with `path: verifiers:{found.name}`; "
-              f"try it: `trinity-es env check {found.name}`")
+        print(f"{_line(installed)}\nuse it in a taskset: `path: verifiers:{installed.name}`; "
+              f"try it: `trinity-es env check {installed.name}`")
 
 
 @env.command("list")
 def list_installed(as_json: JsonOption = False) -> None:
-    """List the environments that are installed."""
-    found = environments.installed()
+    """List the installed environments."""
+    installed = environments.installed()
     if as_json:
-        print_json([_told(one) for one in found])
+        print_json([_as_json(one) for one in installed])
         return
-    for one in found:
+    for one in installed:
         print(_line(one))
-    if not found:
-        print(f"none in {environments.environments_folder()}: `trinity-es env install NAME`")
+    if not installed:
+        print(f"none in {environments.environments_folder()}: `trinity-es env install NAME` installs one")
 
 
 @env.command()
@@ -93,27 +93,27 @@ def check(
     name: NameArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    index: Annotated[int, typer.Option("--index", metavar="N", help="Task of the environment, from 0.")] = 0,
+    index: Annotated[int, typer.Option("--index", metavar="N", help="Task of the environment, counted from 0.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Play one task, and show what the model read, and token by token what it wrote.
+    """Play one task of an environment, and show what the model read and, token by token, what it wrote.
 
-    With the engine of a config, or without one with an engine that writes letters at random. A taskset of the config
-    that is this environment says how it is played. Exits 1 when the run failed.
+    Uses the engine of a config, and its taskset of this environment if it has one. Without a config the engine writes
+    random letters. Exits 1 if the run failed.
 
     \b
     Examples:
       trinity-es env check gsm8k-v1
       trinity-es env check gsm8k-v1 --config train.yaml --json
     """
-    found = environments.find(name)
-    settings = read_config(config, overrides) if config else _scripted()
-    settings = _with_environment(settings, found.name)
-    note(f"starting {found.name} {found.version} and engine {settings.explorer.rollout_model.engine_type}: this may "
-         "take minutes where data or a model is loaded"
-         + ("" if config else " (no --config: the engine writes letters at random, so the reward says little)"))
+    environment = environments.find(name)
+    settings = read_config(config, overrides) if config else _scripted_config()
+    settings = _with_environment(settings, environment.name)
+    note(f"starting {environment.name} {environment.version} and engine {settings.explorer.rollout_model.engine_type}: "
+         "this may take minutes if data or a model is loaded"
+         + ("" if config else " (no --config: the engine writes random letters, so the reward says little)"))
     with quietly(), tempfile.TemporaryDirectory() as folder:
-        task = single_task.choose(settings, found.name, index)
+        task = single_task.choose(settings, environment.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:
         print_json({**{k: v for k, v in played.as_dict().items() if k != "folder"},
@@ -124,27 +124,27 @@ def check(
         raise typer.Exit(1)
 
 
-def _scripted() -> Config:
-    """Return a config whose engine needs no GPU and says nothing sensible."""
+def _scripted_config() -> Config:
     return Config.from_dict({"name": "check", "explorer": {
         "max_timeout": 300.0, "rollout_model": {"engine_type": "scripted", "max_response_tokens": 16}}})
 
 
 def _with_environment(settings: Config, name: str) -> Config:
     inputs = settings.buffer.explorer_input
-    mine = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
-    taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if mine is None else mine.model_dump(exclude_unset=True)
-    told = settings.model_dump(exclude_unset=True)
-    told.setdefault("buffer", {})["explorer_input"] = {"tasksets": [{**taskset, "name": name}]}
-    return Config.from_dict(told)
+    configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
+    taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(
+        exclude_unset=True)
+    data = settings.model_dump(exclude_unset=True)
+    data.setdefault("buffer", {})["explorer_input"] = {"tasksets": [{**taskset, "name": name}]}
+    return Config.from_dict(data)
 
 
 def _names(path: str, name: str) -> bool:
-    """Return True if this is an environment's path, however it spells the name."""
+    """Return True if a taskset's path names this environment, in any spelling of the name."""
     return path.startswith(PREFIX) and environments.plain_name(path.removeprefix(PREFIX)) == name
 
 
-def _told(one: Installed) -> dict[str, Any]:
+def _as_json(one: Installed) -> dict[str, Any]:
     return {"name": one.name, "distribution": one.distribution, "packages": one.packages, "versions": one.versions,
             "folder": str(one.folder)}
 
@@ -154,7 +154,7 @@ def _line(one: Installed) -> str:
 
 
 def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
-    """Return an experience token by token: `logprob` is null where the model only read it."""
+    """Return an experience token by token; `logprob` is None for tokens that the model did not generate."""
     ids, first = e.tokens.tolist(), e.prompt_length
     mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
     logprobs = e.logprobs.tolist() if e.logprobs is not None else [None] * (len(ids) - first)
@@ -166,7 +166,7 @@ def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
 
 
 def show(experiences: list[Experience], texts: list[list[str]], failures: list[tuple[int, str, str]]) -> None:
-    """Print what came of a task: what the model wrote token by token, what it only read piece by piece."""
+    """Print a task's experiences: generated text token by token, other text piece by piece."""
     for e, pieces in zip(experiences, texts, strict=True):
         rows = tokens(e, pieces)
         sampled = sum(row["sampled"] for row in rows)
@@ -174,10 +174,10 @@ def show(experiences: list[Experience], texts: list[list[str]], failures: list[t
               f"model{f', {e.truncate_status}' if e.truncate_status else ''}")
         lines = 0
         for written, group in itertools.groupby(rows, key=lambda row: row["sampled"]):
-            part = list(group)
-            text = "".join(row["text"] for row in part)
-            print(f"  {part[0]['at']}-{part[-1]['at']}  {'written' if written else 'read'}  {_quoted(text)}")
-            for row in part if written else ():
+            piece = list(group)
+            text = "".join(row["text"] for row in piece)
+            print(f"  {piece[0]['at']}-{piece[-1]['at']}  {'written' if written else 'read'}  {_quoted(text)}")
+            for row in piece if written else ():
                 lines += 1
                 if lines <= SHOWN:
                     logprob = "" if row["logprob"] is None else f"logprob {row['logprob']:.4f}"
@@ -192,5 +192,4 @@ def show(experiences: list[Experience], texts: list[list[str]], failures: list[t
 
 
 def _quoted(text: str) -> str:
-    """Return a text as one line, its line breaks visible."""
     return plain(json.dumps(text, ensure_ascii=False), SHOWN_CHARACTERS)

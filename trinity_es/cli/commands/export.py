@@ -1,4 +1,4 @@
-"""`export`: a log, or some of its batches, as files for other tools."""
+"""The command `export`: a log, or some of its batches, as files for other tools."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from trinity_es.text import plain
 __all__ = ["export"]
 
 
-def _file(what: str) -> Any:
-    return typer.Option(metavar="FILE", help=what, dir_okay=False, show_default=False)
+def _file_option(content: str) -> Any:
+    return typer.Option(metavar="FILE", help=content, dir_okay=False, show_default=False)
 
 
 def export(
     batches: Annotated[list[str] | None, typer.Argument(
         metavar="[BATCH]...", help="Only of these batches.", show_default=False)] = None,
-    experiences: Annotated[Path | None, _file("Experiences as rows: .parquet or .jsonl.")] = None,
+    experiences: Annotated[Path | None, _file_option("Experiences as rows: .parquet or .jsonl.")] = None,
     as_made: Annotated[bool, typer.Option(
-        "--as-made", help="Experiences as the runners brought them in, not as they were delivered.")] = False,
-    events: Annotated[Path | None, _file("Events, a line of JSON each.")] = None,
-    trace: Annotated[Path | None, _file("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
-    html: Annotated[Path | None, _file("One batch as a page that needs no other file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+        "--as-made", help="Experiences as runners reported them, before the pipeline.")] = False,
+    events: Annotated[Path | None, _file_option("Events, a line of JSON each.")] = None,
+    trace: Annotated[Path | None, _file_option("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
+    html: Annotated[Path | None, _file_option("One batch as a page that needs no other file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
-    """Write experiences, events, a trace or a batch's page to files. Exits 1 when a payload was missing or changed.
+    """Write experiences, events, a trace or a batch's page to files. Exits 1 if a payload is missing or has changed.
 
-    An experience comes with its prompt and completion (null where the rollout kept no text), token ids, mask, logprobs,
-    reward, advantages, the weights that made it, and batch, task, run and step. Payloads that were freed are named. In
-    .jsonl a number that is not finite is null: JSON has none.
+    An experience has its prompt and completion (null if the rollout kept no text), token ids, mask, logprobs, reward,
+    advantages, the weights that made it, and batch, task, run and step. A note names the batches whose payloads were
+    freed. In .jsonl, NaN and infinite numbers are null.
 
     \b
     Examples:
@@ -53,31 +53,31 @@ def export(
     if html is not None and len(batches or ()) != 1:
         raise typer.BadParameter("a page shows one batch: name it, as in `trinity-es export 3 --html batch-3.html`",
                                  param_hint="--html")
-    _refuse([file for file in (experiences, events, trace, html) if file is not None], force)
-    started, told, missing = time.monotonic(), dict[str, Any](), list[str]()
+    _check_files([file for file in (experiences, events, trace, html) if file is not None], force)
+    started, written, missing = time.monotonic(), dict[str, Any](), list[str]()
     with common.open_chosen(log, config) as opened:
         chosen = [common.find_batch(opened, b) for b in batches] if batches else None
         if experiences is not None:
-            told["experiences"], missing = _experiences(opened, experiences, chosen, as_made)
+            written["experiences"], missing = _write_experiences(opened, experiences, chosen, as_made)
         if events is not None:
-            written = write_events(opened, events, chosen, common.counter("written"))
-            told["events"] = {"file": str(events), "written": written.written}
+            count = write_events(opened, events, chosen, common.counter("written")).written
+            written["events"] = {"file": str(events), "written": count}
         if trace is not None:
-            told["trace"] = {"file": str(trace), "written": _trace(opened, trace, chosen)}
+            written["trace"] = {"file": str(trace), "written": _write_trace(opened, trace, chosen)}
         if html is not None and chosen is not None:
-            told["html"] = {"file": str(html), "written": _page(opened, html, chosen[0])}
+            written["html"] = {"file": str(html), "written": _write_page(opened, html, chosen[0])}
     if as_json:
-        common.print_json({"log": opened.url, "seconds": time.monotonic() - started, **told})
+        common.print_json({"log": opened.url, "seconds": time.monotonic() - started, **written})
     else:
         units = {"experiences": "experiences", "events": "events", "trace": "slices and instants", "html": "characters"}
-        for what, about in told.items():
-            print(f"{about['file']}: {about['written']:,} {units[what]}")
+        for kind, entry in written.items():
+            print(f"{entry['file']}: {entry['written']:,} {units[kind]}")
     if missing:
         raise typer.Exit(1)
 
 
-def _refuse(files: list[Path], force: bool) -> None:
-    """Refuse to write over a file by mistake, over a log least of all."""
+def _check_files(files: list[Path], force: bool) -> None:
+    """Raise typer.BadParameter for a file that would be overwritten by mistake, a log above all."""
     for number, file in enumerate(files):
         if file.resolve() in {other.resolve() for other in files[:number]}:
             raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")
@@ -85,29 +85,32 @@ def _refuse(files: list[Path], force: bool) -> None:
             raise typer.BadParameter(f"{file} is no plain file: name another one")
         if not file.exists():
             continue
-        with file.open("rb") as there:
-            if there.read(16) == b"SQLite format 3\0":
+        with file.open("rb") as existing:
+            if existing.read(16) == b"SQLite format 3\0":
                 raise typer.BadParameter(f"{file} is a database, perhaps the log itself: name another file")
         if not force:
-            raise typer.BadParameter(f"{file} is there already: --force writes over it")
+            raise typer.BadParameter(f"{file} exists already: --force overwrites it")
 
 
-def _experiences(log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool) -> tuple[dict[str, Any], list[str]]:
+def _write_experiences(
+    log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the file; return what `--json` says of it, and the payloads that are missing."""
     done = write_experiences(log, path, chosen, as_made=as_made, progress=common.counter("written", "experiences"))
     if done.freed:
-        common.note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
-             f"{plain(', '.join(map(str, done.freed)), 200)}")
+        common.note(f"not in the file, because they were freed: the experiences of {len(done.freed)} batches: "
+                    f"{plain(', '.join(map(str, done.freed)), 200)}")
     for problem in done.missing:
         common.note(plain(problem))
-    about = {"file": str(path), "written": done.written, "batches": done.batches, "freed": done.freed,
+    entry = {"file": str(path), "written": done.written, "batches": done.batches, "freed": done.freed,
              "missing": done.missing}
-    return about, done.missing
+    return entry, done.missing
 
 
-def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
+def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
     progress, last = common.counter("drawn"), log.head().position
     recorded = log.events()
-    if chosen is not None:  # and what was with the runners and the weights meanwhile
+    if chosen is not None:  # with the events of runners and weights in between
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
         own = [log.events(r.batch_id, r.first_position - 1) for r in rows]
@@ -118,8 +121,8 @@ def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
     return written
 
 
-def _page(log: Log, path: Path, batch_id: BatchId) -> int:
-    from trinity_es.dashboard.export import batch_page  # and with it all pages
+def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
+    from trinity_es.dashboard.export import batch_page  # slow: it imports all pages
 
     page = batch_page(log, batch_id)
     with export_file(path) as file:

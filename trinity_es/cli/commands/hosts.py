@@ -1,4 +1,4 @@
-"""The commands of a run on several hosts: `join, hosts`."""
+"""The commands `join` and `hosts`, for a run on several hosts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = ["hosts", "join"]
 def join(
     store: Annotated[
         str, typer.Argument(metavar="STORE_URL", envvar="STORE_URL",
-                            help="The run's store: postgresql://... In the environment nobody else reads a password.")
+                            help="The run's store: postgresql://... Put a URL with a password into the environment.")
     ],
     name: Annotated[str | None, typer.Option("--name", help="This host's name.", show_default="the machine's")] = None,
     overrides: SetOption = None,
     log_dir: Annotated[Path | None, typer.Option(
         "--log-dir", help="Folder of text logs.", show_default="trinity-es-NAME here")] = None,
     key_file: Annotated[str, typer.Option(
-        "--key-file", help="File with the run's key: goes before TRINITY_ES_KEY, and may change.")] = "",
-    drain: Annotated[float, typer.Option("--drain", help="Seconds that tasks may take to end at SIGTERM.")] = 30.0,
+        "--key-file", help="File with the run's key, read again when it changes. Wins over TRINITY_ES_KEY.")] = "",
+    drain: Annotated[float, typer.Option("--drain", help="Seconds for tasks to end after SIGTERM.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in a run that is led on another host: start this host's engines, and work for its batches.
+    """Take part in a run that another host leads: start this host's engines and play tasks of the run's batches.
 
-    The config is the run's own, as its log has it; `--set` changes what differs here. Waits for the head where there is
-    none yet, goes on when another takes over, and stays until it is ended: with SIGTERM or Ctrl-C the host gets no more
-    tasks, ends those that it has, and leaves; what is left after --drain seconds is attempted elsewhere.
+    The config comes from the run's log; --set changes keys for this host. `join` waits until a head runs, follows
+    another head that takes over, and stays until it gets SIGTERM or Ctrl-C. Then this host gets no more tasks,
+    finishes its own and leaves. Tasks that take longer than --drain seconds are attempted elsewhere.
 
     \b
     Example:
@@ -50,50 +50,50 @@ def join(
     """
     from trinity_es.hosts.join import HostRun, host_name
 
-    called = host_name(name)
-    folder = (log_dir or Path(f"trinity-es-{called}")).absolute()
+    host = host_name(name)
+    folder = (log_dir or Path(f"trinity-es-{host}")).absolute()
 
     def tell(text: str) -> None:
         if as_json:
-            print(harmless_json(orjson.dumps({"host": called, "said": text})).decode(), flush=True)
+            print(harmless_json(orjson.dumps({"host": host, "said": text})).decode(), flush=True)
         else:
             note(text)
 
-    run = HostRun(store, called, overrides or [], folder, key_file=key_file, tell=tell)
-    failed: list[BaseException] = []
+    run = HostRun(store, host, overrides or [], folder, key_file=key_file, tell=tell)
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
             run.run()
         except BaseException as e:
-            failed.append(e)
+            errors.append(e)
 
-    def ended(number: int, frame: Any) -> None:
+    def leave(number: int, frame: Any) -> None:
         run.leave(signal.Signals(number).name, drain)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ended)
+        signal.signal(number, leave)
     worker = threading.Thread(target=work, name="join")
     worker.start()
-    while worker.is_alive():  # handlers of signals run in this thread, between two waits
+    while worker.is_alive():  # signal handlers run in this thread, between two waits
         worker.join(0.2)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
 def hosts(
     action: Annotated[str | None, typer.Argument(
-        metavar="[drain", help="Have a host leave.", show_default=False)] = None,
-    name: Annotated[str | None, typer.Argument(metavar="NAME]", help="Which host.", show_default=False)] = None,
+        metavar="[drain", help="Make a host leave.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME]", help="The host.", show_default=False)] = None,
     config: ConfigOption = None,
     log: LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hosts of a run, the head's own first, how they are and what they did; have one leave.
+    """Show the hosts of a run, the head's own first, with their state and work; or make one leave.
 
-    Of a run that is over, or can't be asked from here, what its log tells. One that is drained gets no more tasks, ends
-    those that it has, and its `trinity-es join` ends: nothing is lost.
+    If the run is over or its system can't be reached from here, the log alone answers. A drained host gets no more
+    tasks and finishes its own, then its `trinity-es join` ends. Nothing is lost.
 
     \b
     Examples:
@@ -102,7 +102,7 @@ def hosts(
       trinity-es hosts drain gpu-7 --config config.yaml --reason "its disk is replaced"
     """
     if action not in (None, "drain") or (action is None) != (name is None):
-        raise typer.BadParameter("say `hosts` to list them, or `hosts drain NAME`")
+        raise typer.BadParameter("use `hosts` to list them, or `hosts drain NAME`")
     settings = settings_of(config, log)
     if name is not None:
         with connect(settings) as client:
@@ -110,8 +110,7 @@ def hosts(
         if as_json:
             print_json(done)
         else:
-            print(plain(f"host {done['host']} gets no more tasks, and leaves when it has ended the {done['units']} "
-                        "units that it has"))
+            print(plain(f"host {done['host']} gets no more tasks and leaves when its {done['units']} units have ended"))
         return
     live, system = health.facts(settings)
     with open_log(settings.store.url) as opened:

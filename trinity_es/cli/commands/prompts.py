@@ -1,4 +1,4 @@
-"""`prompts`: which prompts were tried, which never."""
+"""The command `prompts`: prompts that were tried, and those that never were."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.history.task_history import prompt_of
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import sources_of
-from trinity_es.projections.reading.untried_prompts import Untried, prompts_tried
+from trinity_es.projections.reading.untried_prompts import prompts_tried
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
 __all__ = ["prompts"]
@@ -25,13 +25,13 @@ __all__ = ["prompts"]
 
 def prompts(
     never: Annotated[bool, typer.Option(
-        "--never", help="Each prompt that was never tried, not the first ten.")] = False,
+        "--never", help="List every prompt that was never tried, not only the first ten.")] = False,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Tell which prompts were tried, and which never were: no runner ever got one of their runs.
+    """Show how many prompts were tried, and which never were because no runner ever got a run of them.
 
-    A row of a taskset that one batch dropped and another played was tried. What no batch ever held is told where the
-    taskset's file can be read from here, by how far the log says that it was read.
+    A row of a taskset counts as tried if any batch played it. Rows that no batch ever held are listed too, if the
+    taskset's file can be read from here.
 
     \b
     Examples:
@@ -39,25 +39,22 @@ def prompts(
       trinity-es prompts --never --json
     """
     with open_chosen(log, config) as opened:
-        found = prompts_tried(opened)
-        unread = _unread(opened, found.read)
-        asked = {(u.batch_id, u.task): _prompt(opened, u) for u in (found.never if never else found.never[:10])}
+        tried = prompts_tried(opened)
+        unread = _unread(opened, tried.read)
+        texts = {(u.batch_id, u.task): prompt_of(task_asked(opened, u.batch_id, u.task))
+                 for u in (tried.never if never else tried.never[:10])}
     if as_json:
         print_json({
-            "tasks": found.tasks, "sent": found.sent, "unread": unread,
-            "never": [asdict(u) | {"prompt": asked.get((u.batch_id, u.task))} for u in found.never],
-            "read": {name: {"epoch": e, "offset": offset} for name, (e, offset) in found.read.items()},
+            "tasks": tried.tasks, "sent": tried.sent, "unread": unread,
+            "never": [asdict(u) | {"prompt": texts.get((u.batch_id, u.task))} for u in tried.never],
+            "read": {name: {"epoch": e, "offset": offset} for name, (e, offset) in tried.read.items()},
         })
     else:
-        runners_weights_usage.print_prompts(tables.console(), found, unread, asked)
+        runners_weights_usage.print_prompts(tables.console(), tried, unread, texts)
 
 
-def _prompt(log: Log, untried: Untried) -> str | None:
-    return prompt_of(task_asked(log, untried.batch_id, untried.task))
-
-
-class _Numbers:
-    """Rows of which only the number is known: enough to tell which come next."""
+class _EmptyRows:
+    """`count` rows without content, enough to compute which rows come next."""
 
     revision = ""
 
@@ -71,18 +68,21 @@ class _Numbers:
         return [{} for _ in rows]
 
 
-def _numbered(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
-    """Return the taskset, without opening one whose rows the log has the number of. Raises TasksetError."""
+def _taskset(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
+    """Return the taskset; if the log has its row count, its source is not opened. Raises TasksetError."""
     source = sources.get((config.name, False))
     if config.kind == "file" and (source is None or config.data_selector is not None):
         return Taskset(config, recorded=source)
     if source is None:
         raise TasksetError(f"taskset {config.name}: the log does not say what {config.path} was")
-    return Taskset(config, rows=_Numbers(source.rows))
+    return Taskset(config, rows=_EmptyRows(source.rows))
 
 
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
-    """Return the rows that were never read, by taskset whose file is there: those its first pass has yet to read."""
+    """Return the rows that the first pass over each taskset has not read yet; tasksets that can't be read are left out.
+
+    `read` has each taskset's epoch and offset.
+    """
     config = log.config()[1]
     out: dict[str, list[int]] = {}
     if not read or not config:
@@ -92,8 +92,8 @@ def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     for entry in entries:
         if isinstance(entry, dict) and entry.get("name") in read:
             epoch, offset = read[entry["name"]]
-            try:  # a file that is gone or has changed, a config of another release: then it is not told
-                taskset = _numbered(TasksetConfig.model_validate(entry), sources)
+            try:  # fails if the file is gone or has changed, or the config is of another release
+                taskset = _taskset(TasksetConfig.model_validate(entry), sources)
                 left, _ = taskset.read(Cursor(0, offset), len(taskset) - offset) if epoch == 0 else ([], None)
             except (TrinityError, ValueError, OSError):
                 continue

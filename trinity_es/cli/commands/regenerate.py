@@ -1,4 +1,4 @@
-"""`regenerate`: a recorded rollout once more, on the recorded weights. It starts an engine, no actor system."""
+"""The command `regenerate`, which generates a recorded rollout again with an engine in this process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def regenerate(
     task: Annotated[int, typer.Argument(metavar="TASK", min=0, help="Number of the task in it.", show_default=False)],
     run: Annotated[int, typer.Argument(metavar="RUN", min=0, help="Which run of the task.", show_default=False)],
     model: Annotated[str | None, typer.Option(
-        "--model", metavar="PATH", help="Where the model lies now, if elsewhere.")] = None,
+        "--model", metavar="PATH", help="Path of the model, if it has moved.")] = None,
     weights: Annotated[str | None, typer.Option(
-        "--weights", metavar="PATH", help="Where the published weights lie now.")] = None,
+        "--weights", metavar="PATH", help="Path of the published weights, if they have moved.")] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Generate a recorded rollout again, on the recorded weights, prompt and seed, and compare the tokens.
+    """Generate a recorded rollout again from the recorded weights, prompt and seed, and compare the tokens.
 
-    It starts an engine like the one that made it, here, which needs the room that an engine needs. Exits 0 when every
-    token is the same, 1 when they differ, and says how far they agree and why they may not; 2 when it can't be done.
+    It starts an engine like the recorded one on this machine, which needs as much memory. Exits 0 if every token is
+    the same, 1 if tokens differ (it says how many agree and why the rest may not), 2 if the rollout can't be generated.
 
     \b
     Example:
@@ -65,16 +65,16 @@ def _print(again: Regeneration) -> None:
         f"generated again with {plain(again.weights) or 'no model'}, {plain(again.engine_version) or 'engine unknown'}"
     ))
     for turn in again.turns:
-        out.print(Text(f"  {plain(turn.experience)}: {_told(turn)}"))
+        out.print(Text(f"  {plain(turn.experience)}: {_comparison(turn)}"))
     if again.equal:
         out.print(Text("every token is the same", style="green"))
         return
-    out.print(Text("THE TOKENS DIFFER. Why they may:", style="red"))
-    for why in again.why or ["nothing that the log knows of: the engine itself, or files of the model that changed"]:
+    out.print(Text("THE TOKENS DIFFER. Possible reasons:", style="red"))
+    for why in again.why or ["none in the log: perhaps the engine itself, or a changed file of the model"]:
         out.print(Text(f"  - {plain(why)}"))
 
 
-def _told(turn: Turn) -> str:
+def _comparison(turn: Turn) -> str:
     logprobs = "no logprobs to compare"
     if turn.logprob_max is not None:
         logprobs = (f"logprobs of {turn.logprob_tokens} tokens differ by {turn.logprob_max:.2g} at most, "

@@ -1,4 +1,4 @@
-"""The commands that run a config from its first step to its last: `run, resume`."""
+"""The commands `run` and `resume`, which take a run to its last step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import typer
 from trinity_es.cli import demo_folder
 from trinity_es.cli.commands.bench import run_benchmark
 from trinity_es.cli.commands.demo import end_demo
-from trinity_es.cli.common import (
-    ConfigArgument,
-    JsonOption,
-    LogOption,
-    SetOption,
-    print_json,
-    read_config,
-)
+from trinity_es.cli.common import ConfigArgument, JsonOption, LogOption, SetOption, print_json, read_config
 from trinity_es.cli.render.progress import last_failure
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
 from trinity_es.cli.which_config import named_once, settings_of_run
@@ -28,11 +21,11 @@ __all__ = ["resume", "run"]
 
 
 def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
-    """Explore (and train, where the config names a trainer) from the first step to the last, with a live view.
+    """Explore, and train if the config names a trainer, from the first step to the last, with a live view.
 
-    On a store that holds this run already it goes on with it, like `resume`. Starts the actor system where none
-    runs, and ends the one that it started, also on an error or Ctrl-C. Explorer and trainer may be two processes:
-    mode explore in one, mode train in the other.
+    If the store already holds this run, it is continued, as by `resume`. Starts the actor system if none runs, and
+    ends it when it is done, on an error and on Ctrl-C. Explorer and trainer may be two processes, with mode=explore
+    and mode=train.
 
     \b
     Examples:
@@ -48,7 +41,7 @@ def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption
 
 
 def resume(
-    what: Annotated[
+    config_or_log: Annotated[
         str | None,
         typer.Argument(metavar="[CONFIG|LOG]", help="Config file of the run, or its log (path or URL), which holds the "
                        "config. Default: the newest run under ./runs.", show_default=False),
@@ -57,17 +50,17 @@ def resume(
     log: LogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Go on with a run that ended before its end, whatever died: nothing that was finished is generated again.
+    """Continue a run that was interrupted, whatever died. Nothing that was finished is generated again.
 
-    The trainer starts from its newest checkpoint and gets what it had not learnt by then; open batches are finished;
-    each prompt is used as often as if nothing had been. Of a run that is complete it shows the summary.
+    The trainer starts from its newest checkpoint and gets the batches after it. Open batches are finished, and each
+    prompt is used as often as without the interruption. For a complete run it prints the summary.
 
     \b
     Examples:
       trinity-es resume
       trinity-es resume config.yaml --set total_steps=400
     """
-    settings = settings_of_run(named_once(what, log), overrides)
+    settings = settings_of_run(named_once(config_or_log, log), overrides)
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return
@@ -81,13 +74,13 @@ def resume(
 
 def _end(settings: Config, as_json: bool) -> None:
     with open_log(settings.store.url) as log:
-        told = run_summary(settings, log)
+        summary = run_summary(settings, log)
         failed = [row for row in log.batches() if row.failed_attempts][-1:]
         why = [last_failure(log, row, 1000) for row in failed]
     if as_json:
-        print_json(told)
+        print_json(summary)
     else:
-        print_summary(told)
-    if failed and not told["response_tokens"]:
-        raise WorkflowError(f"nothing was generated, for each run failed, the last with {why[0]}: `trinity-es show "
-                            f"{failed[0].batch_id}` has them all")
+        print_summary(summary)
+    if failed and not summary["response_tokens"]:
+        raise WorkflowError(f"nothing was generated because every run failed, the last with {why[0]}: `trinity-es show "
+                            f"{failed[0].batch_id}` shows all failures")

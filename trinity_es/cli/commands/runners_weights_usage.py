@@ -1,4 +1,4 @@
-"""The commands that an auditor asks a whole run with: `runners`, `weights`, `usage`, `leases`."""
+"""The commands `runners`, `weights`, `usage` and `leases`, with which an auditor looks at a whole run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["leases", "runners", "usage", "weights"]
 
 def runners(
     runner: Annotated[str | None, typer.Argument(
-        metavar="[RUNNER]", help="Only this one, life by life.", show_default=False)] = None,
+        metavar="[RUNNER]", help="One runner, life by life.", show_default=False)] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Tell of each runner how often it died, of what, and what that cost; of one, life by life.
+    """Show how often each runner died, why, and what that cost; of one runner, life by life.
 
-    A death costs the attempts that were with the runner, and the seconds that they had run. So does the end of the
-    whole system, which is nobody's death: such a life is `gone`, and `replaced` when the next one has begun. Of a run
-    over several hosts: by host, with those deaths apart that came because the host was lost.
+    A death costs the attempts that the runner had, and the seconds that they had run. The end of the whole system
+    costs them too but counts as no death: such a life is `gone`, or `replaced` once the next one has begun. Runs on
+    several hosts are listed by host, and deaths that came with the loss of a host are counted separately.
 
     \b
     Examples:
@@ -49,9 +49,9 @@ def weights(
     adapters: Annotated[bool, typer.Option("--adapters", help="Only the LoRA adapters.")] = False,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """List the versions of the weights: when each was published, when which runner had it, what came of it.
+    """List the versions of the weights: when each was published, when each runner loaded it, what was made with it.
 
-    LoRA adapters follow them; --json has either.
+    A table of the LoRA adapters follows. --json has only the weights, or with --adapters only the adapters.
 
     \b
     Examples:
@@ -59,12 +59,12 @@ def weights(
       trinity-es weights --adapters --json
     """
     with open_chosen(log, config) as opened:
-        found = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
+        history = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
         if adapters:
             if as_json:
-                print_json([asdict(adapter) for adapter in found])
+                print_json([asdict(adapter) for adapter in history])
             else:
-                runners_weights_usage.print_adapters(tables.console(), found)
+                runners_weights_usage.print_adapters(tables.console(), history)
             return
         made, total = opened.made(), opened.count_weights()
         versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
@@ -72,43 +72,43 @@ def weights(
         print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])
     else:
         runners_weights_usage.print_weights(tables.console(), versions, made, total - len(versions))
-        if found:
-            runners_weights_usage.print_adapters(tables.console(), found)
+        if history:
+            runners_weights_usage.print_adapters(tables.console(), history)
 
 
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Tell how often experiences were used: never, once, more than once. Exits 1 when one was used more than once.
+    """Show how many experiences were used never, once, or more than once. Exits 1 if one was used more than once.
 
-    A use is a step of the trainer that was acknowledged, or a take from the queue. What a trainer used again after it
-    came back from an older checkpoint is no second use: what it had made of the first is gone.
+    A use is a step that the trainer acknowledged, or a take from the queue. If a trainer that returned to an older
+    checkpoint uses an experience again, that is no second use: the effect of the first is gone.
 
     \b
     Example:
       trinity-es usage
     """
     with open_chosen(log, config) as opened:
-        found = opened.usage()
+        counts = opened.usage()
     if as_json:
-        print_json(asdict(found) | {"more": found.more})
+        print_json(asdict(counts) | {"more": counts.more})
     else:
-        runners_weights_usage.print_usage(tables.console(), found)
-    if found.twice:
+        runners_weights_usage.print_usage(tables.console(), counts)
+    if counts.twice:
         raise typer.Exit(1)
 
 
 def leases(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the sandboxes and sessions that runs took and that are not released: whose they are, since when.
+    """List the sandboxes and sessions that are not released, with the run that took each and since when.
 
-    `orphaned` are those whose run is over: the coordinator has them released, again and again until their provider
-    does. Those that were released are events: `trinity-es events --type LeaseReleased`.
+    An `orphaned` one belongs to a run that is over: the coordinator retries its release until the provider confirms
+    it. Released ones are events: `trinity-es events --type LeaseReleased`.
 
     \b
     Example:
       trinity-es leases
     """
     with open_chosen(log, config) as opened:
-        found = opened.leases()
+        held = opened.leases()
     if as_json:
-        print_json([lease.as_dict() for lease in found])
+        print_json([lease.as_dict() for lease in held])
     else:
-        runners_weights_usage.print_leases(tables.console(), found, time.time())
+        runners_weights_usage.print_leases(tables.console(), held, time.time())

@@ -1,11 +1,10 @@
-"""The command `serve`: an OpenAI-compatible API over the engines of a config, until Ctrl-C."""
+"""The command `serve`."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import signal
-from typing import Any
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
 from trinity_es.client.teardown import end_system
@@ -16,15 +15,14 @@ __all__ = ["serve"]
 
 
 def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
-    """Serve an OpenAI-compatible API with the engines of a config, until Ctrl-C, and keep every answer to learn from.
+    """Serve an OpenAI-compatible API with the engines of a config until Ctrl-C, and record every answer as experience.
 
-    Chat, completions, streams and models work with any OpenAI client; it prints what such a client is given. Every
-    answer is an experience in the log. A reward for it can be posted at any time: POST /feedback with {"msg_ids":
-    [ids of responses], "reward": 1.0, "task_id": "..."}; POST /commit takes what has a reward through the pipeline.
-    New weights (`sync_weights`) are loaded engine by engine; at least explorer.min_running_model_num go on answering.
+    Any OpenAI client can use chat, completions, streams and models; the address and key for it are printed. Rewards
+    for answers may come at any time: POST /feedback with {"msg_ids": [ids of responses], "reward": 1.0, "task_id":
+    "..."}. POST /commit sends the rewarded answers through the pipeline. New weights (`sync_weights`) are loaded
+    engine by engine, while at least explorer.min_running_model_num engines keep answering.
 
-    Starts the actor system where none runs, and ends the one that it started. The mode is `serve`, whatever the config
-    says.
+    Starts the actor system if none runs, and ends it again. It sets mode=serve, whatever the config says.
 
     \b
     Example:
@@ -36,7 +34,7 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
     try:
         asyncio.run(_serve(explorer, as_json))
     except BaseException:
-        if explorer.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+        if explorer.owns_system:  # again at exit: on Ctrl-C a thread may still be starting the system
             atexit.register(end_system, settings)
         raise
     finally:
@@ -57,19 +55,18 @@ async def _serve(explorer: Explorer, as_json: bool) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     try:
         await explorer.prepare()
-        await explorer.serve(lambda proxy: _tell(proxy, as_json))
+        await explorer.serve(lambda proxy: _print_access(proxy, as_json))
     except asyncio.CancelledError:
-        if not ended:  # Ctrl-C is told by its exit code
+        if not ended:  # Ctrl-C has an exit code of its own
             raise
     finally:
         await explorer.shutdown()
 
 
-def _tell(proxy: Proxy, as_json: bool) -> None:
+def _print_access(proxy: Proxy, as_json: bool) -> None:
     model = proxy.config.explorer.rollout_model.model_path or "rollout"
-    told: dict[str, Any] = {"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model}
     if as_json:
-        print_json(told)
+        print_json({"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model})
     else:
         root = proxy.base_url.removesuffix("/v1")
         print(f"serving at {proxy.base_url}\n")

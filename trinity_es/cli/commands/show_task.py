@@ -1,4 +1,4 @@
-"""`show BATCH --task N [--run N]`: one task's course, or one rollout: its text, and the weights that made it."""
+"""The command `show BATCH --task N [--run N]`: one task, or one rollout with its text and weights."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ __all__ = ["show_task"]
 def show_task(
     log: Log, batch_id: BatchId, task: int, run: int | None, eid: str | None, *, every: bool, as_json: bool
 ) -> None:
-    """Print one task, or one of its runs. Raises BatchNotFound for a task, run or experience that is not there."""
-    course, asked = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
+    """Print one task, or one of its runs. Raises BatchNotFound if there is no such task, run or experience."""
+    history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
     out = tables.console()
     if run is None:
         if as_json:
-            print_json({**_as_json(course, asked), "runs_made": [_run_json(m) for _, m in sorted(course.made.items())]})
+            runs = [_run_json(made) for _, made in sorted(history.made.items())]
+            print_json({**_task_json(history, sample), "runs_made": runs})
         else:
-            views_task.print_task(out, course, asked)
+            views_task.print_task(out, history, sample)
         return
-    made = course.made.get(run)
+    made = history.made.get(run)
     if made is None:
-        done = ", ".join(map(str, sorted(course.made))) or "none"
+        done = ", ".join(map(str, sorted(history.made))) or "none"
         raise BatchNotFound(f"batch {batch_id} task {task} has no completed run {run} (it has {done}): "
-                            f"{course.state}{course.reason and f', {course.reason}'}")
-    [read] = read_runs(log, batch_id, [made], course.delivered)
-    found, gone = [(e, e.eid.uid in read.delivered) for e in read.experiences], read.missing or read.trouble or None
+                            f"{history.state}{history.reason and f', {history.reason}'}")
+    [read] = read_runs(log, batch_id, [made], history.delivered)
+    experiences = [(e, e.eid.uid in read.delivered) for e in read.experiences]
+    gone = read.missing or read.trouble or None
     if eid is not None:
-        there = [e.eid.uid for e, _ in found]
-        found = [(e, delivered) for e, delivered in found if e.eid.uid == eid]
-        if not found and gone is None:
-            has = ", ".join(there) or "none"
-            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {has}")
-    weights = _weights(log, made, [e for e, _ in found])
+        ids = ", ".join(e.eid.uid for e, _ in experiences) or "none"
+        experiences = [(e, delivered) for e, delivered in experiences if e.eid.uid == eid]
+        if not experiences and gone is None:
+            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {ids}")
+    weights = _weights(log, made, [e for e, _ in experiences])
     if as_json:
         print_json({
-            **_as_json(course, asked), "run": _run_json(made), "weights": weights, "payload": gone,
-            "experiences": [_experience_json(e, delivered) for e, delivered in found],
+            **_task_json(history, sample), "run": _run_json(made), "weights": weights, "payload": gone,
+            "experiences": [_experience_json(e, delivered) for e, delivered in experiences],
         })
     else:
-        views_task.print_run(out, course, asked, made, weights, found, gone, every=every)
+        views_task.print_run(out, history, sample, made, weights, experiences, gone, every=every)
 
 
-def _as_json(course: TaskHistory, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _task_json(history: TaskHistory, sample: dict[str, Any] | None) -> dict[str, Any]:
     return {
-        "batch_id": course.batch_id, "batch_type": course.batch_type, "task": course.task, "runs": course.runs,
-        "state": course.state, "reason": course.reason, "asked": asked, "prompt": prompt_of(asked),
-        "trained_step": course.trained_step, "dropped_by": course.dropped_by,
-        "other_prompt_tokens": course.other_prompt_tokens, "other_response_tokens": course.other_response_tokens,
-        "turns": [asdict(t) for t in course.turns],
+        "batch_id": history.batch_id, "batch_type": history.batch_type, "task": history.task, "runs": history.runs,
+        "state": history.state, "reason": history.reason, "asked": sample, "prompt": prompt_of(sample),
+        "trained_step": history.trained_step, "dropped_by": history.dropped_by,
+        "other_prompt_tokens": history.other_prompt_tokens, "other_response_tokens": history.other_response_tokens,
+        "turns": [asdict(t) for t in history.turns],
     }
 
 
@@ -89,17 +90,18 @@ def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
 
 # --- the weights that made them -------------------------------------------------------------------------------------
 def _weights(log: Log, made: RunRow, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Return every version that may have made a token of the run: what it was, and when its runner had it."""
+    """Return each version that may have made a token of the run, and when the run's runner loaded it."""
     low, high = made.model_version or 0, made.model_version_end or 0
     stamped: list[Any] = [v for e in experiences for v in e.model_versions]
-    if stamped and all(isinstance(v, int) for v in stamped):  # of the run, not of its whole attempt
+    if stamped and all(isinstance(v, int) for v in stamped):  # the run's versions; the row's are of its whole attempt
         low, high = min(stamped), max(stamped)
-    known = {w.version: w for w in log.weights()}
-    return [_version(v, known.get(v), made) for v in range(low, high + 1) if v in known or v in (low, high)]
+    published = {w.version: w for w in log.weights()}
+    return [_version_json(v, published.get(v), made)
+            for v in range(low, high + 1) if v in published or v in (low, high)]
 
 
-def _version(version: int, weights: WeightsVersion | None, made: RunRow) -> dict[str, Any]:
-    if weights is None:  # 0, or what an engine began with
+def _version_json(version: int, weights: WeightsVersion | None, made: RunRow) -> dict[str, Any]:
+    if weights is None:  # 0, or the engine's first weights
         return {"version": version, "published_at": None, "method": None, "path": None, "loaded_at": None}
     load: WeightsLoad | None = next((w for w in weights.loads
                               if (w.runner, w.incarnation) == (made.runner, made.incarnation)), None)

@@ -1,4 +1,4 @@
-"""The commands that ask how a system is: `status, why`."""
+"""The commands `status` and `why`."""
 
 from __future__ import annotations
 
@@ -19,67 +19,66 @@ __all__ = ["status", "why"]
 
 
 def status(
-    what: Annotated[
+    config_or_log: Annotated[
         str | None,
         typer.Argument(metavar="[CONFIG|LOG]", help="Config file of the run, or its log: as with --config and --log.",
                        show_default=False),
     ] = None,
     config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Tell how a system is: its coordinator, its runners, its open batches and what they wait for.
+    """Show the state of a system: its coordinator, its runners, its open batches and what they wait for.
 
-    Exits 1 when something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
-    lost or quarantined, a batch is stalled. Each is one line with the way out. Of a dead system it tells what the log
-    knows.
+    Exits 1 if something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
+    lost or quarantined, or a batch is stalled. Each problem is one line that says what to do. If the system is dead,
+    the log alone answers.
 
     \b
     Examples:
       trinity-es status --config config.yaml
       trinity-es status runs/second/log.sqlite
     """
-    if what is not None and names_config(what):
-        named_once(what, None if config is None else str(config))
-        settings = settings_of(Path(what), log)
+    if config_or_log is not None and names_config(config_or_log):
+        named_once(config_or_log, None if config is None else str(config))
+        settings = settings_of(Path(config_or_log), log)
     else:
-        settings = settings_of(config, named_once(what, log))
-    found = health.look(settings)
+        settings = settings_of(config, named_once(config_or_log, log))
+    state = health.look(settings)
     if as_json:
-        print_json(found)
+        print_json(state)
     else:
-        show(console(), found)
-    if found["problems"]:
+        show(console(), state)
+    if state["problems"]:
         raise typer.Exit(1)
 
 
 def why(
     batch: Annotated[str | None, typer.Argument(
-        metavar="[BATCH]", help="Id of the batch; without it every open one.", show_default=False)] = None,
+        metavar="[BATCH]", help="Id of the batch. Default: every open one, a line each.", show_default=False)] = None,
     config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Tell what a batch waits for, since when, on which runner and attempt, and what to do about it.
+    """Show what a batch waits for, since when, on which runner and attempt, and what to do about it.
 
-    From the running system and the log; of a dead system, from the log alone. Slow and hung are told apart. Without a
-    batch: every open one, a line each. Exits 1 when one is stalled: nothing will come of it without a person, or
-    nothing has come for longer than explorer.stall_after.
+    It asks the running system and the log, or for a dead system the log alone, and tells slow from hung. Exits 1 if a
+    batch is stalled: it needs a person to go on, or nothing has come for longer than explorer.stall_after.
 
     \b
     Examples:
       trinity-es why 3 --config config.yaml
       trinity-es why
     """
-    found = health.explain(settings_of(config, log), batch, find_batch)
+    answers = health.explain(settings_of(config, log), batch, find_batch)
     if as_json:
-        told = [w.as_dict() for w in found]
-        print_json(told if batch is None else told[0])
+        documents = [answer.as_dict() for answer in answers]
+        print_json(documents if batch is None else documents[0])
     else:
-        for line in found[0].sentences() if batch is not None else _lines(found):
+        for line in answers[0].sentences() if batch is not None else _lines(answers):
             print(plain(line))
-    if any(w.stalled for w in found):
+    if any(answer.stalled for answer in answers):
         raise typer.Exit(1)
 
 
-def _lines(found: list[Why]) -> list[str]:
-    """Return a line for each open batch, and what to do about those that are stalled."""
-    ways = dict.fromkeys(w.waiting[0].way_out for w in found if w.stalled)
-    return [*(w.line for w in found), *(f"what to do: {way}" for way in ways if way)] or [
-        "no batch is open: `trinity-es status` tells how the system is"]
+def _lines(answers: list[Why]) -> list[str]:
+    """Return a line for each open batch, then what to do about the stalled ones."""
+    ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)
+    return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)] or [
+        "no batch is open: `trinity-es status` shows the state of the system"]

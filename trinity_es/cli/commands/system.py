@@ -1,4 +1,4 @@
-"""The commands that start, change and end what runs: `up, down, restart-runner, scale, redo`."""
+"""The commands `up`, `down`, `restart-runner`, `scale` and `redo`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class On(StrEnum):
     RAY = "ray"
 
 
-OnOption = Annotated[On | None, typer.Option("--on", help="What starts it, on several nodes: a Ray cluster.")]
+OnOption = Annotated[On | None, typer.Option("--on", help="Cluster that runs it on several nodes: ray.")]
 
 
 def restart_runner(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Runner, as `trinity-es status` names it.")],
     config: common.ConfigOption = None,
     log: common.LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
-    """End a runner's process and start another: one that hangs, failed or was given up, say.
+    """End a runner's process and start a new one, for a runner that hangs, failed or was given up.
 
-    What it had is attempted again, elsewhere where another runner serves, and is blamed for nothing. Returns when the
-    new process lives; its engine then loads.
+    Its units are attempted again, on another runner if one serves, without counting as failed attempts. Returns when
+    the new process runs; its engine is then loading.
 
     \b
     Example:
@@ -50,23 +50,22 @@ def restart_runner(
     if as_json:
         common.print_json(done)
     else:
-        print(f"{done['runner']} was ended and lives again, as #{done['incarnation']}; its engine is loading")
+        print(f"{done['runner']} was restarted as #{done['incarnation']}; its engine is loading")
 
 
 def scale(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
-    add: Annotated[list[str] | None, typer.Option("--add", metavar="URL", help="Server to add; several times.")] = None,
+    add: Annotated[list[str] | None, typer.Option("--add", metavar="URL", help="Server to add; repeat.")] = None,
     remove: Annotated[list[str] | None, typer.Option(
-        "--remove", metavar="URL", help="Server to take away; several times.")] = None,
+        "--remove", metavar="URL", help="Server to remove; repeat.")] = None,
     log: common.LogOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Add vLLM servers as engines to a system that runs, or take some away (`engine_type: http`); list them.
+    """Add vLLM servers as engines to a running system (`engine_type: http`), remove some, or list them.
 
-    One that is taken away gets no more tasks, ends those that it has, and is let go: nothing is lost. In mode serve it
-    gets no more requests, and is let go after servers.drain_timeout, so that those it has may end. One that is added
-    loads the current weights before its first task. This goes before the list of the config: what is added here stays,
-    what is removed stays away.
+    A new server loads the current weights before its first task. A removed one gets no more tasks and finishes its
+    own; in mode serve it gets no more requests and has servers.drain_timeout to finish. Nothing is lost. Changes made
+    here win over the config's list: added servers stay, removed ones stay away.
 
     \b
     Example:
@@ -78,26 +77,26 @@ def scale(
         common.print_json({"servers": servers})
         return
     for s in servers:
-        state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
+        state = s["state"] if s["wanted"] else "finishes its tasks, then leaves"
         waits = "waits for " if s["state"] == "ready" and s["waits_for"] else ""
-        said = s["waits_for"] or s["problem"]
-        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if said else ''}{waits}{said}"))
+        reason = s["waits_for"] or s["problem"]
+        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if reason else ''}{waits}{reason}"))
     if not servers:
         print("there is no server")
 
 
 def redo(
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of an open batch: 3, or 0/letters.")],
-    tasks: Annotated[list[int], typer.Argument(metavar="TASK...", min=0, help="Tasks of it that have ended.")],
+    tasks: Annotated[list[int], typer.Argument(metavar="TASK...", min=0, help="Settled tasks of the batch.")],
     config: common.ConfigOption = None,
     log: common.LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
-    """Let tasks that have ended run again: one whose payload was lost, say, or that failed for what was mended since.
+    """Let settled tasks run again, if their payload was lost or the cause of their failure is fixed.
 
-    All runs of each are run again, and what it had is set aside. A batch that was finalized or aborted stays as it is:
-    its result was given out. `verify` names the tasks whose payloads are lost.
+    All runs of each task are repeated, and its earlier results are set aside. A batch that was finalized or aborted
+    can't be changed, because its result was delivered. `verify` names the tasks whose payloads are lost.
 
     \b
     Example:
@@ -117,13 +116,13 @@ def redo(
 
 
 def wait_to_lead(settings: Config) -> None:
-    """Wait until nobody has led this run for `hosts.timeout` s. Raises ConfigError where no other host can lead it."""
+    """Wait until no host has led this run for `hosts.timeout` s. Raises ConfigError for a run of one host."""
     from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
 
     if not settings.hosts.address:
-        raise ConfigError("--standby is for a run of several hosts: set hosts.address, to an address of this host")
-    common.note(f"waiting to lead the run of {settings.masked()['store']['url']}: nobody may have led it for "
-         f"{settings.hosts.timeout:.0f} s")
+        raise ConfigError("--standby is for a run on several hosts: set hosts.address to an address of this host")
+    common.note(f"waiting to lead the run of {settings.masked()['store']['url']}, until no host has led it for "
+                f"{settings.hosts.timeout:.0f} s")
     wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
 
 
@@ -132,17 +131,17 @@ def up(
     overrides: common.SetOption = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Don't wait for the engines.")] = False,
     standby: Annotated[bool, typer.Option(
-        "--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")] = False,
+        "--standby", help="Wait until no other host leads this run, then lead it (docs/DEPLOY.md).")] = False,
     on: OnOption = None,
     hosts: Annotated[int | None, typer.Option(
         "--hosts", min=1, metavar="N", show_default="all nodes with room now",
-        help="With --on ray: hosts, each on a node of its own.")] = None,
+        help="With --on ray: number of hosts, each on a node of its own.")] = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
 
-    Exits 1 when the log lacks what was acknowledged, as far as this host knows: see `trinity-es accept-rewind`. With
-    `--on ray` a Ray cluster starts it, over several nodes, and again whatever of it dies (docs/DEPLOY.md).
+    Exits 1 if the log lacks events that this host knows to be acknowledged: see `trinity-es accept-rewind`. With
+    `--on ray` a Ray cluster runs it on several nodes and restarts any part that dies (docs/DEPLOY.md).
 
     \b
     Examples:
@@ -173,16 +172,16 @@ def up(
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
-    named = f"--log {shlex.quote(str(answer['log']))}"  # what was set may have changed the store
-    first, last = (named, named) if overrides else (f"--config {shlex.quote(str(config))}", shlex.quote(str(config)))
-    print(f"next       trinity-es status {first}\n           trinity-es down {last}")
+    by_log = f"--log {shlex.quote(str(answer['log']))}"  # --set may have changed the store
+    status, down = (by_log, by_log) if overrides else (f"--config {shlex.quote(str(config))}", shlex.quote(str(config)))
+    print(f"next       trinity-es status {status}\n           trinity-es down {down}")
 
 
 def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
     from trinity_es.hosts import on_ray
 
     if standby:
-        raise typer.BadParameter("--standby is not for --on ray: Ray starts the head again by itself")
+        raise typer.BadParameter("--standby is not for --on ray: Ray restarts the head by itself")
     started = time.monotonic()
     answer = on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
     answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started}
@@ -195,26 +194,26 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
 
 
 class Progress:
-    """Says what a runner is doing, or waits for, and what is wrong with the list of servers, when that changes."""
+    """Notes on stderr when a runner's activity, or the problem with the list of servers, changes."""
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}
-        self._list = ""
+        self._activities: dict[str, str] = {}
+        self._list_problem = ""
 
     def __call__(self, status: dict[str, Any]) -> None:
         for runner in status["runners"]:
-            now = does(runner)
-            if self._last.get(runner["runner"]) != now:
-                self._last[runner["runner"]] = now
-                common.note(f"{runner['runner']}: {now}")
-        listed = status.get("server_list") or ""
-        if listed and listed != self._list:
-            common.note(listed)
-        self._list = listed
+            activity = does(runner)
+            if self._activities.get(runner["runner"]) != activity:
+                self._activities[runner["runner"]] = activity
+                common.note(f"{runner['runner']}: {activity}")
+        problem = status.get("server_list") or ""
+        if problem and problem != self._list_problem:
+            common.note(problem)
+        self._list_problem = problem
 
 
 def down(
-    what: Annotated[str | None, typer.Argument(
+    config_or_log: Annotated[str | None, typer.Argument(
         metavar="[CONFIG|LOG]", help="Config file, or log (path or URL).", show_default=False)] = None,
     log: common.LogOption = None,
     on: OnOption = None,
@@ -222,25 +221,25 @@ def down(
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
-    Exits 1 when a process could not be ended. With `--on ray` it ends what Ray has of the run, on all nodes.
+    Exits 1 if a process could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray cluster.
 
     \b
     Example:
       trinity-es down config.yaml
     """
-    named = named_once(what, log)
-    if named is not None and names_config(named):
-        settings = settings_of(Path(named), None)
+    name = named_once(config_or_log, log)
+    if name is not None and names_config(name):
+        settings = settings_of(Path(name), None)
     else:
-        settings = settings_of(None, named)
+        settings = settings_of(None, name)
     if on is not None:
         from trinity_es.hosts import on_ray
 
-        was_there = on_ray.down(settings)
+        was_running = on_ray.down(settings)
         if as_json:
-            common.print_json({"was_running": was_there})
+            common.print_json({"was_running": was_running})
         else:
-            print("Ray has ended the run on all nodes" if was_there else "Ray has nothing of this run")
+            print("Ray has ended the run on all nodes" if was_running else "this run does not run on Ray")
         return
     running = running_system.find(settings)
     ended = end_system(settings)

@@ -1,4 +1,4 @@
-"""`what-if`: recorded batches under other settings, as the coordinator would decide them. It reads a log, no more."""
+"""The command `what-if`: recorded batches, played again under other settings."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from trinity_es.text import plain
 __all__ = ["what_if"]
 
 LAST = 10
-"""Number of batches that are played where none is named."""
+"""Number of batches that are played if none is named."""
 
 
 def what_if(
     batches: Annotated[list[str] | None, typer.Argument(
-        metavar="[BATCH...|all]", help=f"Which. Default: the last {LAST}.", show_default=False)] = None,
+        metavar="[BATCH...|all]", help=f"Batches to play. Default: the last {LAST}.", show_default=False)] = None,
     timeout: Annotated[float | None, typer.Option(
-        "--timeout", min=0.001, metavar="SECONDS", help="With this explorer.max_timeout.")] = None,
+        "--timeout", min=0.001, metavar="SECONDS", help="Value for explorer.max_timeout.")] = None,
     over_rollout_ratio: Annotated[float | None, typer.Option(
-        "--over-rollout-ratio", min=0.0, max=0.999, help="With this explorer.over_rollout.ratio.")] = None,
-    runners: Annotated[int | None, typer.Option("--runners", min=1, help="With N engines.")] = None,
+        "--over-rollout-ratio", min=0.0, max=0.999, help="Value for explorer.over_rollout.ratio.")] = None,
+    runners: Annotated[int | None, typer.Option("--runners", min=1, help="Number of engines.")] = None,
     max_concurrency: Annotated[int | None, typer.Option(
-        "--max-concurrency", min=1, help="With this explorer.max_concurrency.")] = None,
+        "--max-concurrency", min=1, help="Value for explorer.max_concurrency.")] = None,
     max_retry: Annotated[int | None, typer.Option(
-        "--max-retry", min=0, help="With this explorer.max_retry_times.")] = None,
+        "--max-retry", min=0, help="Value for explorer.max_retry_times.")] = None,
     runs_per_unit: Annotated[int | None, typer.Option(
-        "--runs-per-unit", min=1, help="With this explorer.max_repeat_times_per_runner.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of what has to be drawn.")] = 0,
+        "--runs-per-unit", min=1, help="Value for explorer.max_repeat_times_per_runner.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the durations that are drawn at random.")] = 0,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Predict what recorded batches would have taken, and dropped, under other settings.
+    """Predict how long recorded batches would have taken under other settings, and what they would have dropped.
 
-    They are played again in virtual time by the coordinator's own decisions, with what each attempt took in the log.
-    An attempt that never ran there takes what one of its batch did, drawn by the seed. Without other settings it shows
-    how well that reproduces what was recorded.
+    The coordinator's own decisions play them again in virtual time. Each attempt takes as long as in the log; one that
+    never ran takes the duration of another attempt of its batch, drawn at random with --seed. Without other settings
+    the result shows how closely this reproduces the recorded run.
 
     Not modelled: how engines slow each other down (more places or runners on one GPU look better than they are), what
-    the trainer would do with other experiences, how long what timed out would have gone on, batches of a Scheduler.
-    See docs/WHATIF.md.
+    the trainer would do with other experiences, how long attempts that timed out would have run, batches of a
+    Scheduler. See docs/WHATIF.md.
 
     \b
     Examples:
@@ -66,9 +66,9 @@ def what_if(
 
 
 def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
-    """Sum over the batches that were asked for and have ended in both."""
-    rows = [r for r in prediction.batches if r.chosen]
-    both = [r for r in rows if r.recorded.seconds is not None and r.predicted.seconds is not None]
+    """Return sums over the chosen batches that ended both in the log and in the prediction."""
+    both = [r for r in prediction.batches
+            if r.chosen and r.recorded.seconds is not None and r.predicted.seconds is not None]
     out: dict[str, dict[str, Any]] = {}
     for which in ("recorded", "predicted"):
         figures: list[Figures] = [getattr(r, which) for r in both]
@@ -80,10 +80,10 @@ def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
 
 
 def _as_json(prediction: Prediction) -> dict[str, Any]:
-    asked = asdict(prediction.settings)
+    settings = asdict(prediction.settings)
     return {
-        "seed": asked.pop("seed"), "recorded_settings": prediction.was,
-        "settings": {k: prediction.was[k] if v is None else v for k, v in asked.items()},
+        "seed": settings.pop("seed"), "recorded_settings": prediction.was,
+        "settings": {k: prediction.was[k] if v is None else v for k, v in settings.items()},
         "batches": [asdict(row) for row in prediction.batches], "totals": _totals(prediction),
         "left_out": prediction.left_out, "not_modelled": list(NOT_MODELLED),
     }
@@ -91,9 +91,9 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
 
 def _print(prediction: Prediction) -> None:
     out = console()
-    asked = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
-    told = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in asked.items())
-    out.print(Text(f"with {told or 'the recorded settings'}"))
+    changed = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
+    settings = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in changed.items())
+    out.print(Text(f"with {settings or 'the recorded settings'}"))
     numbers = ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn")
     table = columns("id", "type", *numbers, right=numbers, whole=("id", "type"))
     for row in prediction.batches:
@@ -113,16 +113,16 @@ def _print(prediction: Prediction) -> None:
     ))
     beside = [r for r in prediction.batches if not r.chosen]
     if beside:
-        out.print(Text(f"{len(beside)} batches that ran beside them were played too", style="dim"))
+        out.print(Text(f"{len(beside)} batches that ran at the same time were played too", style="dim"))
     if prediction.left_out:
         out.print(Text(f"{len(prediction.left_out)} batches of a Scheduler were left out", style="dim"))
     out.print(Text("engines that slow each other down are not modelled: see --help", style="dim"))
 
 
 def _seconds(was: Figures, now: Figures) -> tuple[str, str, str]:
-    told = ["not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (was, now)]
+    before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (was, now))
     both = was.seconds is not None and now.seconds is not None
-    return told[0], told[1], _percent(was.seconds or 0.0, now.seconds or 0.0) if both else ""
+    return before, after, _percent(was.seconds or 0.0, now.seconds or 0.0) if both else ""
 
 
 def _percent(was: float, now: float) -> str:

@@ -1,4 +1,4 @@
-"""`workflows`: the workflows and rewards that come with the package."""
+"""The command `workflows`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ __all__ = ["workflows"]
 
 
 def workflows(as_json: JsonOption = False) -> None:
-    """List the names that a taskset's `workflow` and `reward_fn` may be, besides "module:Class".
+    """List the workflows and rewards of the package, by the names that `workflow` and `reward_fn` of a taskset take.
+
+    Your own are named "module:Class".
 
     \b
     Examples:
       trinity-es workflows
       trinity-es workflows --json
     """
-    found = {registry.what: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
+    found = {registry.kind: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
     if as_json:
         print_json(found)
         return
-    for what, lines in found.items():
-        table = Table(what, "", box=None)
+    for kind, lines in found.items():
+        table = Table(kind, "", box=None)
         for name, line in lines.items():
             table.add_row(name, line)
         tables.console().print(table)
 
 
 def _lines(registry: WorkflowRegistry) -> dict[str, str]:
-    """Return the first line of each one's docstring, by its name; that of an async form is the other's."""
-    found = {name: (inspect.getdoc(registry.get(name)) or "").partition("\n")[0] for name in registry.names()}
-    return {name: found.get(name.removeprefix("async_"), line) for name, line in found.items()}
+    """Return the first line of each docstring by name; an `async_` form has that of the other form."""
+    lines = {name: (inspect.getdoc(registry.get(name)) or "").partition("\n")[0] for name in registry.names()}
+    return {name: lines.get(name.removeprefix("async_"), line) for name, line in lines.items()}

@@ -1,1 +1,1 @@
-"""What commands print for a person."""
+"""Output of commands for people."""

@@ -1,4 +1,4 @@
-"""What `diff` shows: two moments of a batch, the place where two logs part, two runs side by side."""
+"""Output of `diff`: a batch at two moments, the first difference of two logs, or two runs side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from trinity_es.text import clock, event_line, plain
 __all__ = ["print_fork", "print_moments", "print_runs"]
 
 _WIDTH = 70
-"""Characters of a value."""
 _MOST = 20
 """Maximum number of changes, events and batches shown; --json has all."""
 
@@ -36,14 +35,14 @@ def print_moments(
 
 
 def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
-    """Print where two logs part, with what comes before it; `>` marks the first difference."""
+    """Print the first difference of two logs, marked by `>`, and the events around it."""
     one, two = (plain(name) for name in names)
-    left = [head - fork.common for head in fork.heads]
-    if left == [0, 0]:
+    counts = [head - fork.common for head in fork.heads]
+    if counts == [0, 0]:
         out.print(Text(f"the same log: {fork.common:,} events, hash for hash"))
         return
-    out.print(Text(f"the same up to position {fork.common:,}; after it {left[0]:,} events in {one}, "
-                   f"{left[1]:,} in {two}", style="bold"), soft_wrap=True)
+    out.print(Text(f"the same up to position {fork.common:,}; after it {counts[0]:,} events in {one}, "
+                   f"{counts[1]:,} in {two}", style="bold"), soft_wrap=True)
     for recorded in fork.before:
         print_line(out, f"  {event_line(recorded)}")
     for name, after in zip((one, two), fork.after, strict=True):
@@ -53,7 +52,7 @@ def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
 
 
 def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None:
-    """Print what two runs do not have in common; `>` marks the first batch that differs."""
+    """Print the differences of two runs; `>` marks the first batch that differs."""
     one, two = "1", "2"
     for number, name, batches in zip((one, two), names, runs.batches, strict=True):
         out.print(Text(f"{number}: {plain(name)}, {batches} batches", style="bold"), soft_wrap=True)
@@ -69,21 +68,21 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
     for row in runs.same[-3:]:
         reward = "" if row.reward is None else f", reward {row.reward:.6g}"
         out.print(Text(f"  batch {plain(row.batch_id)}: {row.tasks} tasks{reward}, weights {row.model_version}"))
-    told = "  ".join(_times(runs.first))
-    out.print(Text(f"> batch {plain(runs.first.batch_id)} is the first that differs{told}", style="bold red"))
+    times = "  ".join(_times(runs.first))
+    out.print(Text(f"> batch {plain(runs.first.batch_id)} is the first that differs{times}", style="bold red"))
     out.print(_changes(runs.first.changes, one, two))
     if runs.later:
         out.print(Text(f"after it {len(runs.later)} more differ", style="bold"))
         table = columns("batch", "differs in", whole=())
         for difference in runs.later[:_MOST]:
-            told = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
-            table.add_row(Text(plain(difference.batch_id)), Text(plain(told, 140)))
+            changes = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
+            table.add_row(Text(plain(difference.batch_id)), Text(plain(changes, 140)))
         out.print(table)
         _more(out, len(runs.later), "batches")
 
 
 def _times(difference: BatchDifference) -> list[str]:
-    """When each run had the batch: the time of day is no difference, but one wants to find it."""
+    """Return when each run submitted the batch, which is no difference but helps to find it."""
     return [f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
             for i, row in enumerate(difference.rows) if row is not None]
 
@@ -110,6 +109,6 @@ def print_line(out: Console, line: str) -> None:
     out.print(Text(line), soft_wrap=True)
 
 
-def _more(out: Console, count: int, what: str) -> None:
+def _more(out: Console, count: int, unit: str) -> None:
     if count > _MOST:
-        out.print(Text(f"and {count - _MOST} more {what}: --json has all", style="dim"))
+        out.print(Text(f"and {count - _MOST} more {unit}: --json has all", style="dim"))

@@ -1,4 +1,4 @@
-"""How a system is, for a person: `trinity-es status`."""
+"""Output of `trinity-es status`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_es.text import clock, devices, does, plain
 __all__ = ["show"]
 
 
-def _of_run(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None) -> str:
+def _run_progress(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None) -> str:
     if run is None and last is not None:
         ago = span(time.time() - last["ended_at"])
         return f": batch {plain(last['batch_id'])}, the last, was {last['state']} {ago} ago"
@@ -29,7 +29,7 @@ def _of_run(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None)
 
 
 def _idle(last: dict[str, Any]) -> str:
-    """Return since when nobody has asked the system for anything: a trainer that died can't say so."""
+    """Return when the last batch ended: its trainer may have died without a word."""
     untrained = last["batch_type"] == "train" and last["state"] == "finalized" and last["trained_step"] is None
     return (f"nothing is wrong here, and no batch is open: the last, {plain(last['batch_id'])}, was {last['state']} "
             f"{span(time.time() - last['ended_at'])} ago"
@@ -38,12 +38,12 @@ def _idle(last: dict[str, Any]) -> str:
 
 def _runner_line(r: dict[str, Any]) -> str:
     load = ""
-    if "load" in r and r.get("places"):  # more units than places: they are short, and the next ones wait there
+    if "load" in r and r.get("places"):  # a runner of short units has more of them than places
         ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
         load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
     version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
-    of = r.get("model", "rollout")
-    version = version if of == "rollout" else f", auxiliary model {of}"
+    model = r.get("model", "rollout")
+    version = version if model == "rollout" else f", auxiliary model {model}"
     endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
     return f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}"
 
@@ -58,42 +58,43 @@ def _host_line(h: dict[str, Any]) -> str:
     return f"host {h['host']:<7} {h['state']}{since}{away}, epoch {h['epoch']}, {h['address']}{has}{work}{finished}"
 
 
-def show(out: Console, found: dict[str, Any]) -> None:
+def show(out: Console, status: dict[str, Any]) -> None:
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 
-    line(f"store        {found['store']}")
-    ends = f"ends: {found['ends']}" if found.get("ends") else "down"
-    ends = f"led by {found['led_by']}, not asked" if found.get("led_by") else ends
-    line(f"system       {'up, pid ' + str(found['admin']['pid']) if found['up'] else ends}",
-         "green" if found["up"] else "yellow")
-    if found["coordinator"] is not None:
-        coordinator = found["coordinator"]
+    line(f"store        {status['store']}")
+    down = f"ends: {status['ends']}" if status.get("ends") else "down"
+    down = f"led by {status['led_by']}, which was not asked" if status.get("led_by") else down
+    line(f"system       {'up, pid ' + str(status['admin']['pid']) if status['up'] else down}",
+         "green" if status["up"] else "yellow")
+    if status["coordinator"] is not None:
+        coordinator = status["coordinator"]
         line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
-             f"weights version {found['weights_version']}")
-    hosts = {h["host"]: h for h in found.get("hosts", [])}
-    for r in sorted(found["runners"], key=lambda r: host_of(r["runner"])):  # stays as it is on one host
+             f"weights version {status['weights_version']}")
+    hosts = {h["host"]: h for h in status.get("hosts", [])}
+    for r in sorted(status["runners"], key=lambda r: host_of(r["runner"])):  # on one host the order stays
         if (h := hosts.pop(host_of(r["runner"]), None)) is not None:
             line(_host_line(h))
         line(_runner_line(r))
     for h in hosts.values():
         line(_host_line(h))
-    line(f"open batches {len(found['batches'])}")
-    for b in found["batches"]:
+    line(f"open batches {len(status['batches'])}")
+    for b in status["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""
         failed = f", {b['failed_attempts']} failed attempts" if b["failed_attempts"] else ""
         line(f"  {b['batch_id']}: {b['state']}, {b['settled']} of {b['tasks']} tasks{running}{failed}")
         if b.get("waiting_for"):
             line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
-    for problem in found["problems"]:
+    for problem in status["problems"]:
         line(f"! {problem}", "red")
-    if found["problems"]:
+    if status["problems"]:
         return
-    if not found["up"]:
-        line(f"nothing runs, and nothing is open{_of_run(found.get('run'), found['store'], found.get('last_batch'))}")
-    elif not found["batches"] and found.get("last_batch"):
-        line(_idle(found["last_batch"]))
-    elif any(r["state"] == "ready" for r in found["runners"]):
+    if not status["up"]:
+        progress = _run_progress(status.get("run"), status["store"], status.get("last_batch"))
+        line(f"nothing runs, and no batch is open{progress}")
+    elif not status["batches"] and status.get("last_batch"):
+        line(_idle(status["last_batch"]))
+    elif any(r["state"] == "ready" for r in status["runners"]):
         line("all is well", "green")
     else:
         line("nothing is wrong, and no engine is ready yet", "yellow")

@@ -1,4 +1,4 @@
-"""What `hosts` shows: a line a host, the head's own first."""
+"""Output of `hosts`: a line per host, the head's own first."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ __all__ = ["print_hosts"]
 _NUMBERS = ("epoch", "units", "places", "tasks", "lost")
 
 
-def print_hosts(out: Console, rows: Sequence[HostRow], asked: bool) -> None:
-    """Print a line a host; `asked`: its running system was, and not the log alone."""
-    table = columns("host", "epoch", "state", "since", "heard of", "address", "has", "runners", "units", "places",
-                    "tasks", "lost", "why", right=_NUMBERS, whole=(*_NUMBERS, "state", "since", "heard of", "runners"))
+def print_hosts(out: Console, rows: Sequence[HostRow], live: bool) -> None:
+    """Print a line per host; `live` is False if the rows come from the log alone."""
+    table = columns("host", "epoch", "state", "since", "last heard", "address", "devices", "runners", "units", "places",
+                    "tasks", "lost", "reason", right=_NUMBERS,
+                    whole=(*_NUMBERS, "state", "since", "last heard", "runners"))
     for row in rows:
         table.add_row(
             Text(plain(row.host or f"{row.machine or 'this'} (head)", 40)), str(row.epoch or ""),
             state_text(row.state),
-            when(row.since), _heard(row), Text(plain(row.address, 40)),
+            when(row.since), _last_heard(row), Text(plain(row.address, 40)),
             devices(row.places), f"{len(row.ready)} of {len(row.runners)} ready" if row.runners else "",
             str(row.units), str(row.runner_places), f"{row.finished:,}",
             counted_text(row.lost) if row.host else "",
-            Text(error_line(_why(row), 120)),
+            Text(error_line(_reason(row), 120)),
         )
-    fitted(out, table, ("lost", "has", "places", "epoch", "address", "since"))
+    fitted(out, table, ("lost", "devices", "places", "epoch", "address", "since"))
     if len(rows) == 1:
-        out.print(Text("no other host takes part: `trinity-es join STORE_URL` on each, with the run's key"))
-    if not asked:
-        out.print(Text("this is as the log has it: its system does not run, or can't be asked from here", style="dim"))
+        out.print(Text("no other host takes part: run `trinity-es join STORE_URL` on each, with the run's key"))
+    if not live:
+        out.print(Text("from the log alone: its system does not run, or can't be reached from here", style="dim"))
 
 
-def _heard(row: HostRow) -> Text:
+def _last_heard(row: HostRow) -> Text:
     if row.connected is None:
         return Text("")
     if row.connected:
@@ -46,6 +47,7 @@ def _heard(row: HostRow) -> Text:
     return Text(f"{span(row.away_for or 0.0)} ago", style="red")
 
 
-def _why(row: HostRow) -> str:
-    return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part) \
-        if row.there or not row.reason else row.reason
+def _reason(row: HostRow) -> str:
+    if row.reason and not row.there:
+        return row.reason
+    return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part)

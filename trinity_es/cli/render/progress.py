@@ -1,8 +1,4 @@
-"""The live view of a run: it follows the log, so it shows what is durable and nothing else.
-
-On a terminal the picture that `watch` draws; elsewhere a line a step. `RunView` is a context manager around a run; it
-reads the log in a thread of its own and never delays what it watches.
-"""
+"""The live view of a run, drawn from its log: the picture of `watch` on a terminal, else a line per step."""
 
 from __future__ import annotations
 
@@ -32,25 +28,26 @@ __all__ = ["RunView", "last_failure", "open_seconds", "step_reward"]
 REDRAWN_A_SECOND = 4
 LOOK_SECONDS = 0.2
 LINES = 24
-"""Maximum height of the picture, so that what was said before it stays in view."""
-TOLD = (
+"""Maximum height of the picture, so that earlier output stays in view."""
+SHOWN_TYPES = (
     "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "WeightsFailed", "AdapterFailed", "TaskReopened",
     "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
 )
-"""Types of the events that a pipe gets a line of."""
+"""Types of events that print a line when stdout is no terminal."""
 
 
 class RunView:
-    """Shows the run whose log is (or will be) at `url`, until the `with` block ends.
+    """Context manager that shows the run whose log is, or will be, at `url`.
 
-    `after`: a pipe gets lines of events after this position. `total_steps` only for display.
+    It reads the log in a thread of its own and never delays the run. Lines are printed for events after position
+    `after`.
     """
 
     def __init__(self, url: str, out: Console, *, total_steps: int | None = None, after: int = 0) -> None:
         self.position = after
         self._out, self._total = out, total_steps
         self._ended = set[str]()
-        """Streams of the batches that ended while this view was there."""
+        """Streams of the batches that ended during this view."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=look_again, name="progress", daemon=True,
                                         args=(url, self._look, self._stopping, LOOK_SECONDS, lambda error: None))
@@ -75,7 +72,7 @@ class RunView:
         begun = time.monotonic()
         if self._live is None:
             if (head := log.head().position) > self.position:
-                for recorded in log.rare(TOLD, after=self.position, before=head + 1):
+                for recorded in log.rare(SHOWN_TYPES, after=self.position, before=head + 1):
                     self.position = recorded.position
                     if line := self._line(log, recorded):
                         self._out.print(Text(line), soft_wrap=True)
@@ -110,7 +107,7 @@ class RunView:
         if isinstance(event, ev.BatchFinalized | ev.BatchAborted):
             self._ended.add(stream)
             return self._ended_line(log, row, recorded, event)
-        return "" if stream in self._ended else f"{self._name(row)}  trained on what the log had of it"
+        return "" if stream in self._ended else f"{self._name(row)}  trained on the experiences that the log had"
 
     def _name(self, row: BatchRow) -> str:
         if row.batch_type == "train":
@@ -127,13 +124,13 @@ class RunView:
         mean = "" if reward is None or isinstance(event, ev.BatchAborted) else "  reward " + step_reward(
             reward, missing_runs(row.batch_id, row.batch_type, metrics), event.dropped)
         seconds, tokens = open_seconds(log, row, recorded), row.response_tokens
-        rate = tokens / seconds if seconds > 0 else None  # what stands beside it, divided
-        made = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
+        rate = tokens / seconds if seconds > 0 else None
+        throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         version = "" if row.model_version is None else f"  version {row.model_version}"
         kinds = ", ".join(f"{n} {why}" for (what, why), n in sorted(log.losses(row.batch_id).items())
                           if what == "attempt")
         failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
-        return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{made}{version}"
+        return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
                 f"  {seconds:.2f} s{failed}{ended}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
@@ -148,10 +145,10 @@ class RunView:
         rows = [*picture.going_on, *picture.ended]
         failed = sum(n for (what, _), n in log.losses().items() if what == "attempt")
         tokens = sum(total.response_tokens for total in log.totals())
-        told = [
+        figures = [
             *(self._name(row) for row in rows[:1]), f"version {log.model_version()}", f"{tokens:,} tokens",
             f"{picture.now - first.recorded_at:.0f} s", *[f"{failed} failed attempts"] * bool(failed)]
-        lines = [Text("   ".join(told), style="bold green")]
+        lines = [Text("   ".join(figures), style="bold green")]
         evals = log.batches(batch_type="eval", sort="ended", descending=True, limit=4)
         if evals := [row for row in evals if row.ended_at is not None]:
             lines.append(Text("eval   " + "  ".join(
@@ -160,25 +157,23 @@ class RunView:
 
 
 def step_reward(mean: float, missing: int, dropped: int) -> str:
-    """Return the mean reward of a batch, how many runs it is not over, and how much of it is not trained on."""
+    """Return the mean reward of a batch, with the runs missing in it and the experiences that were filtered out."""
     counts = {"runs missing": missing, "filtered out": dropped}
-    but = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    return f"{mean:z.3f}" + (f" ({but})" if but else "")
+    remark = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"{mean:z.3f}" + (f" ({remark})" if remark else "")
 
 
 def last_failure(log: Log, row: BatchRow, width: int) -> str:
-    """Return what the last failed attempt of a batch said; empty: none failed."""
+    """Return the error of a batch's last failed attempt; empty if none failed."""
     last = log.last(batch_stream(row.batch_id), "AttemptFailed")
     return error_line(last.event.message, width) if last and isinstance(last.event, ev.AttemptFailed) else ""
 
 
 def open_seconds(log: Log, row: BatchRow, end: Recorded) -> float:
-    """Return how long a batch was open up to this event: without what passed while no coordinator led it, and without
-    what the clock was set by.
-    """
-    away = [(gone, back) for gone, back in log.without_coordinator(row.first_position) if back <= end.recorded_at]
+    """Return the seconds for which a batch was open up to this event, without clock steps and coordinator outages."""
+    gaps = [(gone, back) for gone, back in log.without_coordinator(row.first_position) if back <= end.recorded_at]
     steps = [(step.recorded_at, step.event.seconds)
              for step in log.rare(["ClockStepped"], after=row.first_position, before=end.position)
              if isinstance(step.event, ev.ClockStepped)]
-    apart = sum(by for at, by in steps if not any(gone <= at <= back for gone, back in away))
-    return end.recorded_at - row.submitted_at - apart - sum(back - gone for gone, back in away)
+    stepped = sum(by for at, by in steps if not any(gone <= at <= back for gone, back in gaps))
+    return end.recorded_at - row.submitted_at - stepped - sum(back - gone for gone, back in gaps)

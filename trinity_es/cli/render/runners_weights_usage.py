@@ -1,4 +1,4 @@
-"""What `runners, weights, usage, leases` and `prompts` show."""
+"""Output of `runners`, `weights`, `usage`, `leases` and `prompts`."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _table(*names: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
-    """Print a line a runner. `up`: whether their system has processes; None: not known."""
-    found = by_runner(lives, up)
-    several = any(host_of(runner.name) for runner in found)
-    # Of a run on one host no column says so; of several, those that went with their host are counted apart.
+    """Print a line per runner; `up` says whether their system has processes, None if unknown."""
+    runners = by_runner(lives, up)
+    several = any(host_of(runner.name) for runner in runners)
+    # On several hosts, deaths that came with the loss of a host have a column of their own.
     extra = ["with host"] if several else []
     right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
     table = _table(*(["host"] if several else []), "runner", "state", "weights", "lives", "deaths", *extra,
-                   "attempts lost", "seconds lost", "last death", "of", right=right)
-    for runner in sorted(found, key=lambda runner: natural(host_of(runner.name))):
+                   "attempts lost", "seconds lost", "last death", "reason", right=right)
+    for runner in sorted(runners, key=lambda runner: natural(host_of(runner.name))):
         last = next((life for life in reversed(runner.all) if life.died), None)
         deaths, with_host = runner.deaths - runner.with_host, runner.with_host
         table.add_row(
@@ -62,28 +62,28 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
         )
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
     if several:
-        _print_by_host(out, found)
+        _print_by_host(out, runners)
 
 
-def _print_by_host(out: Console, found: Sequence[RunnerLives]) -> None:
-    """Print what the deaths on each host came to: those of runners, and those that came with the loss of the host."""
+def _print_by_host(out: Console, runners: Sequence[RunnerLives]) -> None:
+    """Print the cost of the deaths on each host: those of runners, and those that came with the loss of the host."""
     hosts: dict[str, list[RunnerIncarnation]] = {}
-    for runner in found:
+    for runner in runners:
         hosts.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
     for host, died in sorted(hosts.items(), key=lambda item: natural(item[0])):
         own, gone = ([life for life in died if life.went_with_host is with_it] for with_it in (False, True))
-        told = [f"{counted(len(some), 'death')} {how} ({counted(sum(x.attempts_lost for x in some), 'attempt')}, "
-                f"{sum(x.seconds_lost for x in some):.1f} s lost)"
-                for some, how in ((own, "of a runner"), (gone, "with the host")) if some]
-        out.print(Text(f"{f'host {plain(host, 40)}' if host else 'the head'}: {', '.join(told) or 'nothing died'}"),
+        costs = [f"{counted(len(some), 'death')} {how} ({counted(sum(x.attempts_lost for x in some), 'attempt')}, "
+                 f"{sum(x.seconds_lost for x in some):.1f} s lost)"
+                 for some, how in ((own, "of a runner"), (gone, "with the host")) if some]
+        out.print(Text(f"{f'host {plain(host, 40)}' if host else 'the head'}: {', '.join(costs) or 'no deaths'}"),
                   soft_wrap=True)
 
 
 def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
-    """Print a line a life. `up`: whether their system has processes; None: not known."""
+    """Print a line per life; `up` says whether their system has processes, None if unknown."""
     right = ("load s", "attempts lost", "seconds lost", "weights")
     table = _table("life", "pid", "host", "engine", "started", "load s", "ended", "how", "weights", "attempts lost",
-                   "seconds lost", "of", right=right)
+                   "seconds lost", "reason", right=right)
     for life in lives[-MOST:]:
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
@@ -97,34 +97,34 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
 
 
 def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mapping[int, int], before: int) -> None:
-    """Print a line a version; `made`: version -> experiences delivered of it; `before`: versions left out."""
-    table = _table("version", "published", "by", "where", "in runners (seconds after)", "failed", "delivered",
+    """Print a line per version; `made` has the delivered experiences by version, `before` the versions left out."""
+    table = _table("version", "published", "method", "path", "loaded by (seconds after)", "failed", "delivered",
                    right=("version", "delivered"))
     for version in versions:
-        had = ", ".join(f"{plain(load.runner, 30)} {load.at - version.published_at:+.1f}"
-                        for load in version.loads[:16])
+        loads = ", ".join(f"{plain(load.runner, 30)} {load.at - version.published_at:+.1f}"
+                          for load in version.loads[:16])
         failed = ", ".join(f"{plain(load.runner, 30)}: {error_line(load.error, 80)}" for load in version.failures[:4])
         table.add_row(str(version.version), when(version.published_at), Text(plain(version.method, 20)),
-                      Text(plain(version.path, 80)), Text(had), Text(failed, style="red"),
+                      Text(plain(version.path, 80)), Text(loads), Text(failed, style="red"),
                       f"{made.get(version.version, 0):,}")
-    fitted(out, table, ("by", "where"))
+    fitted(out, table, ("method", "path"))
     if made.get(0):
-        out.print(Text(f"version 0, the model as it was given, made {made[0]:,} delivered experiences", style="dim"))
+        out.print(Text(f"version 0, the original model, made {made[0]:,} delivered experiences", style="dim"))
     left_out(out, before, 0)
 
 
 def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
-    """Print a line a version of a LoRA adapter, the newest last."""
-    table = _table("adapter", "version", "published", "rank", "bytes", "where", "in runners (seconds after)", "failed",
+    """Print a line per version of a LoRA adapter, the newest last."""
+    table = _table("adapter", "version", "published", "rank", "bytes", "path", "loaded by (seconds after)", "failed",
                    "removed", right=("version", "rank", "bytes"))
     for one in adapters[-MOST:]:
-        had = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
+        loads = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
         failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}" for runner, _, _, error in one.failures[:4])
         table.add_row(
             Text(plain(one.adapter, 60)), str(one.version), when(one.published_at), str(one.rank), f"{one.size:,}",
-            Text(plain(one.path, 80)), Text(had), Text(failed, style="red"), when(one.removed_at),
+            Text(plain(one.path, 80)), Text(loads), Text(failed, style="red"), when(one.removed_at),
         )
-    fitted(out, table, ("removed", "rank", "where"))
+    fitted(out, table, ("removed", "rank", "path"))
     left_out(out, len(adapters), MOST, "before them (--adapters)")
 
 
@@ -132,7 +132,7 @@ def print_usage(out: Console, usage: Usage) -> None:
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:
-        out.print(Text(f"{usage.redone:,} uses were undone: the trainer came back from an older checkpoint"))
+        out.print(Text(f"{usage.redone:,} uses were undone: the trainer returned to an older checkpoint"))
     for used in usage.twice[:MOST]:
         steps = ", ".join("?" if step is None else str(step) for step in used.steps)
         positions = ", ".join(map(str, used.positions))
@@ -142,43 +142,43 @@ def print_usage(out: Console, usage: Usage) -> None:
 
 
 def print_prompts(
-    out: Console, found: PromptsTried, unread: Mapping[str, list[int]], asked: Mapping[tuple[BatchId, int], str | None]
+    out: Console, tried: PromptsTried, unread: Mapping[str, list[int]], texts: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
-    """Print how many were tried, and which never were; those in `asked` with their text."""
-    out.print(Text(f"{found.tasks:,} tasks handed in, {found.sent:,} of them got to a runner; "
-                   f"{len(found.never):,} prompts were never tried", style="bold"))
-    for untried in found.never:
-        if (untried.batch_id, untried.task) in asked:
+    """Print how many prompts were tried; of those that never were, print the ones in `texts`."""
+    out.print(Text(f"{tried.tasks:,} tasks submitted, {tried.sent:,} of them sent to a runner; "
+                   f"{len(tried.never):,} prompts were never tried", style="bold"))
+    for untried in tried.never:
+        if (untried.batch_id, untried.task) in texts:
             row = "" if untried.row is None else \
                 f", {'' if untried.taskset is None else plain(untried.taskset, 60) + ' '}row {plain(untried.row, 40)}"
-            prompt = asked[untried.batch_id, untried.task]
+            prompt = texts[untried.batch_id, untried.task]
             out.print(Text(f"  batch {plain(untried.batch_id)} task {untried.task}{row}, the batch is "
                            f"{untried.reason}{'' if prompt is None else ': ' + plain(prompt, 100)}"), soft_wrap=True)
-    if len(asked) < len(found.never):
-        out.print(Text(f"  and {len(found.never) - len(asked)} more: --never shows them", style="dim"))
-    for name, (epoch, offset) in found.read.items():
+    if len(texts) < len(tried.never):
+        out.print(Text(f"  and {len(tried.never) - len(texts)} more: --never shows them", style="dim"))
+    for name, (epoch, offset) in tried.read.items():
         rows = unread.get(name)
         rest = "" if rows is None else f"; rows that no batch ever held: {_ranges(rows) or 'none'}"
         out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of pass {epoch + 1}{rest}"), soft_wrap=True)
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:
-    """Return rows in a few words: 1-5, 9."""
+    """Return rows as ranges: 1-5, 9."""
     spans: list[list[Any]] = []
     for row in rows:
         if spans and spans[-1][1] == row - 1:
             spans[-1][1] = row
         else:
             spans.append([row, row])
-    told = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:most])
-    return told + (f" and {len(spans) - most} more stretches" if len(spans) > most else "")
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:most])
+    return text + (f" and {len(spans) - most} more ranges" if len(spans) > most else "")
 
 
 def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
     if not leases:
         out.print("no lease is open")
         return
-    names = ("lease", "state", "age", "provider", "handle", "batch", "task", "run", "attempt", "runner", "of")
+    names = ("lease", "state", "age", "provider", "handle", "batch", "task", "run", "attempt", "runner", "reason")
     table = columns(*names, right=("age", "task", "run", "attempt"), whole=("state", "age"))
     for lease in leases:
         taken = lease.taken

@@ -1,8 +1,8 @@
-"""`watch`: a run at a glance, drawn again and again from its log.
+"""The live picture of `watch`, drawn from the log alone.
 
-A picture costs the same on a long log as on a short one: open batches, runners and the last rare events come from read
-models and indices, throughput from the events of the last seconds; what an open batch waits for is folded from it once,
-and then from what is new in it. It never writes, and asks no actor.
+A picture costs the same on a long log as on a short one. Open batches, runners and the last rare events come from read
+models and indices, throughput from the events of the last seconds. What an open batch waits for is folded from its
+events once, then from its new events.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from trinity_es.text import clock, devices, error_line, event_line, name_of, pla
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
 PAUSES = 4
-"""Pause before the next picture, as a multiple of what one took: drawing takes a fifth of a core at most."""
+"""Pause before the next picture, as a multiple of the time that one took: drawing takes a fifth of a core at most."""
 WINDOW = 30.0
-"""Throughput is that of so many seconds before the last event, or before now where the run goes on; of fewer where the
-log began later, or holds more events of that time than are looked at."""
+"""Seconds over which throughput is measured, up to now, or to the last event of a run that stands still."""
 _MOST = 4000
-"""Maximum number of events looked at for it."""
+"""Maximum number of events read for it; the window is shorter if it holds more."""
 _OPEN = ("running", "finalizing", "pending")
 
 
@@ -53,12 +52,11 @@ class Picture:
     now: float
     """Unix seconds."""
     last_at: float | None
-    """Of the last event."""
     going_on: list[BatchRow] = field(default_factory=list)
     ended: list[BatchRow] = field(default_factory=list)
-    """The last ones, newest first."""
+    """The last batches that ended, newest first."""
     rewards: list[float] = field(default_factory=list)
-    """Of the last train batches, in order."""
+    """Rewards of the last train batches, in order."""
     runners: list[RunnerIncarnation] = field(default_factory=list)
     deaths: dict[str, int] = field(default_factory=dict)
     hosts: list[HostLife] = field(default_factory=list)
@@ -66,11 +64,11 @@ class Picture:
     tokens_per_second: float = 0.0
     tasks_per_second: float = 0.0
     stalls: list[Recorded] = field(default_factory=list)
-    """Of batches that have not ended, newest first."""
+    """Stalls of open batches, newest first."""
     last: list[Recorded] = field(default_factory=list)
-    """The last events that are not bulk, in order."""
+    """The last notable events, in order."""
     waiting: list[str] = field(default_factory=list)
-    """What open batches wait for, a line each."""
+    """Reasons why open batches wait, a line each."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -84,7 +82,7 @@ class Picture:
 
 
 def look(log: Log, now: float | None = None, events: int = 12, followed: Followed | None = None) -> Picture:
-    """Return a picture of the run as it is now; who looks again and again hands in one `followed` (see `Log.why`)."""
+    """Return a picture of the run as it is now; repeated calls should pass the same `followed` (see `Log.why`)."""
     now = time.time() if now is None else now
     head = log.head().position
     newest = log.at(head)
@@ -99,22 +97,22 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
         lives[life.runner] = life
         out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died
     out.runners = sorted(lives.values(), key=lambda life: natural(host_of(life.runner)))
-    out.hosts, out.finished = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host)), \
-        log.finished_elsewhere()
-    still = {row.batch_id for row in out.going_on}
-    with contextlib.suppress(LogError):  # a log that can't tell is shown all the same
-        opened = log.why_open(now, followed=followed)[:8]
-        out.waiting = [str(why).splitlines()[0] for why in opened if why.batch_id in still]
+    out.hosts = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host))
+    out.finished = log.finished_elsewhere()
+    open_ids = {row.batch_id for row in out.going_on}
+    with contextlib.suppress(LogError):  # the rest of the picture is shown without it
+        answers = log.why_open(now, followed=followed)[:8]
+        out.waiting = [str(why).splitlines()[0] for why in answers if why.batch_id in open_ids]
     first = min((row.first_position for row in out.going_on), default=head)
     streams = {batch_stream(row.batch_id) for row in out.going_on}
     stalled = log.rare(["StallDetected"], after=first, limit=100, descending=True)
     out.stalls = list(islice((r for r in stalled if r.stream in streams), 5))
     out.last = list(log.rare(NOTABLE, limit=events, descending=True))[::-1]
-    _measure(log, out)
+    _measure_throughput(log, out)
     return out
 
 
-def _measure(log: Log, out: Picture) -> None:
+def _measure_throughput(log: Log, out: Picture) -> None:
     if out.last_at is None:
         return
     end = out.now if out.now - out.last_at < WINDOW else out.last_at
@@ -125,7 +123,7 @@ def _measure(log: Log, out: Picture) -> None:
         if isinstance(event, ev.RunsFinished):
             tokens += event.response_tokens
             tasks += isinstance(event, ev.TaskFinished)
-    # Not since the first event of that time: what comes at once after a long silence was not made at once.
+    # The span does not start at the window's first event: results that arrive together after a pause took that pause.
     begun = log.at(max(1, start if start == out.position - _MOST else 1))
     span = max(1.0, min(WINDOW, end - (end if begun is None else begun.recorded_at)))
     out.tokens_per_second, out.tasks_per_second = tokens / span, tasks / span
@@ -133,24 +131,24 @@ def _measure(log: Log, out: Picture) -> None:
 
 # --- drawn ----------------------------------------------------------------------------------------------------------
 def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
-    parts: list[RenderableType] = [_head(picture), _runners(picture)]
+    parts: list[RenderableType] = [_head(picture), _runners_table(picture)]
     if picture.hosts:
-        parts.append(_hosts(picture))
+        parts.append(_hosts_table(picture))
     if picture.going_on or picture.ended:
-        parts.append(_batches(picture))
+        parts.append(_batches_table(picture))
     for line in picture.waiting:
-        parts.append(_cut(Text(f"  {plain(line, 300)}", style="cyan")))
+        parts.append(_one_line(Text(f"  {plain(line, 300)}", style="cyan")))
     for stall in picture.stalls:
-        parts.append(_cut(Text(f"stall  {event_line(stall)}", style="bold yellow")))
+        parts.append(_one_line(Text(f"stall  {event_line(stall)}", style="bold yellow")))
     used = 4 + len(picture.runners) + len(picture.going_on) + len(picture.ended) + len(picture.waiting) \
         + len(picture.stalls) + (len(picture.hosts) + 1 if picture.hosts else 0)
     room = len(picture.last) if height is None else max(2, height - used - 2)
     parts.append(Text("last events", style="bold"))
-    parts += [_cut(Text(event_line(recorded))) for recorded in picture.last[-room:]]
+    parts += [_one_line(Text(event_line(recorded))) for recorded in picture.last[-room:]]
     return Group(*parts)
 
 
-def _cut(line: Text) -> Text:
+def _one_line(line: Text) -> Text:
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
@@ -158,16 +156,16 @@ def _cut(line: Text) -> Text:
 def _head(picture: Picture) -> Text:
     if picture.last_at is None:
         return Text(f"{plain(picture.url)}: no event yet", style="bold")
-    quiet = picture.now - picture.last_at
-    told = f"last event {quiet:.0f} s ago" if quiet < 3600 else f"last event {clock(picture.last_at, date=True)}"
+    silence = picture.now - picture.last_at
+    last = f"last event {silence:.0f} s ago" if silence < 3600 else f"last event {clock(picture.last_at, date=True)}"
     reward = f"   reward {picture.rewards[-1]:z.3f} {sparkline(picture.rewards, 40)}" if picture.rewards else ""
-    return _cut(Text(
-        f"position {picture.position:,}   {told}   {picture.tokens_per_second:,.0f} tokens/s   "
+    return _one_line(Text(
+        f"position {picture.position:,}   {last}   {picture.tokens_per_second:,.0f} tokens/s   "
         f"{picture.tasks_per_second:.1f} tasks/s{reward}   {plain(picture.url)}", style="bold",
     ))
 
 
-def _runners(picture: Picture) -> Table:
+def _runners_table(picture: Picture) -> Table:
     table = columns("runner", "state", "weights", "deaths", "since")
     for life in picture.runners:
         since = life.ended_at or life.ready_at or life.started_at
@@ -180,8 +178,8 @@ def _runners(picture: Picture) -> Table:
     return table
 
 
-def _hosts(picture: Picture) -> Table:
-    table = columns("host", "state", "since", "runners ready", "tasks", "has", "why", right=("tasks",))
+def _hosts_table(picture: Picture) -> Table:
+    table = columns("host", "state", "since", "runners ready", "tasks", "devices", "reason", right=("tasks",))
     for host in picture.hosts:
         live = [life for life in picture.runners if host_of(life.runner) == host.host and life.how == "running"]
         ready = sum(life.ready_at is not None for life in live)
@@ -193,7 +191,7 @@ def _hosts(picture: Picture) -> Table:
     return table
 
 
-def _batches(picture: Picture) -> Table:
+def _batches_table(picture: Picture) -> Table:
     table = columns("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds")
     for row in [*picture.going_on, *picture.ended]:
         end = row.ended_at if row.ended_at is not None else max(picture.last_at or 0.0, row.submitted_at)
@@ -207,10 +205,10 @@ def _batches(picture: Picture) -> Table:
 
 
 def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
-    """Draw until q or Ctrl-C; in a pipe a picture whenever there is news."""
+    """Draw until q or Ctrl-C; in a pipe print a picture whenever there are new events."""
     out = console()
     if not out.is_terminal:
-        out.width = 180  # a picture for people, also in a pipe: its panels are as wide as there is room
+        out.width = 180  # people read it in a pipe too, so its lines are cut
     if once:
         out.print(picture_view(look(log)))
         return
@@ -219,41 +217,39 @@ def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
         return
     with contextlib.suppress(KeyboardInterrupt), _keys() as quits, \
             Live(console=out, screen=True, auto_refresh=False) as live:
-        for picture, away in _pictures(log, every, quits):
-            view = "" if picture is None else picture_view(picture, out.height - bool(away))
-            live.update(Group(Text(away, style="red"), view) if away else view, refresh=True)
+        for picture, outage in _pictures(log, every, quits):
+            view = "" if picture is None else picture_view(picture, out.height - bool(outage))
+            live.update(Group(Text(outage, style="red"), view) if outage else view, refresh=True)
 
 
 def _pictures(log: Log, every: float, quits: Callable[[float], bool]) -> Iterator[tuple[Picture | None, str]]:
-    """Yield what `_look_again` gives, again and again."""
+    """Yield the newest picture and an empty text.
+
+    While the database or its file is unavailable, yield the last picture and the reason.
+    """
     picture, followed = None, Followed()
     while True:
-        begun = time.monotonic()
-        picture, away = _look_again(log, followed, picture)
-        yield picture, away
+        begun, outage = time.monotonic(), ""
+        try:
+            picture = look(log, followed=followed)
+        except LogUnavailable as e:
+            if not (e.details.get("passing") or e.details.get("missing")):
+                raise
+            outage = plain(f"waiting for the log: {e.message}")
+        yield picture, outage
         if quits(max(every, PAUSES * (time.monotonic() - begun))):
             return
 
 
-def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[Picture | None, str]:
-    """Return a picture; while the database is away, or its file, the one before it, and what is waited for."""
-    try:
-        return look(log, followed=followed), ""
-    except LogUnavailable as e:
-        if not (e.details.get("passing") or e.details.get("missing")):
-            raise
-        return before, plain(f"waiting for the log: {e.message}")
-
-
 def _print_news(log: Log, out: Console, every: float) -> None:
-    seen, told = -1, ""
+    position, last_outage = -1, ""
     with contextlib.suppress(KeyboardInterrupt):
-        for picture, away in _pictures(log, every, _wait):
-            if away != told:
-                out.print(Text(away or "the log is back"))
-                told = away
-            if picture is not None and picture.position != seen:
-                seen = picture.position
+        for picture, outage in _pictures(log, every, _wait):
+            if outage != last_outage:
+                out.print(Text(outage or "the log is back"))
+                last_outage = outage
+            if picture is not None and picture.position != position:
+                position = picture.position
                 out.print(picture_view(picture))
                 out.print()
             out.file.flush()
@@ -266,7 +262,7 @@ def _wait(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Give a function that waits so many seconds, and says whether q was pressed meanwhile."""
+    """Yield a function that waits for some seconds and returns True if q is pressed meanwhile."""
     if not sys.stdin.isatty():
         yield _wait
         return

@@ -1,13 +1,13 @@
-"""The pages of the dashboard. To add one:
+"""The pages of the dashboard. To add one, write:
 
-1. a module here, with `ROUTES = [Route("/runner", runner)]`, a function that makes a `Page` of a `PageRequest`, and
-   `NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]` if it stands in the navigation;
-2. a template in `templates/`: `{% extends "base.html" %}`, its content in `{% block main %}`; what stands inside
-   `<div id="live">` is made again while the log grows, without a reload (`Page.watch` says for which streams). A table
-   whose rows have `data-href` and `data-key` is walked with j, k and enter (class "rows"). Never `|safe`, no inline
-   script or style: the headers forbid them;
+1. a module here, with `ROUTES = [Route("/runner", runner)]`, a function from `PageRequest` to `Page`, and for an entry
+   in the navigation `NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]`;
+2. a template in `templates/` with `{% extends "base.html" %}` and its content in `{% block main %}`. The content of
+   `<div id="live">` is updated while the log grows (`Page.watch` says for which streams). The keys j, k and enter walk
+   a table of class "rows" whose rows have `data-href` and `data-key`. Don't use `|safe`, and no inline script or
+   style, which the headers forbid;
 3. the module's name in `MODULES`, in the order of the navigation;
-4. a test in tests/dashboard/.
+4. a test in tests/full/dashboard/.
 """
 
 from __future__ import annotations

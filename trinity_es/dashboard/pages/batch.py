@@ -1,4 +1,4 @@
-"""One batch: what became of each task and when, where, on which weights; its events, and what it was as of each."""
+"""The page of one batch: its tasks, runners and result; its events, and its state as of each."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from trinity_es.projections.host_states import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 
-__all__ = ["ROUTES", "asof", "batch", "courses", "steps", "tasks_of"]
+__all__ = ["ROUTES", "asof", "batch", "batch_cache", "steps", "tasks_of"]
 
 SIZE = 50
 STEPS = 200
-"""Events that are shown at first, and that come with each "more"."""
+"""Number of events that are shown at first, and that each "more" adds."""
 DRAWN = 1000
-"""A batch of more attempts than this is not drawn by runner."""
+"""Maximum number of attempts for which bars by runner are drawn."""
 GRID = 384
-"""Tasks in the grid of a state in the past."""
+"""Number of tasks in the grid of a past state."""
 SHOWN = 6000
+"""Maximum number of characters of a stored event."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
 SPREAD = ("mean", "min", "max", "std")
@@ -51,88 +52,85 @@ class Work:
         return host_of(self.name)
 
 
-def courses(ask: PageRequest) -> BatchCache:
-    """Return the courses of batches that this server keeps."""
-    kept: BatchCache = ask.kept.setdefault("courses", BatchCache())
-    return kept
+def batch_cache(request: PageRequest) -> BatchCache:
+    cache: BatchCache = request.kept.setdefault("batch_cache", BatchCache())
+    return cache
 
 
-def batch(ask: PageRequest) -> Page:
-    """Return the page. `at`: the position of the event whose state is shown."""
-    batch_id = ask.batch()
-    row = ask.log.batch_row(batch_id)
-    why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now, followed=followed(ask))
-    dead = why is not None and why.cause in ("no_system", "unseen") and ask.now - why.moved_at > 60
-    with courses(ask).of(ask.log, batch_id) as course:
-        story = course.story
-        assert story is not None
-        values = _story_values(ask, story, dead) | _history_values(ask, course)
-    neighbours = _neighbours(ask, row.first_position)
+def batch(request: PageRequest) -> Page:
+    """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state as of that event."""
+    batch_id = request.batch()
+    row = request.log.batch_row(batch_id)
+    why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))
+    dead = why is not None and why.cause in ("no_system", "unseen") and request.now - why.moved_at > 60
+    with batch_cache(request).of(request.log, batch_id) as cached:
+        timeline = cached.timeline
+        assert timeline is not None
+        values = _timeline_values(request, timeline, dead) | _history_values(request, cached)
+    neighbours = _neighbours(request, row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
             "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
-            "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
+            "losses": sorted(request.log.losses(batch_id).items()), "config": _config(request, row.first_position),
         },
     )
 
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
-def tasks_of(story: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
-    chosen = [t for t in story.tasks if not state or t.state == state]
+def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
+    chosen = [t for t in timeline.tasks if not state or t.state == state]
     keys: dict[str, Callable[[TaskTimeline], float | None]] = {
         "task": lambda t: t.task, "state": lambda t: STATES.index(t.state), "reward": lambda t: t.reward,
         "tokens": lambda t: t.response_tokens, "attempts": lambda t: len(t.attempts),
-        "seconds": lambda t: None if t.ended_at is None else t.ended_at - story.submitted_at,
+        "seconds": lambda t: None if t.ended_at is None else t.ended_at - timeline.submitted_at,
     }
     return known_first(chosen, keys[sort], descending)
 
 
-def window_of(story: BatchTimeline, now: float, dead: bool) -> Window:
-    """From its submission to its end; of an open one to now or, where nothing runs any more, to its last event."""
-    last = story.ended_at if story.ended_at is not None else story.last_at if dead else now
-    return Window(story.submitted_at, max(last, story.submitted_at + 1e-3))
+def window_of(timeline: BatchTimeline, now: float, dead: bool) -> Window:
+    """Return the time from its submission to its end; if it is open, to now, or in a dead run to its last event."""
+    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if dead else now
+    return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
 
 
-def _story_values(ask: PageRequest, story: BatchTimeline, dead: bool) -> dict[str, Any]:
-    state, window = story.state, window_of(story, ask.now, dead)
-    sort, kind = ask.choice("sort", SORTS, "task"), ask.choice("state", STATES)
-    descending = ask.choice("order", ("up", "down"), "up") == "down"
-    chosen = tasks_of(story, kind, sort, descending)
-    number, pages = ask.page_of(len(chosen), SIZE)
+def _timeline_values(request: PageRequest, timeline: BatchTimeline, dead: bool) -> dict[str, Any]:
+    state, window = timeline.state, window_of(timeline, request.now, dead)
+    sort, kind = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
+    descending = request.choice("order", ("up", "down"), "up") == "down"
+    chosen = tasks_of(timeline, kind, sort, descending)
+    number, pages = request.page_of(len(chosen), SIZE)
     shown = chosen[(number - 1) * SIZE : number * SIZE]
-    by_runner = busy(story)
+    by_runner = busy(timeline)
     drawn = sum(map(len, by_runner.values())) <= DRAWN
-    return drawing(story, window, shown) | {
+    return drawing(timeline, window, shown) | {
         "ended": state.state in ENDED,
         "sort": sort, "kind": kind, "descending": descending, "pages": pages, "number": number,
         "chosen": len(chosen), "states": STATES,
         "runners": [
             Work(
-                name=name, attempts=len(did), finished=sum(kind_of(a) == "finished" for _, a in did),
-                failed=sum(kind_of(a) == "failed" for _, a in did),
-                seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in did),
-                versions=sorted({a.model_version for _, a in did}),
-                lane=lane(did, window, window.end) if drawn else None,
+                name=name, attempts=len(pairs), finished=sum(kind_of(a) == "finished" for _, a in pairs),
+                failed=sum(kind_of(a) == "failed" for _, a in pairs),
+                seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
+                versions=sorted({a.model_version for _, a in pairs}),
+                lane=lane(pairs, window, window.end) if drawn else None,
             )
-            for name, did in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
+            for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],
         "metrics": _grouped((state.final_result or {}).get("metrics", {})),
     }
 
 
 def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Metrics by what stands before the first slash; `x/mean`, `x/min`, ... are one line, with a value of each of
-    `kinds`.
-    """
+    """Return metrics grouped by the part before the first slash; `x/mean`, `x/min`, ... share a line."""
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
         head, _, rest = name.partition("/")
         rest = rest or name
         base, _, kind = rest.rpartition("/")
-        known = bool(base) and kind in SPREAD
-        of_base = groups.setdefault(head, {}).setdefault(base if known else rest, {})
-        of_base[kind if known else ""] = metrics[name]
+        is_spread = bool(base) and kind in SPREAD
+        of_base = groups.setdefault(head, {}).setdefault(base if is_spread else rest, {})
+        of_base[kind if is_spread else ""] = metrics[name]
     out = []
     for head, bases in sorted(groups.items(), key=lambda item: (item[0] == "experience_pipeline", item[0])):
         kinds = [k for k in SPREAD if any(k in v for v in bases.values())]
@@ -142,21 +140,21 @@ def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     return out
 
 
-def _neighbours(ask: PageRequest, position: int) -> dict[str, Any]:
+def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
     return {
-        "before": _submitted(ask, before=position, descending=True),
-        "after": _submitted(ask, after=position, descending=False),
+        "before": _submitted(request, before=position, descending=True),
+        "after": _submitted(request, after=position, descending=False),
     }
 
 
-def _submitted(ask: PageRequest, **where: Any) -> Any:
-    found = next(ask.log.rare(["BatchSubmitted"], limit=1, **where), None)
-    return None if found is None else orjson.loads(found.data)["batch_id"]
+def _submitted(request: PageRequest, **where: Any) -> Any:
+    submission = next(request.log.rare(["BatchSubmitted"], limit=1, **where), None)
+    return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
 
-def _config(ask: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
-    """(its position, every key) of the config that the system ran with when the batch was submitted."""
-    at, config = ask.log.config(position)
+def _config(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
+    """Return position and keys of the config that the system had when the batch was submitted."""
+    at, config = request.log.config(position)
     return (at, list(_flat(config))) if config else None
 
 
@@ -169,60 +167,60 @@ def _flat(value: Any, path: str = "") -> Any:
 
 
 # --- its events -----------------------------------------------------------------------------------------------------
-def _history_values(ask: PageRequest, course: CachedBatch) -> dict[str, Any]:
-    total = len(course.positions)
-    at = course.version_at(ask.number("at")) if "at" in ask.query else 0
+def _history_values(request: PageRequest, cached: CachedBatch) -> dict[str, Any]:
+    total = len(cached.positions)
+    at = cached.version_at(request.number("at")) if "at" in request.query else 0
     if at:
         first = max(1, at - STEPS // 2)
     else:
-        assert course.story is not None
-        first = 1 if course.story.ended_at is not None else max(1, total - STEPS + 1)
-    found = course.page(ask.log, first, STEPS)
+        assert cached.timeline is not None
+        first = 1 if cached.timeline.ended_at is not None else max(1, total - STEPS + 1)
+    events = cached.page(request.log, first, STEPS)
     return {
-        "steps": [(r, summary(r.event)) for r in found], "total": total, "at": at,
-        "earlier": max(0, first - 1), "later": total - (first + len(found) - 1),
-        "moment": _moment(ask, course, at) if at else None, "submitted_at": course.story and course.story.submitted_at,
+        "steps": [(r, summary(r.event)) for r in events], "total": total, "at": at,
+        "earlier": max(0, first - 1), "later": total - (first + len(events) - 1),
+        "moment": _moment(request, cached, at) if at else None,
+        "submitted_at": cached.timeline and cached.timeline.submitted_at,
     }
 
 
-def steps(ask: PageRequest) -> Page:
-    """More of its events: rows from version `first` on, or those before version `before`."""
-    batch_id = ask.batch()
-    with courses(ask).of(ask.log, batch_id) as course:
-        total = len(course.positions)
-        before = ask.number("before")
-        first = max(1, before - STEPS) if before else ask.number("first", 1, low=1)
+def steps(request: PageRequest) -> Page:
+    """Return more of its events as rows: from version `first` on, or before version `before`."""
+    batch_id = request.batch()
+    with batch_cache(request).of(request.log, batch_id) as cached:
+        total = len(cached.positions)
+        before = request.number("before")
+        first = max(1, before - STEPS) if before else request.number("first", 1, low=1)
         count = min(STEPS, before - first) if before else STEPS
-        found = course.page(ask.log, first, count)
-        later = 0 if before else max(0, total - (first + len(found) - 1))
+        events = cached.page(request.log, first, count)
+        later = 0 if before else max(0, total - (first + len(events) - 1))
         return Page(
-            template="steps.html", title="", bare=True,
-            values={"steps": [(r, summary(r.event)) for r in found], "total": total, "at": 0,
+            template="steps.html", title="",
+            values={"steps": [(r, summary(r.event)) for r in events], "total": total, "at": 0,
                     "earlier": first - 1 if before else 0, "later": later,
-                    "submitted_at": course.story and course.story.submitted_at},
+                    "submitted_at": cached.timeline and cached.timeline.submitted_at},
         )
 
 
-def asof(ask: PageRequest) -> Page:
-    batch_id = ask.batch()
-    with courses(ask).of(ask.log, batch_id) as course:
-        n = ask.number("n", 1, low=1, high=len(course.positions))
-        return Page(template="asof.html", title="", bare=True, values={"moment": _moment(ask, course, n)})
+def asof(request: PageRequest) -> Page:
+    batch_id = request.batch()
+    with batch_cache(request).of(request.log, batch_id) as cached:
+        n = request.number("n", 1, low=1, high=len(cached.positions))
+        return Page(template="asof.html", title="", values={"moment": _moment(request, cached, n)})
 
 
-def _moment(ask: PageRequest, course: CachedBatch, n: int) -> dict[str, Any]:
-    """Return what is shown of the state as of one event; everything is copied out of the state, which goes on changing.
-    """
-    state, recorded = course.state_at(ask.log, n)
+def _moment(request: PageRequest, cached: CachedBatch, n: int) -> dict[str, Any]:
+    """Return the state as of one event as values, copied out of the state, which later requests change."""
+    state, recorded = cached.state_at(request.log, n)
     touched = _touched(recorded)
     first = 0
     if len(state.tasks) > GRID and touched:
         first = min(touched) // GRID * GRID
     numbers = list(range(first, min(len(state.tasks), first + GRID)))
-    assert course.story is not None
+    assert cached.timeline is not None
     return {
-        "n": n, "total": len(course.positions), "recorded": recorded, "said": summary(recorded.event),
-        "since": recorded.recorded_at - course.story.submitted_at,
+        "n": n, "total": len(cached.positions), "recorded": recorded, "said": summary(recorded.event),
+        "since": recorded.recorded_at - cached.timeline.submitted_at,
         "data": _data(recorded), "figures": _figures(state), "touched": touched,
         "grid": cells(state, numbers, rewards_between(state)), "first": first, "tasks": len(state.tasks),
         "runs": max((state.tasks[t].total_runs for t in numbers), default=1),
@@ -231,6 +229,7 @@ def _moment(ask: PageRequest, course: CachedBatch, n: int) -> dict[str, Any]:
 
 
 def _touched(recorded: Recorded) -> set[int]:
+    """Return the tasks that an event is about."""
     event = recorded.event
     if (units := getattr(event, "units", None)) is not None:
         return {unit.task for unit in units}
@@ -243,21 +242,21 @@ def _touched(recorded: Recorded) -> set[int]:
 
 def _figures(state: BatchState) -> list[tuple[str, str]]:
     failed = sum(not s.ok for s in state.statuses.values())
-    told = [
+    figures = [
         ("state", state.state.value + (", paused" if state.paused else "")),
         ("tasks settled", f"{state.completed_task_count:,} of {state.expected_task_count:,}"),
-        ("of them failed", f"{failed:,}"), ("tasks dropped", f"{len(state.dropped):,}"),
+        ("tasks failed", f"{failed:,}"), ("tasks dropped", f"{len(state.dropped):,}"),
         ("units with runners", f"{len(state.flights):,}"), ("units waiting", f"{len(state.pending):,}"),
         ("failed attempts", f"{state.failed_attempts:,}"),
         ("oldest weights", "–" if state.oldest_version is None else str(state.oldest_version)),
     ]
     if state.trained_step is not None:
-        told.append(("trained in step", str(state.trained_step)))
-    return told
+        figures.append(("trained in step", str(state.trained_step)))
+    return figures
 
 
 def _data(recorded: Recorded) -> str:
-    """Return the event as it is stored, readable, at most `SHOWN` characters."""
+    """Return the stored event as indented JSON, at most `SHOWN` characters of it."""
     data = recorded.data if len(recorded.data) < 200_000 else None
     if data is None:
         return recorded.data[:SHOWN].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"

@@ -1,4 +1,4 @@
-"""The list of batches: filtered, sorted, in pages."""
+"""The list of batches."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ COLUMNS = (
     Column("tasks", "tasks", False, "finished, failed and dropped of all"),
     Column("failed attempts", "failed_attempts"),
     Column("experiences", "experiences"),
-    Column("reward", "reward", hint="mean of the batch; in brackets, of how many of its tasks runs are missing in it"),
+    Column("reward", "reward", hint="mean of the batch; in brackets the number of tasks with missing runs"),
     Column("tokens", "response_tokens", hint="response tokens"),
     Column("version", "model_version", hint="the newest weights that made any of its tokens"),
-    Column("behind", "staleness", hint="weights versions that it was behind when it was finalized"),
-    Column("step", "step", hint="the step that it was trained in"),
+    Column("behind", "staleness", hint="weights versions behind the newest when it was finalized"),
+    Column("step", "step", hint="the step that trained on it"),
     Column("submitted", "submitted"),
     Column("seconds", "seconds", hint="from submission to end"),
 )
 _SORTS = tuple(c.sort for c in COLUMNS)
 
 
-def batches(ask: PageRequest) -> Page:
-    """Newest first, unless another order is asked for."""
-    state, kind = ask.choice("state", STATES), ask.choice("type", TYPES)
-    sort = ask.choice("sort", _SORTS, "position")
-    descending = ask.choice("order", ("up", "down"), "down") == "down"
-    total = ask.log.count_batches(state=state or None, batch_type=kind or None)
-    number, pages = ask.page_of(total, SIZE)
-    rows = ask.log.batches(
+def batches(request: PageRequest) -> Page:
+    """Return the page `/batches`, by default the newest first."""
+    state, kind = request.choice("state", STATES), request.choice("type", TYPES)
+    sort = request.choice("sort", _SORTS, "position")
+    descending = request.choice("order", ("up", "down"), "down") == "down"
+    total = request.log.count_batches(state=state or None, batch_type=kind or None)
+    number, pages = request.page_of(total, SIZE)
+    rows = request.log.batches(
         state=state or None, batch_type=kind or None, sort=sort, descending=descending, limit=SIZE,
         offset=(number - 1) * SIZE,
     )
-    everything = total if not (state or kind) else ask.log.count_batches()
+    everything = total if not (state or kind) else request.log.count_batches()
     return Page(
         template="batches.html", title="Batches", nav="batches", watch=("batch/",),
         values={

@@ -1,4 +1,4 @@
-"""Two replays side by side: two batches, or one batch at two moments, of one log or of two, as `diff` tells them."""
+"""The page that compares two batches, or one batch at two moments, of one log or two."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "side"]
 
 TASKS = 200
-"""Tasks that a page shows of each side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     log: str
-    """Its URL, without a password."""
+    """The log's URL, without a password."""
     batch_id: BatchId
     at: int | None
-    """Up to this position; None: all that there is."""
-    story: BatchTimeline
-    said: dict[str, Any]
-    """What `diff` says of it, and `task N` for each task as values."""
+    """Position up to which it was replayed; None for all events."""
+    timeline: BatchTimeline
+    facts: dict[str, Any]
+    """Facts that are compared, by name; `task N` for each task."""
 
 
-def comparison(ask: PageRequest) -> Page:
-    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first. `in=other`: the second is of the other log.
+def comparison(request: PageRequest) -> Page:
+    """Return the page `/compare?id=A&at=P&id2=B&at2=Q`.
+
+    `id2` defaults to `id`. With `in=other`, the default if there is a second log, `id2` is a batch of that log.
     """
     sides: list[Side] = []
     trouble = ""
-    elsewhere = ask.other is not None and ask.choice("in", ("this", "other"), "other") == "other"
-    if ask.text("id"):
+    elsewhere = request.other is not None and request.choice("in", ("this", "other"), "other") == "other"
+    if request.text("id"):
         try:
-            log = ask.other() if elsewhere and ask.other is not None else ask.log
-            sides = [_asked(ask.log, ask.text("id"), ask.text("at")),
-                     _asked(log, ask.text("id2") or ask.text("id"), ask.text("at2"))]
+            log = request.other() if elsewhere and request.other is not None else request.log
+            sides = [_requested_side(request.log, request.text("id"), request.text("at")),
+                     _requested_side(log, request.text("id2") or request.text("id"), request.text("at2"))]
         except TrinityError as e:
             trouble = e.message
-    only = ask.choice("show", ("differing", "all"), "differing")
-    found = differences(*sides) if sides else {}
-    of_tasks = [{t.task: t for t in s.story.tasks} for s in sides]
-    numbers = sorted({number for tasks in of_tasks for number in tasks})
-    tasks = [(n, of_tasks[0].get(n), of_tasks[1].get(n), found.get(f"task {n}", [])) for n in numbers
-             if only == "all" or f"task {n}" in found]
-    names = list(dict.fromkeys(name for s in sides for name in s.said if not name.startswith("task ")))
-    facts = [(name, sides[0].said.get(name), sides[1].said.get(name)) for name in names]
+    only = request.choice("show", ("differing", "all"), "differing")
+    differing = differences(*sides) if sides else {}
+    by_number = [{t.task: t for t in s.timeline.tasks} for s in sides]
+    numbers = sorted({number for tasks in by_number for number in tasks})
+    tasks = [(n, by_number[0].get(n), by_number[1].get(n), differing.get(f"task {n}", [])) for n in numbers
+             if only == "all" or f"task {n}" in differing]
+    names = list(dict.fromkeys(name for s in sides for name in s.facts if not name.startswith("task ")))
+    facts = [(name, sides[0].facts.get(name), sides[1].facts.get(name)) for name in names]
     return Page(
         template="compare.html", title="Compare", nav="compare", watch=(),
         values={
@@ -58,61 +59,61 @@ def comparison(ask: PageRequest) -> Page:
             "facts": [f for f in facts if not f[0].startswith("result ")],
             "metrics": [(name.removeprefix("result "), a, b, b - a if isinstance(a, float) and isinstance(b, float)
                          else None) for name, a, b in facts if name.startswith("result ")],
-            "differing": [name for name in found if not name.startswith("task ")],
-            "tasks_differing": [n for n in numbers if f"task {n}" in found], "tasks_in_all": len(numbers),
-            "show": only, "two": ask.other is not None, "elsewhere": elsewhere,
-            "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
-            "known": [batch_ref(row.batch_id) for row in
-                      ask.log.batches(sort="position", descending=True, limit=200)],
+            "differing": [name for name in differing if not name.startswith("task ")],
+            "tasks_differing": [n for n in numbers if f"task {n}" in differing], "tasks_in_all": len(numbers),
+            "show": only, "two": request.other is not None, "elsewhere": elsewhere,
+            "ids": (request.text("id"), request.text("id2")), "ats": (request.text("at"), request.text("at2")),
+            "newest": [batch_ref(row.batch_id) for row in
+                      request.log.batches(sort="position", descending=True, limit=200)],
         },
     )
 
 
-def _asked(log: Log, ref: str, at: str) -> Side:
+def _requested_side(log: Log, ref: str, at: str) -> Side:
     batch_id = batch_of(log, ref.strip())
     if not at.strip():
         return side(log, batch_id)
     if not (at.strip().isdecimal() and at.isascii() and len(at.strip()) < 20):
-        raise DataError(f"{at[:40]!r} is no position of the log: a number, as in the list of events")
+        raise DataError(f"{at[:40]!r} is no position of the log: use a number, as in the list of events")
     return side(log, batch_id, int(at))
 
 
 def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
-    """Return a batch as it is, or was at a position. Raises BatchNotFound, also where it was not there yet."""
-    events = log.events(batch_id)  # tells if there is no such batch at all
+    """Return a batch as it is, or as it was at a position. Raises BatchNotFound, also if it was submitted later."""
+    events = log.events(batch_id)  # raises BatchNotFound
     try:
-        story = tell(recorded for recorded in events if at is None or recorded.position <= at)
+        timeline = tell(recorded for recorded in events if at is None or recorded.position <= at)
     except BatchNotFound:
-        raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}") from None
-    state, told = story.state, picture(story.state)
-    said = {
-        "type": state.batch_type, "tasks wanted at least": state.min_wait_num,
-        "attempts a unit gets": state.max_attempts, **{f"tasks {name}": n for name, n in story.counts.items()},
-        "response tokens": sum(t.response_tokens for t in story.tasks),
-        "weights versions": ", ".join(str(v) for v in sorted(story.versions)),
-        "seconds": (story.ended_at or story.last_at) - story.submitted_at, **told,
-        **{f"task {t.task}": _task(t, told[f"task {t.task}"]) for t in story.tasks},
+        raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at position {at}") from None
+    state, state_facts = timeline.state, picture(timeline.state)
+    facts = {
+        "type": state.batch_type, "minimum of tasks": state.min_wait_num,
+        "attempts per unit": state.max_attempts, **{f"tasks {name}": n for name, n in timeline.counts.items()},
+        "response tokens": sum(t.response_tokens for t in timeline.tasks),
+        "weights versions": ", ".join(str(v) for v in sorted(timeline.versions)),
+        "seconds": (timeline.ended_at or timeline.last_at) - timeline.submitted_at, **state_facts,
+        **{f"task {t.task}": _task_facts(t, state_facts[f"task {t.task}"]) for t in timeline.tasks},
     }
-    return Side(log=log.url, batch_id=batch_id, at=at, story=story, said=said)
+    return Side(log=log.url, batch_id=batch_id, at=at, timeline=timeline, facts=facts)
 
 
-def _task(task: TaskTimeline, told: str) -> dict[str, Any]:
+def _task_facts(task: TaskTimeline, outcome: str) -> dict[str, Any]:
     last = task.attempts[-1] if task.attempts else None
     return {
         "state": task.state, "runs": task.runs, "reward": sorted(task.rewards), "tokens": task.response_tokens,
         "attempts": [a.outcome for a in task.attempts], "runner": last and last.runner,
-        "version": last and last.model_version, "outcome": told,
+        "version": last and last.model_version, "outcome": outcome,
     }
 
 
 def differences(a: Side, b: Side) -> dict[str, list[str]]:
-    """Return the names of what differs, but for times; for a task with what of it."""
-    found: dict[str, list[str]] = {}
-    for change in changes(a.said, b.said):
+    """Return the names of facts that differ, without times; for `task N` with the parts that differ."""
+    differing: dict[str, list[str]] = {}
+    for change in changes(a.facts, b.facts):
         name, _, part = change.path.partition(".") if change.path.startswith("task ") else (change.path, "", "")
         if not is_clock(name):
-            found.setdefault(name, []).append(part or "only on one side")
-    return found
+            differing.setdefault(name, []).append(part or "only on one side")
+    return differing
 
 
 NAV = [Nav(name="compare", title="Compare", path="/compare", key="c")]

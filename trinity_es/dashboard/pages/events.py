@@ -1,4 +1,4 @@
-"""The log itself: its events, the newest first."""
+"""The page of all events, the newest first."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ SIZE = 200
 
 
 def where(stream: str) -> str | None:
-    """Return the page that shows what a stream is of; None where there is none."""
-    room, _, name = stream.partition("/")
-    if room == "batch":
+    """Return the page of a stream's subject; None if it has no page."""
+    kind, _, name = stream.partition("/")
+    if kind == "batch":
         return link("/batch", id=name)
-    if room == "runner":
+    if kind == "runner":
         return runner_url(name)
-    return "/weights" if room == "weights" else None
+    return "/weights" if kind == "weights" else None
 
 
-def events(ask: PageRequest) -> Page:
-    """Return all, or those that are no course of tasks. Without `before` it begins at the log's end, and is live."""
-    rare = ask.choice("kind", ("all", "rare"), "all") == "rare"
-    before = ask.number("before", ask.position + 1, low=1, high=ask.position + 1)
+def events(request: PageRequest) -> Page:
+    """Return the page `/events`; `kind=rare` leaves out events of single tasks.
+
+    Without `before` it begins at the log's end and is live.
+    """
+    rare = request.choice("kind", ("all", "rare"), "all") == "rare"
+    before = request.number("before", request.position + 1, low=1, high=request.position + 1)
     if rare:
-        found = list(ask.log.rare(before=before, limit=SIZE, descending=True))
+        rows = list(request.log.rare(before=before, limit=SIZE, descending=True))
     else:
         first = max(0, before - 1 - SIZE)
-        found = []
-        for recorded in ask.log.read(after=first) if before > 1 else ():
+        rows = []
+        for recorded in request.log.read(after=first) if before > 1 else ():
             if recorded.position >= before:
                 break
-            found.append(recorded)
-        found.reverse()
-    older = found[-1].position if found and found[-1].position > 1 and (len(found) == SIZE or not rare) else None
+            rows.append(recorded)
+        rows.reverse()
+    older = rows[-1].position if rows and rows[-1].position > 1 and (len(rows) == SIZE or not rare) else None
     return Page(
-        template="events.html", title="Events", nav="events", watch=() if "before" in ask.query else None,
+        template="events.html", title="Events", nav="events", watch=() if "before" in request.query else None,
         values={
-            "rows": [(r, where(r.stream), summary(r.event)) for r in found], "rare": rare, "older": older,
-            "at_end": "before" not in ask.query,
+            "rows": [(r, where(r.stream), summary(r.event)) for r in rows], "rare": rare, "older": older,
+            "at_end": "before" not in request.query,
         },
     )
 

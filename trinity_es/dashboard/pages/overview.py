@@ -1,4 +1,4 @@
-"""The run at a glance: how well it goes, how fast, what it waits for, who works."""
+"""The overview of a run: verdict, figures, curves, open batches and runners."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from trinity_es.text import summary
 __all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
 
 POINTS = 600
-"""Points of a curve, at most: more are drawn as means of neighbours."""
+"""Maximum number of points of a curve; more are drawn as means of neighbours."""
 BINS = 24
 LAST = 10
-"""Batches whose distributions are shown."""
+"""Number of batches whose distributions are shown."""
 OPEN = 8
 EVENTS = 12
 
 T = TypeVar("T")
 
 
-class _Once:
-    """What was computed for one position of the log, for all who ask for it."""
+class _LastValue:
+    """Value computed once for the last key, which threads share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,41 +49,41 @@ class _Once:
             return value
 
 
-def overview(ask: PageRequest) -> Page:
-    run: _Once = ask.kept.setdefault("overview", _Once())
-    waits: _Once = ask.kept.setdefault("waits", _Once())
-    head = ask.log.head().hash
-    values = run.get(head, lambda: _values(ask)) | waits.get((head, int(ask.now)), lambda: _waits(ask))
+def overview(request: PageRequest) -> Page:
+    run: _LastValue = request.kept.setdefault("overview", _LastValue())
+    waits: _LastValue = request.kept.setdefault("waits", _LastValue())
+    head = request.log.head().hash
+    values = run.get(head, lambda: _values(request)) | waits.get((head, int(request.now)), lambda: _waits(request))
     left = {host.host for host in values["hosts"] if host.state == "left"}
-    here = [life for life in values["lives"] if host_of(life.runner) not in left]
-    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], here)
+    lives = [life for life in values["lives"] if host_of(life.runner) not in left]
+    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], lives)
     runners = by_runner(values["lives"], values["up"])
     values |= {"verdict": verdict, "runners": sorted(runners, key=lambda runner: not runner.last.died)}
     return Page(
         template="overview.html", title=values["name"] or "Overview", nav="overview",
-        values=values | {"quiet": None if values["run"].last_at is None else ask.now - values["run"].last_at},
+        values=values | {"quiet": None if values["run"].last_at is None else request.now - values["run"].last_at},
     )
 
 
-def followed(ask: PageRequest) -> Followed:
-    """Return what pages keep of open batches, to say what they wait for."""
-    kept: Followed = ask.kept.setdefault("followed", Followed())
-    return kept
+def followed(request: PageRequest) -> Followed:
+    """Return the folds of open batches that this server keeps for `Log.why`."""
+    folds: Followed = request.kept.setdefault("followed", Followed())
+    return folds
 
 
-def _waits(ask: PageRequest) -> dict[str, Any]:
-    """Return what open batches wait for: it changes with time alone."""
-    opened, facts = ask.log.why_open(ask.now, followed=followed(ask)), ask.log.processes()
+def _waits(request: PageRequest) -> dict[str, Any]:
+    """Return values that change with time: the reasons why open batches wait."""
+    opened, facts = request.log.why_open(request.now, followed=followed(request)), request.log.processes()
     return {"up": facts["up"], "released": facts.get("released", False),
             "opened": opened[:OPEN],
             "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
 
 
-def _values(ask: PageRequest) -> dict[str, Any]:
-    """Return what changes with the log alone."""
-    run = ask.log.overview(EVENTS)
-    spread = ask.log.distributions(last=LAST)
-    lives = ask.log.runner_lives()
+def _values(request: PageRequest) -> dict[str, Any]:
+    """Return values that change only with the log."""
+    run = request.log.overview(EVENTS)
+    spread = request.log.distributions(last=LAST)
+    lives = request.log.runner_lives()
     config = run.config
     fast = [p for p in run.throughput if p.tokens > 0]
     return {
@@ -96,7 +96,7 @@ def _values(ask: PageRequest) -> dict[str, Any]:
         "latency": histogram(spread.attempt_seconds), "failed_latency": len(spread.failed_seconds),
         "spread": histogram(spread.rewards), "lengths": histogram(spread.response_tokens),
         "of_batches": len(spread.batch_ids),
-        "hosts": list(last_lives(ask.log.hosts()).values()),
+        "hosts": list(last_lives(request.log.hosts()).values()),
         "lives": lives, "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
         "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
                    *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
@@ -111,45 +111,45 @@ def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How the run is, in a word, and what is wrong with it now."""
+    """State of the run in a word, and its problems."""
 
     word: str
-    """`running`, `idle` (it runs, and no batch is open), `stalled`, `ended` (in order), `gone` (its processes are), or
-    `unseen` (on another machine)."""
-    said: list[str]
+    """`running`, `idle` (it runs, and no batch is open), `stalled`, `ended` (in order), `gone` (its processes are gone)
+    or `unseen` (it is on another machine)."""
+    problems: list[str]
 
 
 def _verdict(
     up: bool | None, released: bool, opened: Sequence[Why], stalled: int, lives: Sequence[RunnerIncarnation]
 ) -> Verdict:
-    said = []
+    problems = []
     if up is False:
         word = "ended" if released else "gone"
         if opened:
-            said = [w.strip() for w in (opened[0].sentence, opened[0].sentences()[-1])]
+            problems = [w.strip() for w in (opened[0].sentence, opened[0].sentences()[-1])]
         elif not released:
-            said = ["its processes are gone: it was not ended in order, but no batch is open"]
-        return Verdict(word=word, said=said)
+            problems = ["its processes are gone without `trinity-es down`, but no batch is open"]
+        return Verdict(word=word, problems=problems)
     last = {life.runner: life for life in lives}
     down = [life for life in last.values() if life.died]
     if down:
-        what = ", ".join(f"{x.runner} {x.how}" + (f" ({x.reason})" if x.reason else "") for x in down[:3])
-        said.append(f"{len(down)} of {len(last)} runners do not serve: {what}" + (" …" if len(down) > 3 else ""))
-    said += [w.line for w in opened if w.stalled][:3]
+        names = ", ".join(f"{x.runner} {x.how}" + (f" ({x.reason})" if x.reason else "") for x in down[:3])
+        problems.append(f"{len(down)} of {len(last)} runners do not serve: {names}" + (" …" if len(down) > 3 else ""))
+    problems += [w.line for w in opened if w.stalled][:3]
     word = "stalled" if stalled else "unseen" if up is None else "running" if opened else "idle"
-    return Verdict(word=word, said=said)
+    return Verdict(word=word, problems=problems)
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
-    found: dict[str, list[Point]] = {}
+    series: dict[str, list[Point]] = {}
     for point in points:
-        found.setdefault(point.name, []).append(point)
-    return found
+        series.setdefault(point.name, []).append(point)
+    return series
 
 
 def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
-    """Return what charts.js draws: values by step, or in the order of their end where there is no step."""
+    """Return data for charts.js: values by step, or if a point has no step, in the order of their ends."""
     stepped = all(p.step is not None for points in series.values() for p in points)
     values: dict[float, dict[str, list[float]]] = {}
     for name, points in series.items():
@@ -171,7 +171,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _throughput(run: Overview) -> dict[str, Any]:
-    zone = datetime.now().astimezone().utcoffset() or timedelta()  # that which the page names
+    zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
     return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
             "means_of": 1,
             "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
@@ -179,16 +179,17 @@ def _throughput(run: Overview) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """A bar of a histogram: percent of its height, how many, and from where to where."""
+    """Bar of a histogram."""
 
     height: float
+    """Percent of the highest bar."""
     count: int
     low: float
     high: float
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
-    """Bars of equal width up to the 99th percentile (the last holds what lies beyond); None without values."""
+    """Return bars of equal width up to the 99th percentile, the last with all values beyond; None without values."""
     if not values:
         return None
     ordered = sorted(values)

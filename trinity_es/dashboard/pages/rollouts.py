@@ -1,6 +1,4 @@
-"""Rollouts of a batch, or of the newest ones: sorted by what they were worth. And one of them: what was asked and
-answered, token by token, what it was worth, and where all of it comes from.
-"""
+"""The list of rollouts of a batch or of the newest batches, and the page of one rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 from trinity_es.audit.rollouts import Found, task_asked
 from trinity_es.dashboard import rollout_values, tokens
 from trinity_es.dashboard.page import Attachment, Nav, Page, PageRequest, Route
-from trinity_es.dashboard.pages.batch import courses
+from trinity_es.dashboard.pages.batch import batch_cache
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
@@ -19,68 +17,68 @@ __all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]
 
 PER_PAGE = 50
 NEWEST = 5
-"""Batches that the list shows where none is named."""
+"""Number of batches in the list if none is named."""
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
-def _kept_batch(ask: PageRequest, batch_id: BatchId) -> BatchTimeline:
-    """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
-    with courses(ask).of(ask.log, batch_id) as course:
-        assert course.story is not None  # it was followed
-        return course.story
+def _kept_batch(request: PageRequest, batch_id: BatchId) -> BatchTimeline:
+    """Return a batch from the cache, followed up to now. Raises BatchNotFound."""
+    with batch_cache(request).of(request.log, batch_id) as cached:
+        assert cached.timeline is not None
+        return cached.timeline
 
 
-def rollouts(ask: PageRequest) -> Page:
-    """`/rollouts?id=BATCH`: its runs; without an id those of the newest batches of a type."""
-    batch_type = ask.choice("type", ("train", "eval", "collect"), "train")
+def rollouts(request: PageRequest) -> Page:
+    """Return the page `/rollouts?id=BATCH` of its runs; without an id, of the newest batches of a type."""
+    batch_type = request.choice("type", ("train", "eval", "collect"), "train")
     batches: list[BatchTimeline] = []
-    if ask.text("id"):
-        batches.append(_kept_batch(ask, ask.batch()))
+    if request.text("id"):
+        batches.append(_kept_batch(request, request.batch()))
         batch_type = batches[0].state.batch_type
     else:
-        for row in ask.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST):
+        for row in request.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST):
             try:
-                batches.append(_kept_batch(ask, row.batch_id))
+                batches.append(_kept_batch(request, row.batch_id))
             except BatchNotFound:
                 continue
-    sort = next(s for s in SORTS if s == ask.choice("sort", list(SORTS), "reward"))
-    descending = ask.choice("dir", ("up", "down"), "up" if sort == "task" else "down") == "down"
+    sort = next(s for s in SORTS if s == request.choice("sort", list(SORTS), "reward"))
+    descending = request.choice("dir", ("up", "down"), "up" if sort == "task" else "down") == "down"
     every = [row for batch in batches for row in batch.rows]
     outcomes = sorted({row.outcome for row in every})
-    outcome = ask.choice("outcome", outcomes) or None
-    task = ask.number("task", -1, low=-1) if ask.text("task") else None
+    outcome = request.choice("outcome", outcomes) or None
+    task = request.number("task", -1, low=-1) if request.text("task") else None
     rows = chosen(every, sort=sort, descending=descending, task=task, outcome=outcome)
-    number, pages = ask.page_of(len(rows), PER_PAGE)
+    number, pages = request.page_of(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]
-    watched = tuple(batch_stream(b.batch_id) for b in batches) if ask.text("id") else ("batch/",)
+    watched = tuple(batch_stream(b.batch_id) for b in batches) if request.text("id") else ("batch/",)
     return Page(
         template="rollouts.html",
-        title=f"Rollouts of batch {batches[0].batch_id}" if ask.text("id") else "Rollouts",
+        title=f"Rollouts of batch {batches[0].batch_id}" if request.text("id") else "Rollouts",
         nav="rollouts",
         watch=watched,
         values={
-            "batch_id": batches[0].batch_id if ask.text("id") else None, "batches": [b.batch_id for b in batches],
+            "batch_id": batches[0].batch_id if request.text("id") else None, "batches": [b.batch_id for b in batches],
             "type": batch_type, "rows": shown, "total": len(rows), "page_number": number, "pages": pages, "sort": sort,
             "descending": descending, "outcome": outcome, "outcomes": outcomes, "task": task,
-            "previews": rollout_values.previews(ask.log, shown), "first": (number - 1) * PER_PAGE,
+            "previews": rollout_values.previews(request.log, shown), "first": (number - 1) * PER_PAGE,
             "mean": sum(rewards) / len(rewards) if rewards else None,
             "best": max(rewards, default=None), "worst": min(rewards, default=None),
         },
     )
 
 
-def rollout(ask: PageRequest) -> Page:
-    """`/rollout?id=BATCH&task=T&run=R&step=I`: experience number I of this run."""
-    batch = _kept_batch(ask, ask.batch())
-    if (page := _not_ended(ask, batch)) is not None:
+def rollout(request: PageRequest) -> Page:
+    """Return the page `/rollout?id=BATCH&task=T&run=R&step=I` of experience number I of this run."""
+    batch = _kept_batch(request, request.batch())
+    if (page := _open_run_page(request, batch)) is not None:
         return page
-    batch, row, found, step = _asked(ask)
+    batch, row, found, step = _requested_run(request)
     batch_id, task, run = batch.batch_id, row.task, row.run
     one = found.experiences[step] if found.experiences else None
-    decode, source = _decoder(ask)
+    decode, source = _decoder(request)
     before, after = _neighbours(batch, row)
-    submitted = task_asked(ask.log, batch_id, task)
+    submitted = task_asked(request.log, batch_id, task)
     return Page(
         template="rollout.html",
         title=f"Run {run} of task {task} of batch {batch_id}",
@@ -91,15 +89,15 @@ def rollout(ask: PageRequest) -> Page:
             "one": one and rollout_values.experience_values(one, decode, source),
             "delivered": one and found.delivered.get(one.eid.uid),
             "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.MOST_JSON)[0],
-            "commands": rollout_values.commands(ask.log.url, row),
-            "text_url": ask.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
+            "commands": rollout_values.commands(request.log.url, row),
+            "text_url": request.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
         },
     )
 
 
-def _not_ended(ask: PageRequest, batch: BatchTimeline) -> Page | None:
-    """Return a page for a run that is still to end; it becomes the run's own when it has."""
-    task, run = ask.number("task"), ask.number("run")
+def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
+    """Return the page of a run that has not ended; None if it has, or there is no such run."""
+    task, run = request.number("task"), request.number("run")
     if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
     return Page(
@@ -108,24 +106,24 @@ def _not_ended(ask: PageRequest, batch: BatchTimeline) -> Page | None:
     )
 
 
-def whole(ask: PageRequest) -> Attachment:
-    """`/rollout.txt`, asked as `/rollout`: all of its text, to be saved."""
-    batch, row, found, step = _asked(ask)
+def whole(request: PageRequest) -> Attachment:
+    """Return the whole text of a rollout as a file; `/rollout.txt` has the parameters of `/rollout`."""
+    batch, row, found, step = _requested_run(request)
     if not found.experiences:
         raise PayloadNotFound(found.missing)
     name = f"rollout-{batch.batch_id}-{row.task}-{row.run}-{step}.txt"
     return Attachment(name=name, text=rollout_values.whole_text(found.experiences[step]))
 
 
-def _asked(ask: PageRequest) -> tuple[BatchTimeline, RunRow, Found, int]:
-    """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
-    batch = _kept_batch(ask, ask.batch())
-    task, run = ask.number("task"), ask.number("run")
+def _requested_run(request: PageRequest) -> tuple[BatchTimeline, RunRow, Found, int]:
+    """Return the batch, the run, its experiences, and the index of the requested one. Raises BatchNotFound."""
+    batch = _kept_batch(request, request.batch())
+    task, run = request.number("task"), request.number("run")
     row = batch.row(task, run)
     if row is None:
-        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or there is none")
-    [found] = rollout_values.read_runs(ask.log, batch, [row])
-    return batch, row, found, min(ask.number("step"), max(0, len(found.experiences) - 1))
+        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist")
+    [found] = rollout_values.read_runs(request.log, batch, [row])
+    return batch, row, found, min(request.number("step"), max(0, len(found.experiences) - 1))
 
 
 def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
@@ -134,14 +132,14 @@ def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRo
     return order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None
 
 
-def _decoder(ask: PageRequest) -> tuple[tokens.Decode | None, str]:
-    """Return the tokenizer of the run's model, loaded once for each config that the run was started with."""
-    _, config = ask.log.config()
-    known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
-    if known is None or known[0] != config:
-        known = config, tokens.decoder(config)
-        ask.kept["decoder"] = known
-    return known[1]
+def _decoder(request: PageRequest) -> tuple[tokens.Decode | None, str]:
+    """Return the tokenizer of the run's model, loaded once per config of the run."""
+    _, config = request.log.config()
+    kept: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = request.kept.get("decoder")
+    if kept is None or kept[0] != config:
+        kept = config, tokens.decoder(config)
+        request.kept["decoder"] = kept
+    return kept[1]
 
 
 NAV = [Nav(name="rollouts", title="Rollouts", path="/rollouts", key="l")]

@@ -1,4 +1,4 @@
-"""Runners: their lives and deaths, what each cost, which weights they had when, and what they ran."""
+"""The pages of all runners, with their hosts, and of one runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trinity_es.text import devices, summary
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
 BATCHES = 10
-"""Batches whose events one page about a runner reads."""
+"""Number of batches whose events one page of a runner reads."""
 EVENTS = 40
 LIVES = 200
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
@@ -32,7 +32,7 @@ SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A stretch of a line of time, in thousandths of its width."""
+    """Bar on a line of time, in thousandths of its width."""
 
     x: float
     width: float
@@ -40,16 +40,14 @@ class Bar:
     title: str
 
 
-def _span(ask: PageRequest) -> tuple[float, float]:
-    """When the log begins and ends, in unix seconds."""
-    first = next(ask.log.rare(limit=1), None)
-    last = next(ask.log.events(after=max(0, ask.position - 1)), first)
+def _span(request: PageRequest) -> tuple[float, float]:
+    """Return when the log begins and ends, in unix seconds."""
+    first = next(request.log.rare(limit=1), None)
+    last = next(request.log.events(after=max(0, request.position - 1)), first)
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
 
 class _Line:
-    """A line of time from `begin` to `end`."""
-
     def __init__(self, begin: float, end: float) -> None:
         self._begin, self._whole = begin, max(end - begin, 1e-9)
 
@@ -62,55 +60,56 @@ class _Line:
 
 
 def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
-    """Draw a life: loading, then serving, then how it ended."""
-    line, who = _Line(begin, end), f"life {life.incarnation}"
+    """Return a runner's life as bars: loading, serving, death."""
+    line, name = _Line(begin, end), f"life {life.incarnation}"
     started = life.started_at or life.ready_at or life.ended_at or begin
     ended = life.ended_at if life.ended_at is not None else end
     ready = min(life.ready_at if life.ready_at is not None else ended, ended)
-    bars = [line.bar(started, ready, "loading", f"{who} loads its engine")]
+    bars = [line.bar(started, ready, "loading", f"{name} loads its engine")]
     if life.ready_at is not None:
-        bars.append(line.bar(ready, ended, "serving", f"{who} serves"))
+        bars.append(line.bar(ready, ended, "serving", f"{name} serves"))
     if life.died and life.ended_at is not None:
-        bars.append(line.death(ended, f"{who}: {life.how}"))
+        bars.append(line.death(ended, f"{name}: {life.how}"))
     return bars
 
 
-def _apart(bars: list[Bar]) -> list[Bar]:
-    """Without those that would lie on another of their kind: of a thousand lives a screen shows fewer."""
+def _without_overlaps(bars: list[Bar]) -> list[Bar]:
+    """Return the bars without those that would cover another one of their kind."""
     places = {(bar.kind, round(bar.x), round(bar.width)): bar for bar in reversed(bars)}
     return list(reversed(places.values()))
 
 
 def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
-    """Draw the lives of a host: joined, then draining, then how each ended."""
+    """Return the lives of a host as bars: joined, draining, lost."""
     line, bars = _Line(begin, end), list[Bar]()
     for life in lives:
-        who, ended = f"epoch {life.epoch}", end if life.ended_at is None else life.ended_at
+        name, ended = f"epoch {life.epoch}", end if life.ended_at is None else life.ended_at
         drains = ended if life.draining_at is None else life.draining_at
-        bars.append(line.bar(life.joined_at, drains, "serving", f"{who}: joined"))
+        bars.append(line.bar(life.joined_at, drains, "serving", f"{name}: joined"))
         if life.draining_at is not None:
-            bars.append(line.bar(drains, ended, "draining", f"{who} drains: {life.reason}"))
+            bars.append(line.bar(drains, ended, "draining", f"{name} drains: {life.reason}"))
         if life.state == "lost":
-            bars.append(line.death(ended, f"{who} is lost: {life.reason}"))
+            bars.append(line.death(ended, f"{name} is lost: {life.reason}"))
     return bars
 
 
-def runners(ask: PageRequest) -> Page:
-    """`/runners`: one line a runner, its last life and what its deaths cost; by host, where several take part."""
-    begin, end = _span(ask)
-    sort, descending = ask.choice("sort", SORTS, "runner"), ask.choice("order", ("up", "down"), "up") == "down"
-    found = by_runner(ask.log.runner_lives(), ask.log.processes()["up"])
+def runners(request: PageRequest) -> Page:
+    """Return the page `/runners`, a line per runner with its last life and the cost of its deaths, grouped by host."""
+    begin, end = _span(request)
+    sort, descending = request.choice("sort", SORTS, "runner"), request.choice("order", ("up", "down"), "up") == "down"
+    runners = by_runner(request.log.runner_lives(), request.log.processes()["up"])
     if sort != "runner":
-        found.sort(key=lambda runner: getattr(runner, sort), reverse=descending)
+        runners.sort(key=lambda runner: getattr(runner, sort), reverse=descending)
     elif descending:
-        found.reverse()
-    host_lives = ask.log.hosts()
+        runners.reverse()
+    host_lives = request.log.hosts()
     hosts = [
-        (row, _apart(_host_bars([life for life in host_lives if life.host == row.host], begin, end)))
-        for row in (read_hosts(ask.log, count_units=False) if host_lives else ())
+        (row, _without_overlaps(_host_bars([life for life in host_lives if life.host == row.host], begin, end)))
+        for row in (read_hosts(request.log, count_units=False) if host_lives else ())
     ]
-    found.sort(key=lambda runner: natural(host_of(runner.name)))  # in each host's the order that was asked for
-    lines = [(runner, _apart([bar for life in runner.all for bar in _bars(life, begin, end)])) for runner in found]
+    runners.sort(key=lambda runner: natural(host_of(runner.name)))  # a stable sort: each host keeps the order
+    lines = [(runner, _without_overlaps([bar for life in runner.all for bar in _bars(life, begin, end)]))
+             for runner in runners]
     return Page(
         template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights", "hosts"),
         values={
@@ -120,48 +119,49 @@ def runners(ask: PageRequest) -> Page:
     )
 
 
-def runner(ask: PageRequest) -> Page:
-    """`/runner?name=N&life=I`: its lives; of one or of all, the weights that it had and what it ran."""
-    name = ask.text("name")
-    lives = [life for life in ask.log.runner_lives() if life.runner == name]
+def runner(request: PageRequest) -> Page:
+    """Return the page `/runner?name=N&life=I`: its lives, and the weights and work of one life or of all."""
+    name = request.text("name")
+    lives = [life for life in request.log.runner_lives() if life.runner == name]
     if not lives:
-        raise RunnerNotFound(f"no runner {name!r} in {ask.log.url}")
-    one = ask.number("life") if ask.text("life") else None
+        raise RunnerNotFound(f"no runner {name!r} in {request.log.url}")
+    one = request.number("life") if request.text("life") else None
     chosen = [life for life in lives if one in (None, life.incarnation)]
-    begin, end = _span(ask)
-    number, pages = ask.page_of(ask.log.count_batches(), BATCHES)
-    versions, events = _newest(ask, name, one)
-    worked = []
-    for row in ask.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):
-        found = ask.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
-        work = work_of(found, name, one)
+    begin, end = _span(request)
+    number, pages = request.page_of(request.log.count_batches(), BATCHES)
+    versions, events = _newest(request, name, one)
+    work_rows = []
+    for row in request.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):
+        recorded = request.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
+        work = work_of(recorded, name, one)
         if work.units or work.runs or work.failures:
-            worked.append((row.batch_id, work))
+            work_rows.append((row.batch_id, work))
     return Page(
         template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "up": ask.log.processes()["up"], "seen": seen,
+            "name": name, "up": request.log.processes()["up"], "seen": seen,
             "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
-            "begin": begin, "end": end, "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
+            "begin": begin, "end": end,
+            "bars": _without_overlaps([bar for life in chosen for bar in _bars(life, begin, end)]),
             "versions": versions, "events": [(r, summary(r.event)) for r in events], "most": EVENTS,
-            "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
+            "work_rows": work_rows, "page_number": number, "pages": pages, "per_page": BATCHES,
         },
     )
 
 
-def _newest(ask: PageRequest, name: str, life: int | None) -> list[list[Recorded]]:
+def _newest(request: PageRequest, name: str, life: int | None) -> list[list[Recorded]]:
     """Return the runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
 
-    Its stream is as long as the run; the end of the log tells enough of a busy runner, and a quiet one's is short.
+    Only the end of the log is searched if it has enough of them; else the runner's whole stream is.
     """
     stream, kinds = f"runner/{name}", (ABOUT_WEIGHTS, ABOUT_LIFE)
     if life is None:
-        last = [[r for r in islice(ask.log.rare(types, descending=True), 50 * EVENTS) if r.stream == stream][:EVENTS]
-                for types in kinds]
+        ends = [islice(request.log.rare(types, descending=True), 50 * EVENTS) for types in kinds]
+        last = [[r for r in end if r.stream == stream][:EVENTS] for end in ends]
         if all(len(some) == EVENTS for some in last):
             return last
-    own = [r for r in ask.log.read(stream=stream, types=sorted({*ABOUT_WEIGHTS, *ABOUT_LIFE}))
+    own = [r for r in request.log.read(stream=stream, types=sorted({*ABOUT_WEIGHTS, *ABOUT_LIFE}))
            if life is None or orjson.loads(r.data)["incarnation"] == life]
     return [[r for r in reversed(own) if r.type in types][:EVENTS] for types in kinds]
 

@@ -1,4 +1,4 @@
-"""Versions of the weights: when each was published, when each engine had it, how much of what was delivered it made."""
+"""The pages of all versions of the weights, with the LoRA adapters, and of one version."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["NAV", "ROUTES", "weights"]
 
 PER_PAGE = 40
 ADAPTER_EVENTS_READ = 2000
-"""Events of LoRA adapters that a page reads, the newest."""
+"""Maximum number of events of LoRA adapters that the page reads, the newest ones."""
 BATCHES = 200
-"""Batches that a page about one version names."""
+"""Maximum number of batches on the page of one version."""
 
 
-def weights(ask: PageRequest) -> Page:
-    """`/weights`: every version, the newest first; `?version=V`: one of them."""
-    if ask.text("version"):
-        return _version(ask, ask.number("version"))
-    total, made = ask.log.count_weights(), ask.log.made()
-    number, pages = ask.page_of(total, PER_PAGE)
-    versions = ask.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
-    newest = list(ask.log.rare(ADAPTER_EVENTS, descending=True, limit=ADAPTER_EVENTS_READ))
+def weights(request: PageRequest) -> Page:
+    """Return the page `/weights` of all versions, the newest first, or with `?version=V` of one."""
+    if request.text("version"):
+        return _version_page(request, request.number("version"))
+    total, made = request.log.count_weights(), request.log.made()
+    number, pages = request.page_of(total, PER_PAGE)
+    versions = request.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
+    newest = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=ADAPTER_EVENTS_READ))
     adapters = adapter_history(reversed(newest))
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
@@ -36,35 +36,36 @@ def weights(ask: PageRequest) -> Page:
     )
 
 
-def _version(ask: PageRequest, number: int) -> Page:
-    found = next(iter(ask.log.weights(version=number)), None)
+def _version_page(request: PageRequest, number: int) -> Page:
+    published = next(iter(request.log.weights(version=number)), None)
     ready = [
         WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
              seconds=r.event.load_seconds, error=None)
-        for r in ask.log.rare(["RunnerReady"])
+        for r in request.log.rare(["RunnerReady"])
         if isinstance(r.event, ev.RunnerReady) and r.event.model_version == number
     ]
-    had = [(load, "came up with it") for load in ready]
-    if found is not None:
-        had += [(load, "loaded it") for load in found.loads] + [(load, "could not") for load in found.failures]
-    had.sort(key=lambda pair: pair[0].at)
-    batches = ask.log.batches_made_by(number, BATCHES)
-    if found is None and not ready and not batches:
-        raise WeightNotFound(f"no version {number} of the weights in {ask.log.url}")
+    loads = [(load, "started with it") for load in ready]
+    if published is not None:
+        loads += [(load, "loaded it") for load in published.loads]
+        loads += [(load, "failed to load it") for load in published.failures]
+    loads.sort(key=lambda pair: pair[0].at)
+    batches = request.log.batches_made_by(number, BATCHES)
+    if published is None and not ready and not batches:
+        raise WeightNotFound(f"no version {number} of the weights in {request.log.url}")
     return Page(
         template="weights_version.html", title=f"Weights version {number}", nav="weights",
         watch=("weights", "runner/"),
         values={
-            "version": number, "found": found, "had": had, "count": ask.log.made().get(number, 0),
-            "newest": max((v.version for v in ask.log.weights(limit=1)), default=None),
+            "version": number, "published": published, "loads": loads, "count": request.log.made().get(number, 0),
+            "newest": max((v.version for v in request.log.weights(limit=1)), default=None),
             "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches], "most": BATCHES,
-            "lag": _lag(found) if found is not None else None,
+            "lag": _lag(published) if published is not None else None,
         },
     )
 
 
 def _lag(version: WeightsVersion) -> tuple[float, float] | None:
-    """Return seconds from the publication until the first and the last engine had it."""
+    """Return the seconds from the publication until the first and the last engine had loaded it."""
     after = [load.at - version.published_at for load in version.loads]
     return (min(after), max(after)) if after else None
 

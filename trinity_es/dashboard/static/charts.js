@@ -1,4 +1,4 @@
-// Charts: each <div class="chart" data-from="ID"> draws the JSON in the element ID, and again when it changed.
+// Charts: each <div class="chart" data-from="ID"> draws the JSON in the element ID, again whenever that changes.
 "use strict";
 (() => {
   const drawn = new Map();  // element -> {plot, text}
@@ -14,41 +14,41 @@
     const d = new Date((at + zone) * 1000);
     return `${two(d.getUTCHours())}:${two(d.getUTCMinutes())}` + (exact ? `:${two(d.getUTCSeconds())}` : "");
   };
-  const options = (told, element) => ({
-    width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, told.time ? 30 : 14, 0, 0],
+  const options = (chart, element) => ({
+    width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, chart.time ? 30 : 14, 0, 0],
     cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
     legend: {live: true},
-    scales: {x: {time: !!told.time}, y: {range: (u, low, high) => {
+    scales: {x: {time: !!chart.time}, y: {range: (u, low, high) => {
       if (low == null) return [0, 1];
       const room = (high - low || Math.abs(high) || 1) * 0.08;
-      return [told.zero ? Math.min(0, low) : low - room, high + room];
+      return [chart.zero ? Math.min(0, low) : low - room, high + room];
     }}},
-    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map((t) => hour(t, told.zone, u.scales.x.max - u.scales.x.min < 600)), space: 66} : {incrs: WHOLE})}, {...axis("", 48), values: (u, values) => values.map(short)}],
-    series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, told.zone, true) : (u, v) => v == null ? "–" : String(v)},
-      ...told.series.map((name, i) => ({
+    axes: [{...axis(chart.x, 26), ...(chart.time ? {values: (u, at) => at.map((t) => hour(t, chart.zone, u.scales.x.max - u.scales.x.min < 600)), space: 66} : {incrs: WHOLE})}, {...axis("", 48), values: (u, values) => values.map(short)}],
+    series: [{label: chart.x, value: chart.time ? (u, v) => v == null ? "–" : hour(v, chart.zone, true) : (u, v) => v == null ? "–" : String(v)},
+      ...chart.series.map((name, i) => ({
         label: name, value: (u, v) => short(v), width: 1.6, spanGaps: true, stroke: css("--c" + i % 6),
-        points: {show: told.data[0].length < 60, size: 5, fill: css("--c" + i % 6)},
+        points: {show: chart.data[0].length < 60, size: 5, fill: css("--c" + i % 6)},
       }))],
   });
-  const draw = (anew) => {
+  const draw = (redraw) => {
     for (const [element, {plot}] of drawn) if (!element.isConnected) { plot.destroy(); drawn.delete(element); }
     for (const element of document.querySelectorAll(".chart[data-from]")) {
       const data = document.getElementById(element.dataset.from);
       if (!data) continue;
       const was = drawn.get(element);
-      if (was && was.text === data.textContent && !anew) continue;
-      const told = JSON.parse(data.textContent);
-      element.dataset.points = told.data[0].length;
-      if (was && !anew && was.series === told.series.join("\n") && told.data[0].length && (was.plot.data[0].length < 60) === (told.data[0].length < 60)) {
-        was.plot.setData(told.data);
+      if (was && was.text === data.textContent && !redraw) continue;
+      const chart = JSON.parse(data.textContent);
+      element.dataset.points = chart.data[0].length;
+      if (was && !redraw && was.series === chart.series.join("\n") && chart.data[0].length && (was.plot.data[0].length < 60) === (chart.data[0].length < 60)) {
+        was.plot.setData(chart.data);
         was.text = data.textContent;
         continue;
       }
       if (was) was.plot.destroy();
       element.textContent = "";
-      if (!told.data[0].length) { drawn.delete(element); continue; }
-      const plot = new uPlot(options(told, element), told.data, element);
-      drawn.set(element, {plot, text: data.textContent, series: told.series.join("\n")});
+      if (!chart.data[0].length) { drawn.delete(element); continue; }
+      const plot = new uPlot(options(chart, element), chart.data, element);
+      drawn.set(element, {plot, text: data.textContent, series: chart.series.join("\n")});
     }
   };
   let timer = 0;

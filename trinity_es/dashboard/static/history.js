@@ -1,4 +1,4 @@
-// Moving along the events of a batch: the arrow keys, the slider, a click. The state as of the event comes from the server.
+// Events of a batch: arrow keys, slider or click choose one, and the server sends the state as of it.
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
@@ -18,7 +18,7 @@
     else if (row.offsetTop + row.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = row.offsetTop + row.offsetHeight - box.clientHeight;
   };
   const tell = () => { $("which").textContent = `${format.format(n || total())} of ${format.format(total())}`; };
-  const ask = () => {  // the last one that was asked for; those passed over while one is under way are left out
+  const ask = () => {  // fetches the newest choice; choices made during a fetch are skipped except the last
     if (asking || asked === n) return;
     asking = true;
     const what = n;
@@ -59,7 +59,7 @@
     if (row) go(Number(row.dataset.n));
   });
 
-  // --- new events are added at the end, each once: asked for from the one after the last that stands here
+  // --- new events are added at the end, each once: the fetch begins after the last row
   let adding = false, again = false;
   const add = () => {
     if (adding) { again = true; return; }

@@ -1,8 +1,8 @@
-// The keyboard: rows, pages, places. Every element that it reaches can be clicked too.
+// Keyboard: rows, pages and navigation. Every element that it reaches can be clicked too.
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
-  let waiting = 0;   // until when a key after g is waited for
+  let waiting = 0;   // deadline for the key after g
   let chosen = "";   // data-key of the chosen row, which outlives a refresh
 
   const rows = () => [...document.querySelectorAll("table.rows [data-href]")].filter((r) => r.offsetParent !== null);
@@ -61,7 +61,7 @@
     }
   });
   document.addEventListener("change", (e) => { if (e.target.matches("form.filter select")) e.target.form.requestSubmit(); });
-  let opened = [];  // what was unfolded stays so
+  let opened = [];  // open details stay open
   document.addEventListener("htmx:beforeSwap", () => {
     opened = [...document.querySelectorAll("#live details[id]")].filter((d) => d.open).map((d) => d.id);
   });

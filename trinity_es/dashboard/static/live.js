@@ -1,7 +1,7 @@
-// Hears of the log by server-sent events and asks for the live part of the page again.
+// Listens to server-sent events of the log and reloads the live part of the page.
 //
-// Each message's id is the log's position, and the browser gives the last one back when it connects again; where it has
-// given up by itself, this connects anew from the same position. So no event is missed, and #since counts them.
+// Each message's id is the log's position. A browser that reconnects sends the last one; if it has given up, this script
+// reconnects from the same position. So no event is missed, and #since counts them.
 "use strict";
 (() => {
   const body = document.body;
@@ -25,8 +25,8 @@
     if (over && document.querySelector("#live[data-again]")) location.reload();
   };
 
-  // --- the live part: asked for again, never twice at once, never so often that it is all the server does
-  const selecting = () => {  // what somebody is about to copy is not taken away, for some seconds
+  // --- the live part: one reload at a time, with pauses that leave the server time for others
+  const selecting = () => {  // a selection delays the reload for some seconds, so that it can be copied
     const chosen = getSelection();
     if (!chosen || chosen.isCollapsed || !$("live").contains(chosen.anchorNode)) { held = 0; return false; }
     held = held || performance.now();
@@ -68,16 +68,16 @@
       dot("off", "the dashboard does not answer; it is asked again and again");
       if (source.readyState !== EventSource.CLOSED) return;
       setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
-      refresh();  // the next server may ask for another token: its answer says so
+      refresh();  // a restarted server may need another token, and its answer says so
     };
     source.addEventListener("log", (message) => {
-      const told = JSON.parse(message.data);
-      position = told.position;
-      counted += told.events;
+      const news = JSON.parse(message.data);
+      position = news.position;
+      counted += news.events;
       $("position").textContent = format.format(position);
       $("since").textContent = "+" + format.format(counted);
-      document.dispatchEvent(new CustomEvent("log", {detail: told}));
-      if (concerns(told.streams)) refresh();
+      document.dispatchEvent(new CustomEvent("log", {detail: news}));
+      if (concerns(news.streams)) refresh();
     });
     source.addEventListener("notice", (message) => notice(JSON.parse(message.data).text));
     source.addEventListener("reset", () => location.reload());
@@ -90,7 +90,7 @@
     if (e.detail.xhr.status === 401) location.reload();
   });
   document.addEventListener("htmx:sendError", () => { failed = true; });
-  // What waits shows for how long; a run that has died writes no event that would say so.
+  // Waiting times are shown, and a dead run writes no event that would update them.
   setInterval(() => { if (document.querySelector("#live .opens, #live .waits, #live .s-idle")) refresh(); }, 5000);
   addEventListener("pagehide", () => source && source.close());
   addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });

@@ -1,4 +1,4 @@
-// Before anything is drawn: the theme that was chosen here, or the system's.
+// Runs before the page is drawn: sets the theme chosen here, or the system's.
 "use strict";
 (() => {
   const root = document.documentElement;

@@ -1,4 +1,4 @@
-// What the pointer or the arrow keys are at, in words under the tokens.
+// Describes the token under the pointer or the arrow keys below the tokens.
 "use strict";
 (() => {
   const say = (token) => {

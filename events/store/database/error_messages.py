@@ -1,4 +1,4 @@
-"""What a user is told of a database in trouble: what is wrong, and what to do."""
+"""Errors of a database in trouble: for users, with what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trinity_es.events.store.database.disk import NO_FILE, is_out_of_files, room
 from trinity_es.events.store.database.retry import NO_ROOM, POOLED, REFUSED, TLS_TROUBLE, Trouble
 from trinity_es.events.store.database.urls import scrubbed
 
-__all__ = ["Saying"]
+__all__ = ["ErrorMessages"]
 
 _NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_TRUNCATE")
-"""Failures of a write, for which SQLite does not tell a full disk, a quota and a limit of file sizes apart."""
+"""Errors of a write for which SQLite does not tell a full disk, a quota and a limit of file sizes apart."""
 
 
-class Saying:
-    """Makes the errors of one database: `shown` is its URL, `path` its file where it has one."""
+class ErrorMessages:
+    """Error messages of one database: `shown` is its URL, `path` its file if it has one."""
 
     def __init__(self, shown: str, path: Path | None, *, read_only: bool, secrets: list[str]) -> None:
         self.shown, self.path, self.read_only, self._secrets = shown, path, read_only, secrets
@@ -27,28 +27,28 @@ class Saying:
         return scrubbed(text, self._secrets)
 
     def error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
-        what = self.scrubbed(e.orig)
+        problem = self.scrubbed(e.orig)
         if kind == "missing":
-            return LogNotFound(f"no database at {self.shown} ({what}); create it, or correct store.url")
+            return LogNotFound(f"no database at {self.shown} ({problem}); create it, or correct store.url")
         if kind == "not_a_log":
-            return NotALog(f"{self.shown} holds no log ({what}); check store.url")
+            return NotALog(f"{self.shown} holds no log ({problem}); check store.url")
         if kind == "corrupt":
-            return LogCorrupt(f"{self.shown} is damaged ({what}); stop all writers and restore the last good copy")
+            return LogCorrupt(f"{self.shown} is damaged ({problem}); stop all writers and restore the last good copy")
         if kind == "passing" and NO_ROOM.search(str(e.orig)):
             return LogUnavailable(
-                f"{self.shown} takes no more connections ({what}): raise max_connections of its server, or the "
+                f"{self.shown} takes no more connections ({problem}): raise max_connections of its server, or the "
                 "CONNECTION LIMIT of this user or database", passing=True,
             )
         if kind == "passing" and self.read_only:
-            return LogUnavailable(f"{self.shown} can't be reached or locked now ({what}); see that its server runs, "
-                                  "and that this is where it is", passing=True)
+            return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); check that its server "
+                                  "runs, and that this is its address", passing=True)
         if kind == "passing":
             return LogUnavailable(
-                f"{self.shown} can't be reached or locked now ({what}); nothing was acknowledged, the same commit can "
-                "be tried again", passing=True,
+                f"{self.shown} can't be reached or locked now ({problem}); nothing was acknowledged, the same commit "
+                "can be tried again", passing=True,
             )
         lost = "" if self.read_only else "; nothing was acknowledged"
-        return LogUnavailable(f"{self.shown} can't be used ({what}){lost}{self._remedy(e, size)}")
+        return LogUnavailable(f"{self.shown} can't be used ({problem}){lost}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
@@ -66,7 +66,7 @@ class Saying:
             return (": no schema of its search_path is there; name one that is, where it is set (PGOPTIONS, options in "
                     "store.url, ALTER ROLE or DATABASE), or create it")
         if name == "53100":
-            return ": free space on its server's disk, and it goes on by itself"
+            return ": free space on its server's disk, and the run continues by itself"
         if self.path and is_out_of_files():
             return f": {NO_FILE}"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
@@ -74,7 +74,7 @@ class Saying:
         if self.path and name.startswith("SQLITE_IOERR"):
             return f": the disk of {self.path.parent} fails; the machine's log (dmesg) tells more"
         if name.startswith("SQLITE_READONLY") or name == "25006":
-            return ": it is read-only, its rights or its disk's; make it writable, and it goes on by itself"
+            return ": it is read-only, its rights or its disk's; make it writable, and the run continues by itself"
         if self.path and name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM")):
             return f": see that {self.path.parent} is there, that this user may write there, and that its disk has room"
         return ""

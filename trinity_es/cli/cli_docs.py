@@ -1,0 +1,37 @@
+"""Page of all commands, docs/CLI.md: `python -m trinity_es.cli.cli_docs` prints it from what `--help` shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from typer.main import get_command
+
+from trinity_es.cli import app
+
+__all__ = ["markdown"]
+
+_HEAD = """# The command line
+
+The text of `trinity-es COMMAND --help` for each command, made from the code by `make docs`. Exit codes: 0 yes, 1 the
+answer is no, 2 an error. `--json`, wherever a command has it, prints the same data for programs."""
+
+
+def markdown() -> str:
+    return "\n".join([_HEAD, *_pages(get_command(app), "trinity-es", None)]) + "\n"
+
+
+def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True, max_content_width=110,
+                                   terminal_width=110)
+    if parent is not None:
+        text = re.sub(r"^Usage: .*? (trinity-es [\w -]+)", r"Usage: \1", command.get_help(context))
+        yield f"\n{'#' * len(name.split())} {name}\n```text\n{text.rstrip()}\n```"
+    for child in getattr(command, "commands", ()):
+        if (found := command.get_command(context, child)) is not None:
+            yield from _pages(found, f"{name} {child}", context)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
