@@ -225,7 +225,7 @@ def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(
     client = start_system()
     (tmp_path / "w1").mkdir()
     assert client.sync_weights(1, tmp_path / "w1") == {"version": 1, "runners": ["runner-0"], "from_group": False}
-    with pytest.raises(trinity_es.TrinityError, match="go on with what they had"):
+    with pytest.raises(trinity_es.TrinityError, match="these engines keep their weights"):
         client.sync_weights(2, tmp_path / "missing")
     play_batch(client, 1, sleepers(1))
     assert [e.info["model_version"] for e in client.experiences(1)] == [1]

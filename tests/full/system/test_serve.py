@@ -258,7 +258,7 @@ def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(
     client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy, clients=4) as load:
         (tmp_path / "bad").mkdir()
-        with pytest.raises(trinity_es.TrinityError, match="go on with what they had"):
+        with pytest.raises(trinity_es.TrinityError, match="these engines keep their weights"):
             client.sync_weights(1, tmp_path / "bad", timeout=60)
         load.more()
         assert [w.serving for w in proxy.engines.all()] == [True, True]

@@ -122,9 +122,9 @@ def test_a_version_follows_another_and_adapters_are_apart() -> None:
 @pytest.mark.parametrize(("new", "most", "said"), [
     (published(version=2), 2, "version 2 of adapter 'math' is older than the current one, 3"),
     (published(version=3, digest="other"), 2, "published with other contents: give it a new version"),
-    (published("code"), 1, "there are math already, and engines have room for 1: remove_adapter one"),
+    (published("code"), 1, "engines have room for 1, and there are math. remove_adapter one"),
     (published("gone", 1), 2, "version 1 of adapter 'gone' was removed: give it a new version"),
-    (published("tiny"), 2, "a model is called so.*: give the adapter another name"),
+    (published("tiny"), 2, "a model has that name. Give the adapter another one"),
     (published(), 0, "engines serve no adapters; set explorer.rollout_model.lora"),
 ])
 def test_what_may_not_be_published_is_refused(new: ev.AdapterPublished, most: int, said: str) -> None:
