@@ -18,7 +18,7 @@ def checked_url(value: str) -> str:
     Raises ValueError, which says what a URL must be and never contains a credential.
     """
     if "@" in value:
-        raise ValueError("has credentials in it, which would stand in the log: give a key by servers.key_variable")
+        raise ValueError("contains credentials, which would be written to the log: give a key by servers.key_variable")
     shown = re.split(r"[\s?#]", value, maxsplit=1)[0]
     error = ValueError(f"must be like http://host:8000, not {shown if shown == value else shown + '...'!r}")
     try:

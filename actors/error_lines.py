@@ -51,7 +51,7 @@ def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = ""
     if kind == "missing":
         return f"{key} is required"
     if kind == "string_type" and isinstance(value, int | float) and 0 < len(shown) <= 80:
-        return f"{key} must be text, not {shown}; in quotes it is: {as_text}"
+        return f"{key} must be text, not {shown}; put it in quotes: {as_text}"
     if kind in _EXPECTED:
         return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
     if kind == "literal_error":

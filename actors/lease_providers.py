@@ -50,10 +50,10 @@ def recordable(what: str, value: Any) -> Any:
         data = plain(value)
         size = len(orjson.dumps(data))
     except (NotPlain, TypeError) as e:
-        raise ValueError(f"{what} must be plain JSON: it {getattr(e, 'what', e)}") from e
+        raise ValueError(f"{what} must be plain JSON: it {e}") from e
     if size > MOST_BYTES:
-        raise ValueError(f"{what} takes {size:,} bytes as JSON: {MOST_BYTES:,} are the most")
+        raise ValueError(f"{what} takes {size:,} bytes as JSON: the maximum is {MOST_BYTES:,}")
     if secrets:
-        raise ValueError(f"{what} holds what looks like a secret, and would stand in the log: let the provider read it "
-                         "from the environment")
+        raise ValueError(f"{what} contains what looks like a secret, which would be written to the log: let the "
+                         "provider read it from the environment")
     return data

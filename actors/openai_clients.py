@@ -37,8 +37,7 @@ def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     """Return a client for an event loop. Raises WorkflowError if openai can't be imported."""
     package = _package()
-    http = package.DefaultAsyncHttpxClient(**_OPTIONS)
-    return _client(package.AsyncOpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.AsyncOpenAI
+    return _client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
 def from_openai(error: BaseException) -> bool:

@@ -97,8 +97,8 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
         if missing := isinstance(e, AttributeError) and lacking(path):
             raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
         raise ConfigError(
-            f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): is {module!r} installed, or on PYTHONPATH, "
-            f"where it is to run? Known without importing: {names}", **{kind: name},
+            f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): install {module!r} "
+            f"where it runs, or put it on PYTHONPATH. Known: {names}", **{kind: name},
         ) from e
     if not callable(factory):
         raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class", **{kind: name})

@@ -1,7 +1,7 @@
 """The key that all processes of one system and its clients share; it seals every frame between them.
 
 It is the environment variable TRINITY_ES_KEY, or the content of a file that only its owner can read. Child processes
-learn where it is from the environment, never from a command line.
+learn its place from the environment, never from a command line.
 
 Hosts and the head share the key in `hosts.key_file`, if that is set. It may change while they run.
 """
@@ -63,14 +63,14 @@ def _checked(text: str, place: str) -> bytes:
     if len(key) < KEY_CHARACTERS:
         raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
     if not key.isprintable():  # two lines, or the zeros that a power loss left in a file, which could be guessed
-        raise WrongKey(f"what is in {place} is no key: it has characters that can't be printed. "
-                       "`openssl rand -hex 32` makes one")
+        raise WrongKey(f"the key in {place} has characters that can't be printed: make one with "
+                       "`openssl rand -hex 32`")
     return key.encode()
 
 
 _OWN = (
-    "no key to the actor system: {path} can't be read ({why}), and " + KEY_VARIABLE + " is not set. It is made when "
-    "the system is started; give that system's config (system.log_dir, system.key_file), or the key itself"
+    "no key to the actor system: {path} can't be read ({why}), and " + KEY_VARIABLE + " is not set. The system "
+    "makes that file when it starts: give its config (system.log_dir, system.key_file), or set the variable"
 )
 _SHARED = (
     "no key to the other hosts: {path} can't be read ({why}). All hosts share the head's: give a file with it "

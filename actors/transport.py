@@ -8,12 +8,12 @@ runs code. `AuthenticatedTransport` changes three things:
   before it keeps anything (`frames.py`), let alone unpickles it. A frame without a seal is dropped with its connection
   and without an answer, and logged as a warning: in a system's process to standard error, which is the launch log; in a
   client to its logging. Connections that show no seal have little time, and are few.
-- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. A message to it is given up
-  after seconds, and few more are queued. Senders repeat every message that may be lost.
+- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. Sending to it is given up
+  after seconds, and few more messages are queued. Senders repeat every message that may be lost.
 
-A seal also covers the port that the frame goes to, so a frame sent to one process can't be replayed to another. Nothing
-is encrypted: whoever can read the traffic (root, or the network if `system.address` is not loopback) reads the messages
-and can replay a frame to the process that it was for.
+A seal also covers the port that the frame goes to, so a frame sent to one process can't be replayed to another.
+Nothing is encrypted: whoever can read the traffic (root, or the network if `system.address` is not loopback) reads the
+messages, and can replay a frame to the process that it was for.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's: it accepts one connection a turn, so many connections of a stranger would delay ours."""
+        """Extend Thespian's: it accepts one connection a turn, and a stranger that opens many would delay ours."""
         waiting = select.poll()
         waiting.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
@@ -244,7 +244,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
             if incoming._rData.port is None:
                 strangers.append((incoming._expires._time_to_quit, descriptor))
         for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # our own show their seal while they are young
-            self._refuse(self._incomingSockets.pop(descriptor), "too many connections that show no seal")
+            self._refuse(self._incomingSockets.pop(descriptor), "too many connections without a seal")
 
     def _close_idle(self) -> None:
         """Close the connections unused for longest if there are too many: without free files a process ends."""
@@ -278,7 +278,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         while not buffer.isDone():
             stranger = buffer.port is None
             if not stranger and self._unfinished(buffer) > MAX_UNFINISHED:
-                return self._refuse(incoming, "too much has come of frames that are not whole")
+                return self._refuse(incoming, "too many bytes of incomplete frames")
             try:
                 data = incoming.socket.recv(buffer.remainingAmount())
             except OSError as e:
@@ -309,7 +309,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         try:
             payload = buffer.payload()
             if buffer.port != self._port:
-                raise ValueError("it is an answer to nothing")
+                raise ValueError("it is an answer without a question")
         except ValueError as e:
             return self._refuse(incoming, str(e))
         if payload.startswith(KNOCK):

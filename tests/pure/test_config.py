@@ -168,8 +168,8 @@ NAMED = "explorer: {auxiliary_models: [%s]}"
     ("", ["explorer.max_concurency=1"], "--set explorer.max_concurency: unknown key explorer.max_concurency; did you "
      "mean explorer.max_concurrency?"),
     ("batch_size: 3\n", [], "run.yaml line 1: unknown key batch_size; did you mean buffer.batch_size?"),
-    ("name: 007\n", [], 'run.yaml line 1: name must be text, not 007; in quotes it is: "007"'),
-    ("", ["name=1e3"], """--set name: name must be text, not 1e3; in quotes it is: --set 'name="1e3"'"""),
+    ("name: 007\n", [], 'run.yaml line 1: name must be text, not 007; put it in quotes: "007"'),
+    ("", ["name=1e3"], """--set name: name must be text, not 1e3; put it in quotes: --set 'name="1e3"'"""),
     ("a: [", [], "run.yaml line 1: not usable YAML"),
     ("name: a\nname: b\n", [], "run.yaml line 2: not usable YAML: the key 'name' stands here a second time"),
     ("- a\n", [], "run.yaml: must be a mapping of keys, such as `name: run`, not a list"),
@@ -233,7 +233,7 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         "line 5: explorer.rollout_model.engine_type must be one of http, scripted, vllm, \"module:Class\", "
         "not 'tgi'",
         "line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
-        "line 5: explorer.rollout_model.dtype must be text, not on; in quotes it is: \"on\"",
+        "line 5: explorer.rollout_model.dtype must be text, not on; put it in quotes: \"on\"",
         "line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
         "line 5: explorer.rollout_model.top_p must be a finite number, not nan",
         "line 7: buffer.batch_size must be greater than or equal to 1, not 0",

@@ -88,7 +88,7 @@ def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) 
     ("Kept", "refuses", ConnectionError, "no sandbox today"),
     ("AsyncKept", "refuses", ConnectionError, "no sandbox today"),
     ("AsyncKept", "secret", WorkflowError, "looks like a secret"),
-    ("AsyncKept", "large", WorkflowError, "8,192 are the most"),
+    ("AsyncKept", "large", WorkflowError, "the maximum is 8,192"),
     ("AsyncKept", "slow", StartupError, r"nothing within 0.2 s \(creation_timeout\)"),
     ("AsyncKept", "times out", TimeoutError, "its own"),
     ("Kept", "times out", TimeoutError, "its own"),

@@ -284,7 +284,7 @@ def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
 @pytest.mark.parametrize(("value", "part"), [
     ({"x": object()}, "must be plain JSON"),
     ({"x": float("nan")}, "only finite numbers"),
-    ("x" * (MOST_BYTES + 1), "are the most"),
+    ("x" * (MOST_BYTES + 1), "the maximum is 8,192"),
     ({"api_key": "abcdefgh"}, "looks like a secret"),
     ({"x": "sk-" + "a" * 24}, "looks like a secret"),
     ({"x": Secret("quiet")}, "looks like a secret"),
