@@ -1,4 +1,4 @@
-"""What a trainer holds: `RolloutClient`, `RolloutCoordinator`, `Scheduler`, and how they reach a system.
+"""The clients of a running system: `RolloutClient`, `RolloutCoordinator`, `Scheduler`, and their connection to it.
 
-Nothing is imported here: `trinity-es why` reads `health.py` where no actor system is installed.
+Nothing is imported here, because `trinity-es why` uses `health.py` also where Thespian is not installed.
 """

@@ -1,4 +1,4 @@
-"""Accept that a log lost events: what a person says when it is meant."""
+"""A person's acceptance that a log lost events (`trinity-es accept-rewind`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STREAM = "system"
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:
-    """Record that a person accepts the loss of what is remembered and not in the log; None where nothing is lost.
+    """Record that a person accepts the loss of events that are remembered but not in the log; None if none are lost.
 
-    A system that runs on the store is ended first: what its processes have is of the lost part. Returns the event's
-    data and its position. Raises what EventLog.open does.
+    Ends a system that runs on the store first, because its processes hold state of the lost part. Returns the event's
+    data and its position. Raises the errors of EventLog.open.
     """
     from trinity_es.client.teardown import end_system
 

@@ -1,12 +1,12 @@
-"""The wire between a client process and the running system: requests, answers, patience.
+"""The connection between a client process and the running system: requests, answers, retries.
 
-A request goes to the coordinator and carries an id; when no answer comes, the guardian is asked where the coordinator
-is now, and the same request is sent again, under the same id, which the coordinator recognises. Meanwhile every answer
-to it counts, however late, and a coordinator that is known stays known until the guardian names another or its port is
-closed. So a caller sees a pause where a coordinator died, or where the whole system did and is started again by its
-keeper, an error only where nobody will, and nothing at all where a guardian is stopped.
-Nothing here waits for a peer to take a message, and a caller's deadline holds whatever happens inside.
-Thread-safe: each call in flight has an endpoint of its own (Thespian's `private()`), kept for the next one.
+A request goes to the coordinator under an id. If no answer comes, the client asks the guardian for the coordinator's
+address and sends the request again under the same id, which the coordinator recognises. An answer counts however late
+it comes. The client keeps a coordinator's address until the guardian names another or its port is closed.
+So a caller sees a pause while a coordinator, or the whole system, is started again, an error only if no keeper starts
+it, and nothing at all if only the guardian is stopped.
+Sending never waits for the peer, and a caller's deadline always holds.
+Thread-safe: each call in flight has its own endpoint (Thespian's `private()`), which later calls use again.
 """
 
 from __future__ import annotations
@@ -43,65 +43,62 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
 
 PATIENCE_SECONDS = 5.0
-"""How long to wait for an answer before asking where the coordinator is, and sending the request again."""
+"""How long to wait for an answer before asking the guardian for the coordinator and sending the request again."""
 LOOK_SECONDS = 1.0
-"""Interval between two looks whether the system still lives, while an answer is waited for."""
+"""Interval between two checks that the system still lives, during a wait for an answer."""
 GRACE_SECONDS = 1.0
-"""How long after a caller's timeout the coordinator's own word is waited for, which tells more."""
+"""Extra wait after a caller's timeout for the coordinator's own timeout error, which says more."""
 CONNECT_SECONDS = 10.0
-"""How long the admin of a system that is joined may take to answer."""
+"""Timeout of the admin's first answer."""
 LEAST_SECONDS = 0.05
-"""Minimum of a wait, in which what has come is read."""
+"""Minimum of a wait, in which messages that have arrived are read."""
 AGAIN_SECONDS = 0.05
-"""Pause before asking again where there was no coordinator."""
+"""Pause before asking again if there was no coordinator."""
 REJOIN_SECONDS = 300.0
-"""How long a system may take to be started again."""
+"""How long a keeper may take to start the system again."""
 AWAY_SECONDS = 330.0
-"""How long a system may be without a coordinator that takes anything before a call gives up."""
+"""How long a system may be without a coordinator that takes messages before a call gives up."""
 
 A = TypeVar("A")
 
 
 class _Connected(AuthenticatedSystemBase):
-    """A base that joins a running system and never starts one: a dead one must not come back empty."""
+    """System base that joins a running system and never starts one: a dead system must not come back empty."""
 
     def _startAdmin(self, *_: Any) -> None:
         raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
 
 
 def system_gone(admin: dict[str, Any]) -> NotRunning:
-    """Return the error for a system that is gone and that nobody starts again, with the reason where it is known."""
+    """Return the error for a system that is gone and has no keeper, with the reason if it is recorded."""
     why = owner_gone(admin.get("owner"))
-    said = f"the actor system is gone ({why})" if why else "the actor system is gone"
-    return NotRunning(f"{said}: `trinity-es up` on the same store goes on with what is open")
+    reason = f" ({why})" if why else ""
+    return NotRunning(f"the actor system is gone{reason}: `trinity-es up` on the same store goes on with open batches")
 
 
 class _Gone(Exception):
-    """The system that a request was sent to is gone."""
+    """The system of a request is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A mailbox of its own for a call in flight."""
+    """Mailbox of one call in flight."""
 
     system: Any
     stack: ExitStack
 
-    def send(self, to: Any, message: Any, over: Callable[[Any], None] = lambda status: None) -> None:
-        """Begin to send. While `next` waits, `over` is told that it was taken, or why not."""
+    def send(self, to: Any, message: Any, on_sent: Callable[[Any], None] = lambda status: None) -> None:
+        """Begin to send. A later `next` calls `on_sent` with Thespian's status: delivered, or why not."""
         transport = self.system._systemBase.transport
 
         def done(status: Any, _: Any) -> None:
-            over(status)
+            on_sent(status)
             transport.abort_run()
 
         transport.scheduleTransmit(None, TransmitIntent(to, message, done, done))
 
     def next(self, seconds: float) -> Any:
-        """Return what comes next; None where nothing came for so long, or a message was taken.
-
-        What has come already is read however short the time is.
-        """
+        """Return the next message; None after `seconds` (at least LEAST_SECONDS) or when a sent one was delivered."""
         return self.system.listen(max(LEAST_SECONDS, seconds))
 
     def close(self) -> None:
@@ -111,10 +108,10 @@ class _Endpoint:
 
 
 class _Session:
-    """One life of the actor system, joined by this process: everything that ends with it."""
+    """One life of the actor system that this process joined, with all that ends with that life."""
 
     def __init__(self, admin: dict[str, Any]) -> None:
-        """Join it. Raises NotRunning, WrongKey, VersionMismatch."""
+        """Join the system. Raises NotRunning, WrongKey, VersionMismatch."""
         self.admin = admin
         self.coordinator: Any = None
         self._lock = threading.Lock()
@@ -123,7 +120,7 @@ class _Session:
         if admin.get("protocol") != PROTOCOL:
             raise VersionMismatch(
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
-                "can't ask: `trinity-es down`, then `trinity-es up` goes on with what is open"
+                "can't talk to: `trinity-es down`, then `trinity-es up` goes on with open batches"
             )
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
@@ -132,7 +129,7 @@ class _Session:
             self.require()  # or it died before it could answer
             raise WrongKey(
                 f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
-                f"(pid {admin['pid']}) was started with another"
+                f"(pid {admin['pid']}) was started with another key"
             )
         if fits is None:
             raise NotRunning(
@@ -148,7 +145,7 @@ class _Session:
                 self.leave()
             if isinstance(e, TrinityError) or not isinstance(e, Exception):
                 raise
-            # Thespian's, for an admin that dies right now
+            # Thespian raised it because the admin died just now
             raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
 
     def _knock(self, address: str, key: bytes) -> bool | None:
@@ -168,7 +165,7 @@ class _Session:
             raise system_gone(self.admin)
 
     def take(self) -> _Endpoint:
-        """Take an endpoint. Raises _Gone when this process has left it."""
+        """Take an endpoint. Raises _Gone if this process has left the session."""
         with self._lock:
             if self._idle is None:
                 raise _Gone
@@ -185,7 +182,7 @@ class _Session:
         endpoint.close()
 
     def leave(self) -> None:
-        """Let go of it; calls in flight end by themselves."""
+        """Close the session; calls in flight end by themselves."""
         with self._lock:
             idle, self._idle = self._idle or [], None
             for endpoint in idle:
@@ -196,10 +193,10 @@ class _Session:
 
 
 class Connection:
-    """Requests to the running system of a store, in each life of it. Raises NotRunning, WrongKey.
+    """Requests to the running system of a store, also after that was started again. Raises NotRunning, WrongKey.
 
-    `find` takes the admin of the system that was joined before and is gone, or None. It returns the admin of the
-    running system, or None while a keeper starts it, and raises NotRunning if nobody does.
+    `find` takes the admin of the previous system, which is gone, or None. It returns the admin of the running system,
+    or None while a keeper starts it, and raises NotRunning if no keeper does.
     """
 
     def __init__(self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> None:
@@ -207,27 +204,27 @@ class Connection:
         self._lock = threading.Lock()
         self._joining: Future[None] | None = None
         self._closed = False
-        self.known: Mark | None = None
-        """The end of the log, as it was told last: a log that has it not is refused."""
+        self.last_mark: Mark | None = None
+        """End of the log in the newest answer: a log without it is refused."""
         self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
-        self._life = self._next_life(None)
+        self._session = self._next_session(None)
 
     @property
     def admin(self) -> dict[str, Any]:
-        """The admin of the system that is joined now."""
-        return self._life.admin
+        """Admin of the joined system."""
+        return self._session.admin
 
     def _require_open(self) -> None:
         if self._closed:
             raise NotRunning("this client is closed: connect again")
 
     def _rejoin(self, gone: _Session, deadline: float | None) -> None:
-        """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError, WrongKey."""
+        """Join the system that replaced a dead one. Raises NotRunning, TimeoutError, WrongKey."""
         with self._lock:
-            if self._life is not gone:
+            if self._session is not gone:
                 return
             if self._joining is None or self._joining.done():
-                self._joining = Future()  # in a thread of its own: it may take longer than who waits for it has time
+                self._joining = Future()  # in its own thread: joining may outlast the deadline of this caller
                 threading.Thread(target=self._join, args=(gone, self._joining), daemon=True).start()
             joining = self._joining
         try:
@@ -235,209 +232,208 @@ class Connection:
         except TimeoutError:
             raise TimeoutError("no answer in time: the actor system is being started again") from None
 
-    def _next_life(self, gone: dict[str, Any] | None) -> _Session:
-        """Join the running system, or wait until its keeper has started it. `gone`: admin of the one before."""
+    def _next_session(self, gone: dict[str, Any] | None) -> _Session:
+        """Join the running system, or wait until its keeper has started it. `gone`: admin of the previous system."""
         since = time.monotonic()
         while True:
             self._require_open()
-            found = self._find_admin(gone)
-            if found is not None and found != gone:
+            admin = self._find_admin(gone)
+            if admin is not None and admin != gone:
                 try:
-                    return _Session(found)
+                    return _Session(admin)
                 except NotRunning:
-                    stays = process_lives(found["pid"], found["started"])
-                    if gone is None and stays and time.monotonic() - since >= CONNECT_SECONDS:
-                        raise  # it is stopped or hangs; else it died too
+                    lives = process_lives(admin["pid"], admin["started"])
+                    if gone is None and lives and time.monotonic() - since >= CONNECT_SECONDS:
+                        raise  # it is stopped or hangs; if it died too, the keeper starts another
             if time.monotonic() - since > REJOIN_SECONDS:
                 raise NotRunning(
                     f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
-                    "again: keeper.log in its log folder tells why"
+                    "again: keeper.log in its log folder says why"
                 )
             time.sleep(0.1)
 
     def _join(self, gone: _Session, joined: Future[None]) -> None:
         try:
-            life = self._next_life(gone.admin)
+            session = self._next_session(gone.admin)
         except BaseException as e:
             joined.set_exception(e)
             return
         with self._lock:
-            self._life = life
+            self._session = session
         gone.leave()
         if self._closed:  # meanwhile
-            life.leave()
+            session.leave()
         joined.set_result(None)
 
     def call(self, command: Command[A], timeout: float | None = None, *, id: str = "") -> A:
-        """Return the answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout`
-        s; DataError for what only this process knows the class of.
+        """Return the answer to a command. `id`: that of an earlier request without an answer, to repeat it.
 
-        `id`: of a request whose answer did not come in time; the same is asked again.
+        Raises the error that the system answers, NotRunning, TimeoutError after `timeout` seconds, and DataError for a
+        value of a class that only this process knows.
         """
         answer: A = self.send(command.name, encode(command), timeout, id=id)
         return answer
 
     def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """Return the answer to a command as it travels: its name, and plain values. See `call`."""
+        """Return the answer to an encoded command, as `call` does."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, name, args, self.known, self.by)
+        request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.by)
         while True:
             self._require_open()
-            life = self._life
+            session = self._session
             try:
-                endpoint = life.take()
+                endpoint = session.take()
                 try:
-                    return self._exchange(life, endpoint, request, deadline)
+                    return self._exchange(session, endpoint, request, deadline)
                 finally:
-                    life.give(endpoint)
+                    session.give(endpoint)
             except _Gone:
                 pass
             except (TrinityError, TimeoutError):
                 raise
-            except Exception:  # Thespian's, for a system that dies under it
-                if self._life is life and life.lives():
+            except Exception:  # Thespian raised it, perhaps because the system died during the call
+                if self._session is session and session.lives():
                     raise
-            self._rejoin(life, deadline)
+            self._rejoin(session, deadline)
 
-    def _exchange(self, life: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
+    def _exchange(self, session: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
         where = Where(uuid.uuid4().hex)
-        taken, again = time.monotonic(), 0.0  # when a coordinator took something last; when to ask again
+        last_taken, ask_at = time.monotonic(), 0.0  # last_taken: when a coordinator last took a message
 
-        def over(to: Any, status: Any) -> None:
-            nonlocal taken, again
+        def on_sent(to: Any, status: Any) -> None:
+            nonlocal last_taken, ask_at
             if status is SendStatus.Sent:
-                taken = time.monotonic()
-            elif status is SendStatus.DeadTarget and life.coordinator == to:
-                life.coordinator, again = None, time.monotonic() + AGAIN_SECONDS
+                last_taken = time.monotonic()
+            elif status is SendStatus.DeadTarget and session.coordinator == to:
+                session.coordinator, ask_at = None, time.monotonic() + AGAIN_SECONDS
 
-        asked = False
+        first = True
         while True:
             now = time.monotonic()
-            if now >= again:
-                coordinator, again = life.coordinator, now + PATIENCE_SECONDS
+            if now >= ask_at:
+                coordinator, ask_at = session.coordinator, now + PATIENCE_SECONDS
                 if coordinator is not None:
-                    endpoint.send(coordinator, replace(request, known=self.known), partial(over, coordinator))
-                if coordinator is None or asked:
-                    endpoint.send(life.guardian, where)
-                asked = True
-            wait = min(LOOK_SECONDS, again - now, LOOK_SECONDS if deadline is None else deadline - now)
+                    endpoint.send(coordinator, replace(request, known=self.last_mark), partial(on_sent, coordinator))
+                if coordinator is None or not first:
+                    endpoint.send(session.guardian, where)
+                first = False
+            wait = min(LOOK_SECONDS, ask_at - now, LOOK_SECONDS if deadline is None else deadline - now)
             answer = endpoint.next(wait)
-            if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process stood still
-                taken = time.monotonic()
+            if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process was suspended
+                last_taken = time.monotonic()
             if isinstance(answer, Reply) and answer.id == request.id:
-                self._learn(request, answer)
+                self._update_mark(request, answer)
                 if answer.error is not None:
                     raise error_from_dict(answer.error)
                 return unpack(answer.value, self._payloads)
             now = time.monotonic()
             if isinstance(answer, WhereReply) and answer.id == where.id:
                 if answer.coordinator is None:
-                    life.coordinator, again = None, min(again, now + AGAIN_SECONDS)
-                elif life.coordinator is None or life.coordinator != answer.coordinator:
-                    life.coordinator, again = answer.coordinator, now
+                    session.coordinator, ask_at = None, min(ask_at, now + AGAIN_SECONDS)
+                elif session.coordinator is None or session.coordinator != answer.coordinator:
+                    session.coordinator, ask_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
-            if answer is None and not life.lives():
+            if answer is None and not session.lives():
                 raise _Gone
-            if now - taken > AWAY_SECONDS:
-                why = f"no coordinator has taken anything for {AWAY_SECONDS:.0f} s"
-                raise NotRunning(f"{why}; `trinity-es status` tells more")
+            if now - last_taken > AWAY_SECONDS:
+                why = f"no coordinator has taken a request for {AWAY_SECONDS:.0f} s"
+                raise NotRunning(f"{why}: `trinity-es status` says more")
 
-    def _learn(self, asked: Request, answer: Reply) -> None:
-        """Keep how far the log was when it answered. Raises LogRewound where that is less than was known before."""
-        wrong = told_less(asked.known, answer.end)  # as it was first asked: this may be the answer to that
+    def _update_mark(self, request: Request, answer: Reply) -> None:
+        """Keep the log's end of this answer. Raises LogRewound if the log lacks events that it had at the request."""
+        wrong = told_less(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
         if wrong is not None:
             raise LogRewound(
-                f"the system works on a log that lost what was acknowledged: this process knows better: {wrong}. Bring "
-                "the better copy back, or say that it is meant with `trinity-es accept-rewind`"
+                f"the system works on a log that lost acknowledged events: {wrong}. Bring the better copy back, or "
+                "accept the loss with `trinity-es accept-rewind`"
             )
-        if answer.end is not None and told_less(self.known, answer.end) is None:  # another thread may know more
-            self.known = answer.end
+        if answer.end is not None and told_less(self.last_mark, answer.end) is None:  # another thread's may be newer
+            self.last_mark = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
-        """Return what the guardian says: the coordinator's address and the state of every child.
+        """Return the guardian's answer: the coordinator's address and the state of every child. Empty without one.
 
-        Empty without an answer. Raises NotRunning, also where a keeper has not started the system again after `timeout`
-        seconds.
+        Raises NotRunning, also if a keeper has not started the system again within `timeout` seconds.
         """
         self._require_open()
-        if not self._life.lives():
+        if not self._session.lives():
             try:
-                self._rejoin(self._life, time.monotonic() + timeout)
+                self._rejoin(self._session, time.monotonic() + timeout)
             except TimeoutError as e:
                 raise NotRunning("the actor system is gone; its keeper is starting it again") from e
-        life = self._life
-        answer = self._where(life, timeout)
+        session = self._session
+        answer = self._where(session, timeout)
         if not answer.status:
-            life.require()
+            session.require()
         return answer
 
-    def _where(self, life: _Session, timeout: float, before: Any = None) -> WhereReply:
-        """Ask the guardian; `before` is sent to it first."""
+    def _where(self, session: _Session, timeout: float, before: Any = None) -> WhereReply:
+        """Return the guardian's answer. `before`: a message to send to it first."""
         try:
-            endpoint = life.take()
+            endpoint = session.take()
         except _Gone as e:
-            raise NotRunning("the actor system was just started again: ask once more") from e
+            raise NotRunning("the actor system was just started again: call once more") from e
         try:
             question, until = Where(uuid.uuid4().hex), time.monotonic() + timeout
             for message in (question,) if before is None else (before, question):
-                endpoint.send(life.guardian, message)
+                endpoint.send(session.guardian, message)
             while (left := until - time.monotonic()) > 0:
                 answer = endpoint.next(min(LOOK_SECONDS, left))
                 if isinstance(answer, WhereReply) and answer.id == question.id:
                     return answer
-                if answer is None and not life.lives():
+                if answer is None and not session.lives():
                     break
         finally:
-            life.give(endpoint)
+            session.give(endpoint)
         return WhereReply("", None, {})
 
     def tell_guardian(self, message: Any) -> bool:
-        """Tell the guardian something; returns whether it answers."""
-        return bool(self._where(self._life, PATIENCE_SECONDS, message).status)
+        """Send the guardian a message. Returns True if it answers."""
+        return bool(self._where(self._session, PATIENCE_SECONDS, message).status)
 
     @property
     def knows_coordinator(self) -> bool:
-        """True if a coordinator was known that has not been seen to be gone."""
-        return self._life.coordinator is not None
+        """True if the client has the address of a coordinator that it has not seen dead."""
+        return self._session.coordinator is not None
 
     def retire(self, timeout: float = 15.0) -> bool:
         """Bring the joined system down in order: engines stop, the log is closed, the actors end.
 
-        Returns whether it could be told: a guardian or an admin that is stopped or hangs can't.
+        Returns False if the guardian or the admin does not answer, because it is stopped or hangs.
         """
-        life = self._life
-        if not life.lives():
+        session = self._session
+        if not session.lives():
             return True
         deadline = time.monotonic() + timeout
         order: Retire | None = Retire()
         children: list[dict[str, Any]] = [{"state": ""}]
         while not all(c["state"] in ENDED for c in children) and time.monotonic() < deadline:
             try:
-                told = self._where(life, PATIENCE_SECONDS, order).status
+                status = self._where(session, PATIENCE_SECONDS, order).status
             except TrinityError:
                 break
-            if not told:
-                return not life.lives()
-            children, order = told.get("children", []), None
+            if not status:
+                return not session.lives()
+            children, order = status.get("children", []), None
             time.sleep(0.1)
-        if life.lives() and not self.answers():
+        if session.lives() and not self.answers():
             return False
-        life.system.shutdown()
+        session.system.shutdown()
         return True
 
     def answers(self) -> bool:
-        admin = self._life.admin
+        admin = self._session.admin
         return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
-        """Give the endpoints back; the system goes on. Calls in flight end by themselves."""
+        """Close the endpoints; the system goes on. Calls in flight end by themselves."""
         self._closed = True
-        self._life.leave()
+        self._session.leave()
 
 
 def _close_sockets(transport: Any) -> None:
-    """Thespian's own `close` shuts its sockets down but leaves the descriptors open."""
+    """Close Thespian's sockets. Its own `close` shuts them down but leaves the descriptors open."""
     listening = getattr(transport, "socket", None)
     transport.close_oldest_idle_sockets(10_000)
     transport.close()

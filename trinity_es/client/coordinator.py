@@ -1,6 +1,6 @@
-"""The client's methods async, under the coordinator's known names; each call waits in a thread.
+"""`RolloutCoordinator`: the methods of `RolloutClient` for asyncio, each call in a thread.
 
-A call that is cancelled goes on in its thread: what it asked for happens.
+A cancelled call goes on in its thread, so its request still takes effect.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ def _in_thread(
 
 
 class RolloutCoordinator:
-    """The coordinator under its known names, async. `await RolloutCoordinator.get_actor(config)`.
+    """Async client with Trinity-RFT's names: `await RolloutCoordinator.get_actor(config)`.
 
-    What a trainer needs of `RolloutClient` is here; the rest is in `client`.
+    It has the methods that a trainer needs; `client` is the blocking RolloutClient with all of them.
     """
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
-        """`resumed_at`: see `connect`."""
         self.config, self._resumed_at = config, resumed_at
         self._client: RolloutClient | None = None
         self._started = False
@@ -68,21 +67,21 @@ class RolloutCoordinator:
     def _open(self) -> None:
         if self._client is None:
             if not running_system.is_up(self.config):
-                with contextlib.suppress(AlreadyRunning):  # somebody else was faster
+                with contextlib.suppress(AlreadyRunning):  # another process was faster
                     lifecycle.start(self.config)
                     self._started = True
             try:
                 self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
                 admin = running_system.find(self.config) if self._started else None
-                if admin is not None:  # nobody else knows of it
+                if admin is not None:  # no other process would end it
                     running_system.stop_keeper(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)
                 raise
 
     @property
     def client(self) -> RolloutClient:
-        """The blocking client beneath. Raises ConfigError before `prepare`."""
+        """The underlying blocking client. Raises ConfigError before `prepare`."""
         if self._client is None:
             raise ConfigError("the coordinator is not connected: `await coordinator.prepare()` first")
         return self._client
@@ -93,7 +92,7 @@ class RolloutCoordinator:
         await self._run(self.client.wait_ready)
 
     async def shutdown(self) -> None:
-        """End the system if this object started it; otherwise only let go. Idempotent."""
+        """End the system if this object started it; otherwise only disconnect. Idempotent."""
         if self._client is not None:
             client, self._client = self._client, None
             await self._run(client.shutdown if self._started else client.close)
@@ -129,13 +128,13 @@ class RolloutCoordinator:
         return await self._run(lambda: list(self.client.experiences(batch_id)))
 
     async def processed_experiences(self, after: int = 0) -> list[tuple[int, list[Experience]]]:
-        """Return all that RolloutClient.processed_experiences yields."""
+        """Return everything that RolloutClient.processed_experiences yields."""
         return await self._run(lambda: list(self.client.processed_experiences(after)))
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
-        # Not the client's own: the GPU is that of this thread, not of one of the pool.
+        # Not the client's method, because the GPU is that of this thread and not of a thread of the pool.
         port, make = validation.whole("master_port", master_port), self.client._publisher.make_group
         return await self._run(make, master_address, port, state_dict_meta, device=gpu_of())

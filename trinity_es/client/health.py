@@ -1,7 +1,4 @@
-"""How a system is: asked of itself where it runs, else read from its log. Used by `trinity-es status` and `why`.
-
-Each problem is one line that names the thing, what is wrong with it, and the way out.
-"""
+"""Health of a system, from the running system or from its log, for `trinity-es status` and `why`."""
 
 from __future__ import annotations
 
@@ -34,34 +31,36 @@ from trinity_es.text import does
 __all__ = ["explain", "facts", "look"]
 
 READ_SECONDS = 10.0
-"""Maximum of the time that the log may take to be read: its server may be frozen."""
-def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it.
+"""Timeout of reading the log: its server may be frozen."""
 
-    Raises WrongKey, and LogRewound where the system stands still because of it.
+
+def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return `live` and `system` for `Log.why`, from the system of this store if one runs and this machine reaches it.
+
+    Raises WrongKey, and LogRewound if the system has halted because of that.
     """
     try:
         from trinity_es.system import running_system
-    except ImportError:  # a log is read also where thespian is not installed
+    except ImportError:  # a log can be read without Thespian
         return None, {}
     if running_system.find(config) is None:
         return None, running_system.stopped(config)
-    from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
+    from trinity_es.client.rollout_client import connect  # imports all actors, so only if a system runs
 
     try:
         with connect(config) as client:
             return client.facts()
     except (errors.LogRewound, errors.WrongKey):
-        raise  # who asks may not, and has to know; or nothing goes on until somebody mends it
-    except errors.TrinityError:  # it ended meanwhile: the log knows who ran
+        raise  # a person has to act
+    except errors.TrinityError:  # it ended meanwhile: the log says which runners it had
         return None, {}
 
 
 def explain(config: Config, batch: str | None = None, find: Callable[[Log, str], BatchId] | None = None) -> list[Why]:
-    """Tell what this batch waits for, or every open one; `find` makes its id of what a person typed.
+    """Explain what this batch, or every open one, waits for. `find` returns the id for the text that a person typed.
 
-    While the log can't be read: what the running system says of those that are open. Raises BatchNotFound, LogError;
-    LogRewound where the log lost what was acknowledged.
+    While the log can't be read, the running system's answer on its open batches is used. Raises BatchNotFound,
+    LogError, and LogRewound if the log lost acknowledged events.
     """
     with contextlib.suppress(errors.LogUnavailable):
         within(READ_SECONDS, lambda: remembered_log_end.require(config))
@@ -74,21 +73,21 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
             try:
                 batch_id = find(log, batch)
             except errors.BatchNotFound as e:
-                raise errors.BatchNotFound(e.message + _starting(live)) from None
+                raise errors.BatchNotFound(e.message + _startup_note(live)) from None
             return [log.why(batch_id, live=live, system=running_system)]
 
     try:
         return within(READ_SECONDS, read)
     except errors.LogUnavailable as e:
-        found = unread(live or {}, e.message, now=time.time())
-        chosen = [w for w in found if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
+        whys = unread(live or {}, e.message, now=time.time())
+        chosen = [w for w in whys if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
         if not chosen:
             raise
         return chosen
 
 
-def _starting(live: dict[str, Any] | None) -> str:
-    """Return what a system still does before it serves: a batch that is not there yet may be about to come."""
+def _startup_note(live: dict[str, Any] | None) -> str:
+    """Return what a starting system still does: a batch that does not exist yet may be about to come."""
     if live is None:
         return ""
     if "weights_version" not in live:
@@ -96,16 +95,16 @@ def _starting(live: dict[str, Any] | None) -> str:
     runners = live["runners"]
     if any(r["state"] == "ready" for r in runners):
         return ""
-    told = "; ".join(f"{r['runner']} {does(r)}" for r in runners) or "no engine is up yet"
-    return f"; the system is starting: {told}"
+    activity = "; ".join(f"{r['runner']} {does(r)}" for r in runners) or "no engine is up yet"
+    return f"; the system is starting: {activity}"
 
 
 def look(config: Config) -> dict[str, Any]:
-    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
+    """Return health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
 
-    `ends`: why what is left of a system ends; `led_by`: who leads the run now where this machine takes no part in it;
-    `last_batch`: the one that ended last; `run`: the `trinity-es run` that the log holds; `killed`: the explorer and
-    trainer that ended in the middle on this machine, by their pids. None, "" or {} where there is none.
+    `ends`: why the rest of a system is ending; `led_by`: the leader of a run in which this machine takes no part;
+    `last_batch`: the one that ended last; `run`: the `trinity-es run` in the log; `killed`: pids of the explorer and
+    trainer that were killed on this machine. None, "" or {} if there is none.
     """
     from trinity_es.system import run_lock, running_system
 
@@ -119,7 +118,7 @@ def look(config: Config) -> dict[str, Any]:
     try:
         live, processes = facts(config)
         lost = None
-        with contextlib.suppress(errors.LogUnavailable):  # told below
+        with contextlib.suppress(errors.LogUnavailable):  # reported below
             lost = within(READ_SECONDS, lambda: remembered_log_end.look(config))
     except errors.LogRewound as e:
         live, processes, lost = None, {"up": True}, e.message
@@ -132,22 +131,22 @@ def look(config: Config) -> dict[str, Any]:
     if admin is not None:
         out["admin"] = admin
     else:
-        with contextlib.suppress(errors.LogError):  # told below
+        with contextlib.suppress(errors.LogError):  # reported below
             out["led_by"] = within(READ_SECONDS, lambda: running_system.led_elsewhere(config))
     if live is not None:
-        _told(config, out, live)
+        _add_live(out, live)
 
     def read() -> list[Why]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
-                _read(config, log, out)
-            found = log.why_open(live=live, system=processes)
+                _add_from_log(log, out)
+            whys = log.why_open(live=live, system=processes)
             out.update(last_batch=_last_batch(log), run=_run(log))
             if log.streams(HostJoined.stream):
-                shown = {h["host"] for h in out["hosts"]}
+                listed = {h["host"] for h in out["hosts"]}
                 out["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
-                                if row.host and (row.there or row.host in shown)]
-            return found
+                                if row.host and (row.there or row.host in listed)]
+            return whys
 
     try:
         whys = within(READ_SECONDS, read)
@@ -171,8 +170,7 @@ def look(config: Config) -> dict[str, Any]:
     return out
 
 
-def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
-    """Read what the running system says."""
+def _add_live(out: dict[str, Any], live: dict[str, Any]) -> None:
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
@@ -190,10 +188,10 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
 
 
 def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -> list[dict[str, Any]]:
-    """Return the open batches as `whys` has them: the log is read after the system answered, and is ahead of `rows`."""
-    known = {row["batch_id"]: row for row in rows}
+    """Return the open batches of `whys`: the log was read after the system answered, so it is ahead of `rows`."""
+    by_id = {row["batch_id"]: row for row in rows}
     return [
-        known.get(w.batch_id, {}) | {
+        by_id.get(w.batch_id, {}) | {
             "batch_id": w.batch_id, "state": w.state, "tasks": w.tasks, "settled": w.settled,
             "failed_attempts": w.failed_attempts, "cause": w.cause, "waiting_for": w.sentence, "stalled": w.stalled,
         } | ({"running_units": w.running_units, "pending_units": w.pending_units} if units else {})
@@ -201,8 +199,7 @@ def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -
     ]
 
 
-def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
-    """Add what the log knows, where nobody says it."""
+def _add_from_log(log: Log, out: dict[str, Any]) -> None:
     out["batches"] = [
         {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
          "failed_attempts": b.failed_attempts}
@@ -221,7 +218,6 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    """Return the batch that ended last, of a log where one has."""
     for b in log.batches(sort="ended", descending=True, limit=1):
         if b.ended_at is not None:
             state = log.current(b.batch_id)
@@ -231,8 +227,10 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
 
 
 def _run(log: Log) -> dict[str, Any] | None:
-    """Return how far the `trinity-es run` of this log is: `step` (the last that was begun), `total_steps` (None: until
-    its tasksets end), `complete` (None: they alone know). None where its batches are somebody else's.
+    """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
+
+    `step`: the last that was begun; `total_steps`: None until the tasksets end; `complete`: None if only the tasksets
+    decide that.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):
@@ -242,14 +240,14 @@ def _run(log: Log) -> dict[str, Any] | None:
     trains = (config.get("trainer") or {}).get("class") is not None
     over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
         last.state == BatchLifecycleState.FINALIZED and not trains)
-    ends = _last_step(log, config, step)
-    total = min((n for n in (total, ends) if n is not None), default=None)
+    last_step = _last_step(log, config, step)
+    total = min((n for n in (total, last_step) if n is not None), default=None)
     complete = over and step >= total if total is not None else None if over else False
     return {"step": step, "total_steps": total, "complete": complete}
 
 
 def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
-    """Return the step with which the tasksets of a run end; None where one is read without end, or is not known."""
+    """Return the step at which a run's tasksets end; None if a taskset has no end or is not in the log."""
     buffer, sources, left = config.get("buffer") or {}, sources_of(log), 0
     inputs = buffer.get("explorer_input") or {}
     entries = inputs.get("tasksets")

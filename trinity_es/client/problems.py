@@ -1,7 +1,4 @@
-"""What is wrong with a system, from its own word and its log. Pure but for the clock.
-
-Each problem is one line that names the thing, what is wrong with it, and the way out.
-"""
+"""Problems of a system, one line each: the name of the thing, its fault and the way out."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ __all__ = ["problems"]
 
 _WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced", "no_coordinator",
           "no_database"}
-"""Causes that are told once for the system, not once a batch."""
+"""Causes that are reported once for the system, not once per batch."""
 
 
 def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
-    """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
+    """Yield each problem as a line. `out`: the dict that `look` fills; `live`: the system's answer, None without one."""
     logs = config.system.log_dir
     last = out.get("last_batch") or {}
     resume = resume_command(out["store"]) if out.get("run") else ""
     if last.get("failed_whole") and not out["batches"]:
-        way = f"{mended(resume)} generates it anew" if resume else "start its trainer again"
+        way = f"{mended(resume)} generates it again" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
-               f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
+               f"`trinity-es why {plain(last['batch_id'])}` says how: mend that, then {way}")
     if out.get("led_by"):
-        yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is what the log tells; "
-               "for more ask there, or on a host that does (`trinity-es join`)")
+        yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is read from the log; "
+               "for more ask there, or on a host that takes part (`trinity-es join`)")
         return
     if not out["up"]:
         way = go_on(resume)
@@ -43,7 +40,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
                 yield f"the actor system ends: {out['ends']}; {way}"
         elif out["keeper"] is not None:
             yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
-                   f"come, keeper.log in {logs} tells why")
+                   f"come, keeper.log in {logs} says why")
         elif whys:
             at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
             yield f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: {way}"
@@ -52,31 +49,31 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         return
     if live is None and (halted := stopped_processes(out["admin"]["pid"])):
         pids = " ".join(map(str, halted))
-        yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on where "
-               "they are, and nothing is lost")
+        yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on, and "
+               "nothing is lost")
         return
     if live is None:
         yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
-               f"{logs} tell why; `trinity-es down` and `trinity-es up` go on with what is open")
+               f"{logs} say why; `trinity-es down` and `trinity-es up` go on with what is open")
         return
     if out["keeper"] is None and out.get("keeper_ended") and config.system.keeper:
-        yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, and nobody starts the guardian or "
-               "the admin again should one die; `trinity-es down` and `trinity-es up` bring a keeper back")
+        yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, but if the guardian or the admin "
+               "dies, neither is started again; `trinity-es down` and `trinity-es up` bring a keeper back")
     fenced = live["system"].get("fenced")
     if fenced:
-        yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
-               "with `trinity-es down` on its host")
+        yield (f"another system took this store ({fenced}), so this one has halted: end the wrong one with "
+               "`trinity-es down` on its host")
         return
-    if out["coordinator"] is None and not live.get("refuses"):  # else one is there, and says below what it waits for
+    if out["coordinator"] is None and not live.get("refuses"):  # a coordinator that refuses reports its trouble below
         children = {c["name"]: c for c in live["system"].get("children", [])}
         yield (f"{coordinator_away(children.get('coordinator', {}))}; if it does not come, coordinator.log in {logs} "
-               "tells why")
+               "says why")
     if live.get("trouble"):
-        yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
+        yield f"{live['trouble']} (coordinator.log in {logs} says more)"
     for output in live.get("outputs", []):
         if output["error"] is not None:
             yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
-                   "and what it lacks is kept for it")
+                   "and the experiences that it lacks are kept for it")
     failing = live.get("leases", {})
     for lease in failing.get("first_failing", []):
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
@@ -85,47 +82,46 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
     if live.get("server_list"):
-        yield f"{live['server_list']}; it changes nothing until that is mended (text logs: {logs})"
+        yield f"{live['server_list']}; the servers stay as they are until that is mended (text logs: {logs})"
     if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()
     situation = SystemSnapshot(weights=live.get("weights_version", 0))
     for name, life in with_live(situation, live, now):
         if wrong := problem(situation, life, now):
-            yield f"{name} {wrong} ({name}.log in {logs} tells more)"
-    for told in whys:
-        if told.stalled and told.cause not in _WHOLE:
-            first = told.waiting[0]
-            more = f"; `trinity-es why {told.batch_id}` tells more" if len(told.waiting) > 1 or first.way_out else ""
-            yield f"batch {told.batch_id} is stalled: {told.sentence}{more}"
+            yield f"{name} {wrong} ({name}.log in {logs} says more)"
+    for why in whys:
+        if why.stalled and why.cause not in _WHOLE:
+            first = why.waiting[0]
+            more = f"; `trinity-es why {why.batch_id}` says more" if len(why.waiting) > 1 or first.way_out else ""
+            yield f"batch {why.batch_id} is stalled: {why.sentence}{more}"
 
 
 def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
-    """Yield a line where an explorer or a trainer was killed and nothing else tells of it."""
     if killed:
         if len(set(killed.values())) == 1:  # of a run in one process
             who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
         else:
             who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
         way = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
-        yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
+        yield f"the run did not end in order: {who} died in the middle of it; {way}"
 
 
 def _wrong_host(host: dict[str, Any]) -> str | None:
-    """Return what is wrong with a host that joined, and the way out; None: nothing."""
+    """Return the fault of a host that joined and the way out; None if it has none."""
     if host["state"] == "lost":
-        return (f"was lost: {host['reason']}; what it had is attempted elsewhere. `trinity-es join` on it brings it "
-                "back, where it does not come by itself")
+        return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
+                "`trinity-es join` on it")
     if not host["connected"]:
         why = host["why_away"] or "the coordinator was started"
         return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
-                "lost, and what it has is attempted elsewhere")
+                "lost, and its work is attempted elsewhere")
     return None
 
 
-def _unfinished(found: dict[str, Any]) -> bool:
-    """Return True if a `trinity-es run` is known to have something left."""
-    return bool(found.get("run")) and found["run"]["complete"] is False
+def _unfinished(out: dict[str, Any]) -> bool:
+    """Return True if a `trinity-es run` certainly has steps left."""
+    return bool(out.get("run")) and out["run"]["complete"] is False
 
 
 def _count(n: int, one: str, many: str) -> str:

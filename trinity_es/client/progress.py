@@ -1,4 +1,4 @@
-"""What a program is told while it waits."""
+"""Progress lines of a program that waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["tell"]
 
 
 def tell(logger: logging.Logger, text: str) -> None:
-    """Log a line at INFO; in a program that has set up no logging, where only warnings show, print it to stderr."""
+    """Log a line at INFO, or print it to stderr if the program has not set up logging, where INFO would not show."""
     if logger.hasHandlers():
         logger.info("%s", text)
     else:

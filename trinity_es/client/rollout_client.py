@@ -1,7 +1,7 @@
-"""What a trainer holds (`connect`): blocking. `RolloutCoordinator` has the same, async.
+"""The blocking client of a trainer (`connect`); `RolloutCoordinator` is its async twin.
 
-Commands and answers are small and go through the coordinator; tasks that are large, and all experiences, go through
-the payload store, which this process opens itself.
+Commands and answers are small and go through the coordinator; large tasks, and all experiences, go through the payload
+store, which this process opens itself.
 """
 
 from __future__ import annotations
@@ -46,35 +46,34 @@ from trinity_es.weights.publisher import Publisher, gpu_of
 __all__ = ["RolloutClient", "connect"]
 
 READ_SECONDS = 10.0
-"""Maximum of the time that the log may take to answer `why`: its server may be frozen."""
+"""Timeout of reading the log for `why`: its server may be frozen."""
 
 A = TypeVar("A")
 
 
 def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
-    """Return a client of the running system of this config's store. A context manager. Raises NotRunning.
+    """Return a client, a context manager, of the running system of this config's store. Raises NotRunning.
 
-    A trainer that starts again from its checkpoint of step k says `resumed_at=k` (0: from the model as it was given):
-    train batches acknowledged with a later step, and those never acknowledged, are its again, generated already. They
-    are `client.redelivered`, and the first that `next_batch` gives. Raises PayloadNotFound where `store.retention`
+    A trainer that resumes from its checkpoint of step k passes `resumed_at=k` (0: from the initial model). It then
+    gets the train batches again that were acknowledged with a later step or never, without generating them anew:
+    `client.redelivered` lists them, and `next_batch` returns them first. Raises PayloadNotFound if `store.retention`
     freed some of them.
     """
     return RolloutClient(config, resumed_at=resumed_at)
 
 
 class RolloutClient(SystemClient):
-    """The coordinator's methods, blocking; thread-safe. Use as a context manager, or `close()`."""
+    """Blocking, thread-safe client of the coordinator. Use as a context manager, or `close()`."""
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
-        """See `connect`."""
         super().__init__(config)
         self._publisher = Publisher(config, self._call_in_time, lambda: self.log)
         self.redelivered: list[BatchId] = []
-        """In the order of the steps that they were trained in; then those never trained, as they were finalized."""
-        self._known_up_to = 0
-        self._taking = threading.Lock()
-        self._untaken: dict[tuple[int, int | None], str] = {}
-        """Requests for experiences that were not answered in time, by how many they were for and which step."""
+        """Batches that a resumed trainer gets again: first those trained, by step, then the others as finalized."""
+        self._redelivered_up_to = 0
+        self._take_lock = threading.Lock()
+        self._unanswered_takes: dict[tuple[int, int | None], str] = {}
+        """Ids of requests for experiences without an answer in time, by number of experiences and step."""
         if resumed_at is not None:
             try:
                 self._resume(validation.whole("resumed_at", resumed_at))
@@ -86,21 +85,18 @@ class RolloutClient(SystemClient):
     def _resume(self, step: int) -> None:
         if step < 0:
             raise errors.DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
-        found = self._link.call(commands.ResumeTrainer(step=step))
-        self.redelivered, self._known_up_to = found["batches"], found["position"]
+        answer = self._link.call(commands.ResumeTrainer(step=step))
+        self.redelivered, self._redelivered_up_to = answer["batches"], answer["position"]
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
-        """Return the experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
-        found = validation.listed("refs", refs, "PayloadRef")
-        if wrong := [ref for ref in found if not isinstance(ref, PayloadRef)]:
+        """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
+        ref_list = validation.listed("refs", refs, "PayloadRef")
+        if wrong := [ref for ref in ref_list if not isinstance(ref, PayloadRef)]:
             raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
-        return read_experiences(self._payloads, found)
+        return read_experiences(self._payloads, ref_list)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Return tasks, as requests carry them.
-
-        Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task.
-        """
+        """Return tasks encoded for a request. Raises TaskNotSerializable, UnknownWorkflow, DataError with the task."""
         return pack(validation.encode_tasks(tasks, self.config), self._payloads)
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -108,10 +104,10 @@ class RolloutClient(SystemClient):
         self, *, batch_id: BatchId, tasks: Sequence[Task], batch_type: BatchType, min_wait_num: int | None = None,
         cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None, sources: Sequence[TasksetSource] = ()
     ) -> None:
-        """Hand a batch in; when this returned, nothing loses it any more.
+        """Submit a batch; it is durable when this returns.
 
-        `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
-        tasksets were read for it; so is `sources`: what those that are no files were found to be.
+        `cursor`: how far the taskset was read for this batch (`taskset, epoch, offset`; a list for several tasksets),
+        recorded in the same transaction. So is `sources`, the identities of tasksets that are not files.
         Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
@@ -129,17 +125,17 @@ class RolloutClient(SystemClient):
             task.batch_id, task.task_id = batch_id, number
 
     def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the batch has what it needs, run the pipeline, and end it.
+        """Wait until enough tasks of the batch are settled, run the pipeline, and end the batch.
 
-        Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Tasks that failed for
-        good are settled, and so in `finished_task_count`; `rollout/failed_task_count` counts them alone. Raises
+        Returns keys `batch_id, batch_type, finished_task_count, metrics`; a second call returns the same.
+        `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only those. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
         PipelineError (the batch is RUNNING again).
         """
         return self._finalize(batch_id, "train", timeout)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>`."""
+        """Finalize an eval batch like a train batch, but without pipeline; metrics are under `eval/<name>`."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(
@@ -152,57 +148,56 @@ class RolloutClient(SystemClient):
             return self._link.call(command, _patience(timeout))
         except errors.TrinityError:
             raise
-        except TimeoutError as e:  # the coordinator did not say it: it is away, or the pipeline is at work
+        except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
             raise errors.FinalizeTimeout(
-                f"batch {batch_id!r}: no answer within {timeout} s; nothing is lost, finalize it again to go on "
-                "waiting, and `trinity-es why` tells what it waits for"
+                f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
+                "waiting; `trinity-es why` says what it waits for"
             ) from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """Give a batch up: its running tasks are stopped. Unknown and ended ids are fine."""
+        """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
         validation.text("reason", reason)
         self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
         ))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
-        """Let tasks of an open batch that have ended run again, all runs of each; what they had is set aside.
+        """Let ended tasks of an open batch run again, all runs of each; their earlier results are set aside.
 
-        For one whose payload was lost (`verify` names it), or that failed for a reason that was mended. Who asked is
-        recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and for
-        a batch that has ended: its result stands.
+        For a task whose payload was lost (`verify` names it), or that failed for a reason that was mended. This process
+        is recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and
+        for a batch that has ended, whose result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
         validation.text("reason", reason)
-        asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
+        caller = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         self._link.call(commands.RedoTasks(
             batch_id=require_batch_id(batch_id), tasks=[validation.whole("tasks", n) for n in numbers],
-            reason=f"{reason} ({asked})" if reason else asked,
+            reason=f"{reason} ({caller})" if reason else caller,
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; [] gives {}."""
-        found = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
-        if not found:
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; returns its metrics."""
+        blobs = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
+        if not blobs:
             return {}
         refs = []
-        for data in found:
+        for data in blobs:
             count = len(Experience.deserialize_many(data))
             refs.append(PayloadRef(digest=self._payloads.put(data), first=0, count=count))
         return self._link.call(commands.ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
-        """Yield the experiences of a finalized train batch as the pipeline left them, in order.
+        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read one by one.
 
-        They are read as they are asked for. Raises BatchNotFound; ValueError while the batch is not finalized;
-        PayloadNotFound when they were freed.
+        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound if they were freed.
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
             raise errors.DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
         for ref in state.experiences:
             try:
-                found = read_experiences(self._payloads, [ref])
+                experiences = read_experiences(self._payloads, [ref])
             except errors.PayloadNotFound as e:
                 if not self.log.was_freed(batch_id):
                     raise
@@ -210,18 +205,18 @@ class RolloutClient(SystemClient):
                     f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
                     "steps only; its events are in the log", digest=ref.digest,
                 ) from e
-            yield from found
+            yield from experiences
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
-        """Return the `n` experiences that go next, out of all finalized train batches; waits until there are so many.
+        """Wait for the next `n` experiences of all finalized train batches, and take them.
 
-        `buffer.queue` says what goes next, how often an experience may be taken and after how long again;
-        `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for. A
-        trainer that comes back with `resumed_at=k` can take again what it took for later steps, and nothing that it
-        took for none. Acknowledge the batches when they are used up, or `store.retention` keeps them for ever.
+        `buffer.queue` sets the order, how often an experience may be taken, and how soon again; `info["use_count"]`
+        counts its uses, this one included. `step`: the trainer's step that will use them. A trainer that resumes with
+        `resumed_at=k` can take those of later steps again, but none that it took without a step. Acknowledge batches
+        when they are used up, or `store.retention` keeps them for ever.
 
-        Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
-        function fails, PayloadNotFound where an experience was freed between being taken and being read.
+        Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
+        function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
         """
         items = self._take(commands.TakeExperiences(
             n=validation.whole("n", n), timeout=validation.seconds("timeout", timeout),
@@ -235,33 +230,33 @@ class RolloutClient(SystemClient):
         return experiences
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
-        """Return what the coordinator gives. A request that it did not answer in time is asked again, under its id, or
-        what was given would be lost.
+        """Return the taken experiences. An earlier request without an answer is repeated under its id: the coordinator
+        may have answered it, and those experiences would be lost.
         """
-        limit, of = _patience(command.timeout), (command.n, command.step)
-        with self._taking:
-            unanswered = self._untaken.pop(of, None)
+        limit, key = _patience(command.timeout), (command.n, command.step)
+        with self._take_lock:
+            unanswered = self._unanswered_takes.pop(key, None)
         id = unanswered or uuid.uuid4().hex
         try:
             return self._link.call(command, limit, id=id)
         except errors.TakeTimeout:
             if unanswered is None:
                 raise
-            return self._take(command)  # it gave nothing then
+            return self._take(command)  # the earlier request took nothing
         except errors.TrinityError:
             raise
         except TimeoutError as e:
-            with self._taking:
-                self._untaken[of] = id
+            with self._take_lock:
+                self._unanswered_takes[key] = id
             raise errors.TakeTimeout(
-                f"{command.n} experiences: no answer within {command.timeout} s; ask again for as many, and what was "
-                "perhaps given is given then"
+                f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the coordinator "
+                "took some for this request, you get them then"
             ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
-        """Yield (position, experiences) of what the pipeline was given outside any batch after log position `after`.
+        """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.
 
-        That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
+        These come from `process_experiences` and from commits to the proxy of mode `serve`.
         """
         for recorded in self.log.read(types=["ExperiencesProcessed"], after=validation.whole("after", after)):
             event = recorded.event
@@ -269,55 +264,54 @@ class RolloutClient(SystemClient):
             yield recorded.position, read_experiences(self._payloads, event.experiences)
 
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it.
+        """Record that the trainer's step `step` used this batch, with `metrics` (loss, ...).
 
-        Said again it changes nothing; after a redelivery (`resumed_at`) it is recorded again, since the batch was used
-        again.
+        A second call changes nothing. After a redelivery (`resumed_at`) the new use is recorded too.
         """
-        given = validation.mapping("metrics", metrics)
-        plain = {str(name): validation.number(f"metrics[{name!r}]", value) for name, value in given.items()}
+        plain = {str(name): validation.number(f"metrics[{name!r}]", value)
+                 for name, value in validation.mapping("metrics", metrics).items()}
         require_finite(plain, "metrics")
         self._link.call(commands.AcknowledgeBatch(
             batch_id=require_batch_id(batch_id), step=validation.whole("step", step), metrics=plain
         ))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
-        """Return the first train batch finalized after log position `after`, and its position; waits for it.
+        """Wait for the first train batch finalized after log position `after`; returns its id and position.
 
-        To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
-        the position up to which all is known. Raises TimeoutError.
+        A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is, with the log
+        position up to which they cover all batches. Raises TimeoutError.
         """
         timeout, after = validation.seconds("timeout", timeout), validation.whole("after", after)
         with contextlib.suppress(IndexError):
-            return self._to_come.popleft(), self._known_up_to
-        after = max(after, self._known_up_to)
-        found = self._link.call(commands.GetNextBatch(after=after, timeout=timeout), timeout)
-        return found["batch_id"], found["position"]
+            return self._to_come.popleft(), self._redelivered_up_to
+        after = max(after, self._redelivered_up_to)
+        batch = self._link.call(commands.GetNextBatch(after=after, timeout=timeout), timeout)
+        return batch["batch_id"], batch["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
         """Return the batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
         try:
             return self.log.replay(batch_id)
         except errors.BatchNotFound:
-            self._require_log()  # or it is not there any more
+            self._require_log()  # the log may have lost it
             raise
 
     def why(self, batch_id: BatchId) -> str:
-        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it.
+        """Return in a few lines what the batch waits for, since when, on which runner and attempt, and what to do.
 
-        It is a few lines, also where the system has died meanwhile. `client.log.why` gives the same as data, from the
-        log alone. Raises BatchNotFound, LogRewound.
+        Works also if the system has died. `client.log.why` returns the same as data, from the log alone. Raises
+        BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
-        with contextlib.suppress(errors.LogUnavailable):  # told below
+        with contextlib.suppress(errors.LogUnavailable):  # reported below
             within(READ_SECONDS, self._require_log)
         live, facts = self.facts()
         try:
             return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=facts)))
         except errors.LogUnavailable as e:
-            for told in unread(live or {}, e.message, now=time.time()):
-                if told.batch_id == batch_id and type(told.batch_id) is type(batch_id):
-                    return str(told)
+            for answer in unread(live or {}, e.message, now=time.time()):
+                if answer.batch_id == batch_id and type(answer.batch_id) is type(batch_id):
+                    return str(answer)
             raise
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -326,19 +320,19 @@ class RolloutClient(SystemClient):
     ) -> dict[str, Any]:
         """Have all engines serve these weights as `version`; returns when they do.
 
-        `weights`: a checkpoint's folder in HF format, or a mapping from the names in it to tensors (torch or numpy),
-        which reach the engines through shared memory, or by `sync_method: nccl` from GPU to GPU. Such a version may be
-        given again as a checkpoint once it is saved: only then does it survive a restart of the machine.
+        `weights`: a checkpoint's folder in HF format, or a mapping from the checkpoint's names to tensors (torch or
+        numpy), which reach the engines through shared memory, or with `sync_method: nccl` from GPU to GPU. A version of
+        tensors does not survive a restart of the machine until it is synced again from a saved checkpoint.
 
-        Raises SyncError: some engine could not load it, or not in time (seconds, default
-        `synchronizer.sync_timeout`). The version is the current one all the same: engines that live go on with what
-        they had, one that comes up loads it. Sync the same again, or a newer version.
+        Raises SyncError if some engine can't load it, or not within `timeout` (seconds, default
+        `synchronizer.sync_timeout`). The version is the current one all the same: living engines keep their weights,
+        and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
         seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(validation.whole("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost where they lay, and lie in `path` now."""
+        """Record that the current weights were lost from their old place and now lie in `path`."""
         self._publisher.republish(version, path)
 
     def sync_adapter(
@@ -346,27 +340,27 @@ class RolloutClient(SystemClient):
     ) -> dict[str, Any]:
         """Have all engines serve the LoRA adapter at `path` as this version of `name`; returns when they do.
 
-        `path`: a folder in PEFT's format (`model.save_pretrained(path)`), which must stay as it is while this version
-        is the current one: an engine that comes up later loads it. Tasks choose it by `rollout_args["adapter"]`. A
-        request keeps the version that it began with. The model's own weights stay as they are, and adapters stay over
-        `sync_weights`.
+        `path`: a folder in PEFT's format (`model.save_pretrained(path)`). Keep it unchanged while this version is the
+        current one, because an engine that starts later loads it. Tasks choose the adapter by
+        `rollout_args["adapter"]`. A request keeps the version that it began with. The model's own weights stay as they
+        are, and adapters survive `sync_weights`.
 
-        Raises SyncError: the folder can't be served (nothing was published then), the version is older than the current
-        one, or some engine could not load it in time (seconds, default `synchronizer.sync_timeout`) and goes on with
-        what it had.
+        Raises SyncError if the folder can't be served (nothing was published then), if the version is older than the
+        current one, or if some engine can't load it within `timeout` (seconds, default `synchronizer.sync_timeout`) and
+        keeps its earlier version.
         """
         seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         number = validation.whole("version", version)
         return self._publisher.publish_adapter(validation.text("name", name), number, path, seconds)
 
     def remove_adapter(self, name: str) -> None:
-        """Take a LoRA adapter back: requests that name it are refused. Raises SyncError for an unknown one."""
+        """Remove a LoRA adapter: requests that name it are refused. Raises SyncError for an unknown name."""
         self._publisher.remove_adapter(validation.text("name", name))
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """Return the tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
+        """Return a tensor of the weights that the engines serve now; bfloat16 and float8 as float32.
 
-        Raises WeightNotFound (KeyError) that names similar ones, SyncError where the weights can't be read.
+        Raises WeightNotFound (KeyError) with similar names, SyncError if the weights can't be read.
         """
         runners = [r for r in self.status()["runners"] if r["model"] == "rollout"]
         version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
@@ -379,14 +373,14 @@ class RolloutClient(SystemClient):
     ) -> dict[str, Any]:
         """Make the group over which `sync_method: nccl` sends weights; this process is its rank 0, at this address.
 
-        `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
-        address: `sync_weights` makes a group where there is none. Raises SyncError.
+        Needed only to choose the address, since `sync_weights` makes a group if there is none. `state_dict_meta`:
+        `(name, dtype, shape)` of each tensor, compared with the model's. Raises SyncError.
         """
         port = validation.whole("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def shutdown(self) -> int:
-        """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
+        """End the whole system. Returns how many processes had to be killed."""
         killed = self._end()
         self._publisher.clean_up()
         self.close()

@@ -1,4 +1,4 @@
-"""A system for as long as a block of a program lasts."""
+"""An actor system for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
-    """Start the system of this config's store, or join the one that runs, and wait until its engines serve.
+    """Start the system of this config's store, or join the one that runs; yields a client when its engines serve.
 
-    Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
-    `system.startup_timeout` by default. What is waited for is logged at INFO, or printed to stderr in a program that
-    has set up no logging. Raises ConfigError, also where one runs that was started with other settings, StartupError,
-    LogRewound and what `connect` raises.
+    At the end of the block a system that was started here is ended. `timeout`: seconds that the engines may take,
+    `system.startup_timeout` by default. Progress is logged at INFO, or printed to stderr if the program has not set up
+    logging. Raises ConfigError, also if a system runs with other settings, StartupError, LogRewound and the errors of
+    `connect`.
     """
     began, where = time.monotonic(), config.masked()["store"]["url"]
     logs = config.system.log_dir
@@ -36,7 +36,7 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
     if not joined:
         try:
             lifecycle.start(config)
-        except AlreadyRunning:  # somebody else was faster
+        except AlreadyRunning:  # another process was faster
             joined = True
     if joined:
         require_same_settings(config)

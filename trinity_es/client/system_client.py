@@ -1,4 +1,4 @@
-"""A client of a running system, whatever it runs: how it is, what its runners do, its log, its end."""
+"""The part of the client that is about the system itself: status, runners, hosts, log, end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ A = TypeVar("A")
 
 
 class SystemClient:
-    """See the module. Thread-safe. Raises NotRunning where no system runs on the store."""
+    """Client of the system that runs on a store. Thread-safe. Raises NotRunning if none runs."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -41,8 +41,8 @@ class SystemClient:
     def _running(self, gone: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the admin of the running system; None while the keeper starts it.
 
-        `gone`: admin of the system that was joined before. Raises NotRunning if nobody starts one, and LogRewound if
-        the log lacks what this client, or this host, knows of it.
+        `gone`: admin of the previous system. Raises NotRunning if no keeper starts one, and LogRewound as
+        `_require_log`.
         """
         admin = running_system.find(self.config)
         if admin is None:
@@ -55,8 +55,8 @@ class SystemClient:
         return admin
 
     def _require_log(self) -> None:
-        """Raise LogRewound where the log lacks what this client, or this host, knows of it."""
-        mark = self._link.known
+        """Raise LogRewound if the log lacks an event that this client or this host remembers."""
+        mark = self._link.last_mark
         remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class SystemClient:
         self.close()
 
     def close(self) -> None:
-        """Let go of the system; it goes on without this client."""
+        """Disconnect; the system goes on."""
         self._link.close()
         if self._log is not None:
             self._log.close()
@@ -95,74 +95,68 @@ class SystemClient:
         until = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
         rollout = {}
-        if where.coordinator is not None or self._link.knows_coordinator:  # a guardian that is stopped tells nothing
+        if where.coordinator is not None or self._link.knows_coordinator:  # a stopped guardian gives no address
             rollout = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
         """End a runner's process and start another; returns `runner` and its new `incarnation` when that lives.
 
-        What it had is attempted again, blamed for nothing; its engine then loads (`wait_ready`). `RunnerLost` records
-        who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
-        RunnerNotFound (KeyError), TimeoutError.
+        Its units are attempted again, which doesn't count as a failed attempt; its engine then loads (`wait_ready`).
+        `RunnerLost` records this caller and `reason`. A runner that failed, was given up or waits for its restart is
+        started at once. Raises RunnerNotFound (KeyError), TimeoutError.
         """
         limit = validation.seconds("timeout", timeout) or 60.0
         until = time.monotonic() + limit
-        told = self._link.where(min(limit, PATIENCE_SECONDS)).status
-        if not told:
+        status = self._link.where(min(limit, PATIENCE_SECONDS)).status
+        if not status:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
-        lives = {c["name"]: c["incarnation"] for c in told.get("children", []) if c["name"] != "coordinator"}
-        if validation.text("name", name) not in lives:  # one of another host, perhaps
+        lives = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
+        if validation.text("name", name) not in lives:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))["runners"]
             lives |= {r["runner"]: r["incarnation"] for r in rows if r["runner"] not in lives}
         if name not in lives:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(lives)) or 'none'}")
-        asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
+        caller = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
-            incarnation=lives[name],  # a request that comes twice ends one life
-            reason=f"{asked}: {reason}" if reason else asked,
+            incarnation=lives[name],  # so a request that comes twice ends one life only
+            reason=f"{caller}: {reason}" if reason else caller,
         )
-        begun = self._link.call(command, max(0.0, until - time.monotonic()))
-        return dict(begun)
+        return dict(self._link.call(command, max(0.0, until - time.monotonic())))
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Add servers of others as engines (`engine_type: http`), and take others away; return all that there are now.
+        """Add running vLLM servers as engines (`engine_type: http`) or remove some; returns all servers after that.
 
-        One that is taken away gets no more tasks, ends those that it has, and is let go. This goes before the list of
-        the config: what is added here stays, what is removed stays away. Raises DataError for a URL that is none, and
-        for removing what was never a server.
+        A removed server gets no more tasks, finishes those that it has, and is disconnected. This overrides the
+        config's list, also after a restart. Raises DataError for an invalid URL, and for removing an unknown server.
         """
         command = ScaleServers(add=list(add), remove=list(remove))
         return [dict(server) for server in self._link.call(command)["servers"]]
 
     def drain_host(self, name: str, *, reason: str = "") -> dict[str, Any]:
-        """Have a host that joined leave: it gets nothing new, ends what it has, and its system ends.
+        """Have a joined host leave: it gets no new units, finishes those that it has, and its system ends.
 
-        Returns its epoch, and how many units it has now. Raises HostNotFound.
+        Returns the host's epoch and the number of its units. Raises HostNotFound.
         """
-        asked = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
-        done = self._link.call(DrainHost(host=name, reason=f"{asked}: {reason}" if reason else asked))
-        return dict(done)
+        caller = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
+        return dict(self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller)))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""
+        """Return the current activity of every runner, by name; its keys are documented in `actors.activity`."""
         return self._link.call(GetRunnerStates(names=None))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:
-        """Return the same of one runner; {} where there is none of this name."""
+        """Return the current activity of one runner; {} if there is no runner of this name."""
         return self._link.call(GetRunnerStates(names=[name])).get(name, {})
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one value of every runner's state, `workflow_id` say, by the runner's name.
-
-        {} where none has this key.
-        """
+        """Return one value, such as `workflow_id`, of each runner's state that has it, by the runner's name."""
         validation.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """`live` and `system` for `Log.why`: what the system says of itself, and what is known of its processes."""
+        """Return `live` and `system` for `Log.why`: the system's own status, and the state of its processes."""
         try:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
@@ -170,13 +164,13 @@ class SystemClient:
                 return None, {"up": False, **running_system.stopped(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
-            raise  # it is not the system that is silent
+            raise  # these say more than that the system is silent
         except (TrinityError, TimeoutError):
             return None, {"up": True}
         return (status if status["system"] else None), {"up": True}
 
     def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
-        """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
+        """Wait until every engine serves. Raises StartupError with the reason of an engine that can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
             self.status, validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
@@ -187,11 +181,11 @@ class SystemClient:
     def _end(self) -> int:
         """End the whole system. Returns how many processes had to be killed."""
         running_system.stop_keeper(self.config)
-        with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
+        with contextlib.suppress(TrinityError):  # joins the current system if the keeper started another one
             self._link.where()
         family = leftovers(self.config)
         killed = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
-            if running_system.find(self.config) is None:  # or it is another one by now
-                killed += running_system.end(running_system.wait_gone(family, 0.5))  # what a workflow started, and left
+            if running_system.find(self.config) is None:  # or another system runs by now
+                killed += running_system.end(running_system.wait_gone(family, 0.5))  # processes that workflows left
         return killed

@@ -1,4 +1,4 @@
-"""End a system in order, and what is left of it by force."""
+"""The end of a system: in order, then by force for what is left of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Teardown:
 
 
 def end_system(config: Config) -> Teardown:
-    """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
+    """End the system of this store in order, then kill the processes that are left. Does nothing if none runs."""
     from trinity_es.client.rollout_client import connect
 
     running_system.stop_keeper(config)  # or it would start the system again
@@ -30,7 +30,7 @@ def end_system(config: Config) -> Teardown:
         if running_system.find(config) is not None:
             ended.killed += connect(config).shutdown()
     except TrinityError:
-        pass  # it does not answer, or ended meanwhile: what is left of it is killed
+        pass  # it does not answer, or ended meanwhile: the rest of it is killed
     ended.killed += end_all_leftovers(config)
     ended.left = [p.pid for p in leftovers(config)]
     return ended

@@ -1,4 +1,4 @@
-"""What can be known, by its processes, of a system on this machine that answers nothing. Linux only."""
+"""State of a local system that does not answer, read from its processes. Linux only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["state_of_runner", "stopped_processes"]
 
 
 def state_of_runner(pid: int, *, up: bool) -> str:
-    """Return `stopped` for one that was sent SIGSTOP, `silent` for another that lives, and `down`.
+    """Return `stopped` if the runner got SIGSTOP, `silent` if it lives otherwise, else `down`.
 
-    `up`: its system is there; else a process of this pid is another one.
+    `up`: its system exists; otherwise a process with this pid is another program's.
     """
     with contextlib.suppress(psutil.Error, ValueError):
         process = psutil.Process(pid)
@@ -22,12 +22,12 @@ def state_of_runner(pid: int, *, up: bool) -> str:
 
 
 def stopped_processes(admin: int) -> list[int]:
-    """Return the pids of a system's processes that were sent SIGSTOP, from its admin on."""
-    found = list[int]()
+    """Return the pids of the admin and its descendants that are stopped by SIGSTOP."""
+    pids = list[int]()
     with contextlib.suppress(psutil.Error):
         first = psutil.Process(admin)
         for process in (first, *first.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
-                    found.append(process.pid)
-    return found
+                    pids.append(process.pid)
+    return pids

@@ -1,4 +1,4 @@
-"""What users hand to the client and the scheduler: checked, and made what is sent. Nothing is sent from here."""
+"""Checks and encoding of the arguments that users pass to the client and the scheduler."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _FORMAT = frozenset(FormatConfig.of_tasks())
 _ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
-"""Maximum of a timeout; one of more is none, for a timer can't be set so late."""
+"""Maximum of a timeout; a longer one means none, because a timer can't be set that late."""
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """Return the tasks as they are recorded and sent.
+    """Return the tasks in the form of requests and events.
 
-    Raises TaskNotSerializable, UnknownWorkflow and, for sampling that can't be, DataError, naming the task.
+    Raises TaskNotSerializable, UnknownWorkflow, and DataError for impossible sampling, each with the task's number.
     """
     look_in(config.code_path, first=False)
     out = []
@@ -53,7 +53,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")
             if other := task.format_args.keys() - _FORMAT:
                 raise DataError(f"format_args has no {', '.join(sorted(map(str, other)))}: it has "
-                                f"{', '.join(sorted(_FORMAT))}; what a workflow of yours reads is for workflow_args")
+                                f"{', '.join(sorted(_FORMAT))}; arguments of your own workflow go into workflow_args")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
             if task.workflow not in paths:
@@ -68,27 +68,28 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
 
 
 def _unwrapped(task: Task) -> Task:
-    """Return the task with pydantic's SecretStr, which JSON does not know, as `Secret`."""
-    given = {name: getattr(task, name) for name in _ARGS}
-    plain = {name: unmarked(value) for name, value in given.items() if value}
-    return replace(task, **plain) if plain and plain != given else task
+    """Return the task with pydantic's SecretStr, which JSON can't hold, as `Secret`."""
+    args = {name: getattr(task, name) for name in _ARGS}
+    plain = {name: unmarked(value) for name, value in args.items() if value}
+    return replace(task, **plain) if plain and plain != args else task
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """Return a whole number of at least `least`, and less than 2**31: what a column holds in every database. Raises
-    DataError; True and False are no numbers.
+    """Return a whole number from `least` to 2**31 - 1, the range of a column in every database.
+
+    Raises DataError, also for True and False.
     """
     try:
-        found = operator.index(value)  # takes numpy's integers, and no text
+        integer = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
-        found = least - 1
-    if isinstance(value, bool | np.bool_) or not least <= found < 2**31:
+        integer = least - 1
+    if isinstance(value, bool | np.bool_) or not least <= integer < 2**31:
         raise DataError(f"{name} is {shown(value)}: a whole number from {least} to {2**31 - 1} is expected")
-    return found
+    return integer
 
 
 def number(name: str, value: Any) -> float:
-    """Return a number. Raises DataError; True and False are no numbers."""
+    """Return a number. Raises DataError, also for True and False."""
     try:
         if not isinstance(value, str | bytes | bool | np.bool_):
             return float(value)  # takes numpy's and torch's scalars
@@ -98,13 +99,13 @@ def number(name: str, value: Any) -> float:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """Return a timeout; None where it never comes. Raises DataError."""
+    """Return a timeout; None means no limit. Raises DataError."""
     if value is None:
         return None
-    found = number(name, value)
-    if not found >= 0:
+    timeout = number(name, value)
+    if not timeout >= 0:
         raise DataError(f"{name} is {shown(value)}: a number of seconds is expected, or None to wait for ever")
-    return found if found < _FOREVER_SECONDS else None
+    return timeout if timeout < _FOREVER_SECONDS else None
 
 
 def text(name: str, value: Any) -> str:
@@ -114,7 +115,7 @@ def text(name: str, value: Any) -> str:
 
 
 def listed(name: str, value: Any, of: str) -> list[Any]:
-    """Return a list of these. Raises DataError for what is none: a text, a mapping, a single one."""
+    """Return a list; `of` names its items in the error. Raises DataError for a text, a mapping or a single item."""
     if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
         return list(value)
     raise DataError(f"{name} is a {type(value).__name__}: a list of {of} is expected")
@@ -126,7 +127,7 @@ def mapping(name: str, value: Any) -> dict[Any, Any]:
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
 
 
-def cursors(given: Any) -> list[Cursor]:
-    """Return what was given as `cursor`: a mapping, or a list of such. Raises DataError."""
-    several = [given] if isinstance(given, Mapping) else listed("cursor", () if given is None else given, "mappings")
-    return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in several]
+def cursors(value: Any) -> list[Cursor]:
+    """Return the cursors of a mapping or a list of mappings. Raises DataError."""
+    mappings = [value] if isinstance(value, Mapping) else listed("cursor", () if value is None else value, "mappings")
+    return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in mappings]
