@@ -122,7 +122,7 @@ class Model(OpenAIAccess):
             merged_state = plain({**self.workflow_state, **state})
             size = len(orjson.dumps(merged_state))
         except (NotPlain, TypeError, ValueError) as e:
-            raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {getattr(e, 'what', e)}") from e
+            raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {e}") from e
         if size > STATE_BYTES:
             raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: {STATE_BYTES:,} are the most")
         self.workflow_state.update(merged_state)

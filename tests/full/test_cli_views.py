@@ -157,7 +157,7 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
     for words in (["--log", path], [path]):
         told = cli("status", *words)
         assert told.exit_code == 1
-        assert "its trainer (pid 7) ended in the middle of it; start it again" in told.stdout
+        assert "its trainer (pid 7) died in the middle of it; start it again" in told.stdout
 
 
 def test_status_says_where_a_run_has_no_batch_yet(path: Path) -> None:

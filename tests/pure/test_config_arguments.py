@@ -174,7 +174,7 @@ def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
     fine = {"prompt_key": "q", "response_key": "a", "system_prompt": "Be brief.", "reply_prefix": "So:"}
     assert encode_tasks([Task(workflow=SimpleWorkflow, format_args=fine)], Config())[0]["format_args"] == fine
     with pytest.raises(DataError, match="task 1: format_args has no sytem_prompt: it has prompt_key, reply_prefix, "
-                                        "response_key, system_prompt; what a workflow of yours reads is for"):
+                                        "response_key, system_prompt; arguments of your own workflow go into"):
         encode_tasks([Task(workflow=SimpleWorkflow, format_args=args) for args in (fine, {"sytem_prompt": "x"})],
                      Config())
 

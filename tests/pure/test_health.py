@@ -164,13 +164,13 @@ def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
 ])
 def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, Any] | None, way: str | None) -> None:
     found = DOWN | {"store": "sqlite:////runs/log.sqlite", "run": run, "killed": {"trainer": 7}}
-    said = "the run was not ended in order: its trainer (pid 7) ended in the middle of it; "
+    said = "the run did not end in order: its trainer (pid 7) died in the middle of it; "
     assert wrong(found) == ([] if way is None else [said + way])
     assert wrong(found | {"killed": {}}) == []
     for killed, who in (({"explorer": 7, "trainer": 7}, "its explorer and trainer (pid 7)"),
                         ({"explorer": 7, "trainer": 8}, "its explorer (pid 7) and its trainer (pid 8)")):
         for line in wrong(found | {"killed": killed}):
-            assert f": {who} ended in the middle of it; " in line
+            assert f": {who} died in the middle of it; " in line
 
 
 @pytest.mark.parametrize(("step", "said"), [(None, ", and no trainer has acknowledged it"), (7, "")])
@@ -245,13 +245,13 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 @pytest.mark.parametrize(("run", "way"), [
     ({"step": 3, "total_steps": None, "complete": None},
      "`trinity-es resume s` (`trinity-es resume CONFIG` if you changed the config file: the log holds the old one) "
-     "generates it anew"),
+     "generates it again"),
     (None, "start its trainer again"),
 ])
 def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:
     last = {"batch_id": 3, "failed_whole": True}
     [line] = wrong(DOWN | {"run": run, "last_batch": last})
-    assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` tells how: mend "
+    assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` says how: mend "
                     f"that, then {way}")
     for other in (DOWN | {"last_batch": last | {"failed_whole": False}}, DOWN | {"last_batch": last, "batches": [{}]}):
         assert wrong(other | {"run": run}) == []
@@ -270,7 +270,7 @@ def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
     [away] = told(connected=False, away_for=3.0, why_away="it ended the connection")
     assert away.startswith("host b has not been heard of for 3.0 s (it ended the connection): after 15")
     [lost] = told(state="lost", connected=False, away_for=20.0, reason="not heard of for 15 s")
-    assert lost.startswith("host b was lost: not heard of for 15 s; what it had is attempted elsewhere")
+    assert lost.startswith("host b was lost: not heard of for 15 s; its work is attempted elsewhere")
 
 
 @pytest.mark.parametrize(("cause", "tells_more"), [("running", False), ("loading", True)])
@@ -281,7 +281,7 @@ def test_why_is_named_where_it_tells_more(cause: str, tells_more: bool) -> None:
         waiting=(Waiting(cause=cause, what="runner-0 #1", text="runner-0 #1 is loading its engine"),))
     live = {"system": {}, "weights_version": 0, "runners": []}
     [line] = wrong(DOWN | {"up": True, "coordinator": {"pid": 1}}, live, [told])
-    assert line.endswith("; `trinity-es why 4` tells more") == tells_more
+    assert line.endswith("; `trinity-es why 4` says more") == tells_more
     assert any("its runner's text log in system.log_dir" in s for s in told.sentences()) == tells_more
 
 

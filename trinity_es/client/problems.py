@@ -21,7 +21,7 @@ _WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_ans
 
 
 def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
-    """Yield each problem as a line. `out`: the dict that `look` fills; `live`: the system's answer, None without one."""
+    """Yield each problem as a line. `out` is the dict that `look` fills; `live` the system's answer, or None."""
     logs = config.system.log_dir
     last = out.get("last_batch") or {}
     resume = resume_command(out["store"]) if out.get("run") else ""

@@ -177,7 +177,7 @@ class RolloutClient(SystemClient):
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; returns its metrics."""
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; return its metrics."""
         blobs = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
@@ -249,8 +249,8 @@ class RolloutClient(SystemClient):
             with self._take_lock:
                 self._unanswered_takes[key] = id
             raise errors.TakeTimeout(
-                f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the coordinator "
-                "took some for this request, you get them then"
+                f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the "
+                "coordinator took some for this request, you get them then"
             ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:

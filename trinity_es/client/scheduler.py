@@ -1,12 +1,11 @@
-"""The scheduler under its known names: tasks in, statuses and raw experiences out, batch by batch.
+"""The Scheduler with Trinity-RFT's names: tasks in, statuses and raw experiences out, batch by batch.
 
-It is a handle on the same coordinator that finalizes train batches: a scheduled batch is a stream of the log like any
-other, `collect` by type, and no pipeline is run on it. So what was scheduled is durable when `schedule` returned, what
-finished stays finished whatever dies, and what was not collected is there for the next Scheduler on the store, in this
-process or another. Two of them on one store are the same scheduler.
+A scheduled batch is a stream of the log like any other, of type `collect`, and no pipeline runs on it. So tasks are
+durable when `schedule` returns, finished tasks stay finished whatever dies, and results that were not collected wait
+for the next Scheduler on the store, in this process or another. Two Schedulers on one store share all batches.
 
-Results are handed over in two steps: they are read, and then it is recorded that they were taken. A caller that is
-killed or cancelled before that leaves them; two callers of one batch never get the same.
+Results are handed over in two steps: the caller reads them, then has recorded that they were taken. A caller that is
+killed or cancelled before the second step leaves them; two callers of one batch never get the same results.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ __all__ = ["Scheduler"]
 A = TypeVar("A")
 T = TypeVar("T")
 Read = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
-"""Makes something of tasks of a batch, by their numbers."""
+"""Function that reads the results of tasks of a batch, by their numbers."""
 
 ALL_TASKS = 2**31 - 1
-"""More tasks than a batch can have ready: who asks for so many waits until nothing runs."""
+"""More tasks than a batch can have ready: a poll for this number waits until nothing runs."""
 POLL_SECONDS = 4.0
-"""How long one question after results stays open; less than a client waits before it asks where everybody is."""
+"""How long one poll for results stays open; less than PATIENCE_SECONDS, after which a client sends it again."""
 RETRY_SECONDS = 0.5
-"""Interval between two tries to ask while the log can't be written."""
+"""Interval between two polls while the log can't be written."""
 THREADS = 512
-"""Calls that wait at the same time; those beyond wait for one of them."""
+"""Maximum number of calls that wait at the same time."""
 
 _log = logging.getLogger("trinity_es.client.scheduler")
 
 
 class _Done(Awaitable[None]):
-    """What `schedule` returns: it is done already, and may be awaited all the same."""
+    """Awaitable that is done already, so that `schedule` may be awaited or not."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -71,15 +70,15 @@ class Scheduler:
         self._stopping = False
         self._calls: set[asyncio.Future[None]] = set()
         self._mine: set[BatchId] = set()
-        """Batches that were asked for here; those among them that are open, `stop` pauses."""
+        """Batches that this object scheduled or waited for; `stop` pauses those that are open."""
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
         """Connect to the running system of the store, or start one; returns when its engines serve. Idempotent.
 
-        What an earlier scheduler left goes on: its results can be collected here. Raises StartupError.
+        Batches that an earlier scheduler left go on, and their results can be collected here. Raises StartupError.
         """
-        async with self._alone():
+        async with self._exclusive():
             if self._rollouts is not None:
                 return
             rollouts = RolloutCoordinator(self.config)
@@ -95,18 +94,18 @@ class Scheduler:
             self._rollouts, self._stopping = rollouts, False
 
     async def stop(self) -> None:
-        """Wait for the tasks that are running, then let go of the system; end it if `start` started it.
+        """Wait for the tasks that are running, then disconnect, and end the system if `start` started it. Idempotent.
 
-        What this scheduler scheduled and no runner has yet waits in the log, for the next `start`; and so do results
-        that nobody collected. Calls that wait for results get what there is. Idempotent.
+        Pending tasks of this scheduler, and results that were not collected, stay in the log for the next `start`.
+        Calls that wait for results return those that are ready.
         """
-        async with self._alone():
+        async with self._exclusive():
             if self._rollouts is None:
                 return
             self._stopping = True
             try:
                 await self._settle()
-            except TrinityError as e:  # the system is gone: what ran there will be run again
+            except TrinityError as e:  # the system is gone: its running tasks will run again
                 _log.warning("stopped without its running tasks: %s", e)
             if self._calls:
                 await asyncio.wait(self._calls)
@@ -119,8 +118,8 @@ class Scheduler:
         await self._ask(commands.PauseBatches(batches=list(self._mine)))
         for batch_id in self._mine:
             while True:
-                told = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
-                if not told["running"] or not told["paused"]:  # or somebody else wants it to go on
+                progress = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
+                if not progress["running"] or not progress["paused"]:  # not paused: another scheduler resumed it
                     break
 
     async def __aenter__(self) -> Self:
@@ -132,7 +131,7 @@ class Scheduler:
     ) -> None:
         await self.stop()
 
-    def _alone(self) -> asyncio.Lock:
+    def _exclusive(self) -> asyncio.Lock:
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock
@@ -144,7 +143,7 @@ class Scheduler:
 
     @property
     def client(self) -> RolloutClient:
-        """The blocking client beneath. Raises NotRunning before `start` and after `stop`."""
+        """The underlying blocking client. Raises NotRunning before `start` and after `stop`."""
         if self._rollouts is None:
             raise NotRunning("the scheduler is not started: `await scheduler.start()` first")
         return self._rollouts.client
@@ -153,12 +152,12 @@ class Scheduler:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
     async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """`deadline`: monotonic seconds. Raises TimeoutError."""
+        """Return the answer to a command. `deadline`: monotonic seconds. Raises TimeoutError."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
         return await self._run(self.client.request, command, left)
 
     async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a question that changes nothing, after a log that can't be written for a while."""
+        """Return the answer to a read-only command; retry for `store.retry_for` seconds while the log can't be written."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
@@ -176,19 +175,19 @@ class Scheduler:
 
     # --- runners ----------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
-        """Return what one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
+        """Return the current activity of one runner, by its number or name; {} if there is no such runner."""
         return self.client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """Return the same of every runner, by name."""
+        """Return the current activity of every runner, by name."""
         return self.client.get_all_state()
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one thing of every runner's state, by name."""
+        """Return one value of each runner's state that has it, by the runner's name."""
         return self.client.get_key_state(key)
 
-    async def _known(self, call: Awaitable[T]) -> T:
-        """Await a call that `stop` waits for."""
+    async def _tracked(self, call: Awaitable[T]) -> T:
+        """Await a call; `stop` waits for it too."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls.add(over)
         try:
@@ -199,29 +198,29 @@ class Scheduler:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
-        """Queue tasks: lower batch first, first in first out inside a batch. When it returned they are durable.
+        """Queue tasks, all or none: lower batch first, first in first out inside a batch. Durable when it returns.
 
-        Called again while the batch is open they join it, numbered on; after it was collected they begin it anew. All
-        of the tasks are scheduled, or none. It blocks for the time of one commit; it may be awaited too. Raises
-        BatchAlreadyActive for the id of a batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
+        Later tasks of an open batch join it, with numbers that go on; after it was collected they begin it again. The
+        call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a batch of
+        `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
-        client, found = self.client, list(tasks)
+        client, queued = self.client, list(tasks)
         require_batch_id(batch_id)
         if self._stopping:
             raise NotRunning("the scheduler is being stopped: `await scheduler.start()` it again first")
-        if found:
-            first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(found)))
+        if queued:
+            first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(queued)))
             self._mine.add(batch_id)
-            for number, task in enumerate(found, first):
+            for number, task in enumerate(queued, first):
                 task.batch_id, task.task_id = batch_id, number
         return _Done()
 
     def has_step(self, batch_id: BatchId) -> bool:
-        """Return True if anything of the batch is pending, running or not collected."""
-        told = self.client.request(
+        """Return True if a task of the batch is pending, running or not collected."""
+        progress = self.client.request(
             commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
         )
-        return bool(told["open"] + told["ready"])
+        return bool(progress["open"] + progress["ready"])
 
     async def get_results(
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
@@ -229,36 +228,35 @@ class Scheduler:
     ) -> tuple[list[Status], list[Experience]]:
         """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks.
 
-        `min_num`: tasks to wait for (None: all; more than there are: all, with a warning); once they are there, those
-        that finish within `explorer.over_rollout.wait_after_min` seconds come too. `timeout`: seconds, after which
-        what is done is returned; None: no limit but those of each attempt. With `clear_timeout_tasks` the rest is
-        cancelled then and its places are free; without, it goes on, and a later call returns those results and only
-        those. `return_partial_tasks`: of the tasks that are cancelled, those with finished runs are returned too, with
-        these (None: as `explorer.over_rollout.return_partial_tasks` says). A batch that nobody scheduled, or that was
-        collected, gives nothing.
-        Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
+        `min_num`: number of tasks to wait for (None: all; more than there are: all, with a warning). Tasks that finish
+        within `explorer.over_rollout.wait_after_min` seconds after that are taken too. `timeout`: seconds after which
+        the finished tasks are returned; None: no limit but that of each attempt. With `clear_timeout_tasks` the other
+        tasks are then cancelled and their places are free; without it they go on, and a later call returns only their
+        results. `return_partial_tasks`: return also cancelled tasks that have finished runs, with these runs (None: as
+        `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected, gives
+        nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
         """
-        statuses, found = await self._results(
+        statuses, groups = await self._results(
             self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
-        return statuses, [e for experiences in found for e in experiences]
+        return statuses, [e for experiences in groups for e in experiences]
 
     async def get_payload_results(
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
         clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[bytes]]:
-        """Wait for results as `get_results` and take them, the experiences serialized (`Experience.deserialize_many`).
+        """Wait for results and take them as `get_results`, with the experiences of each task serialized.
 
-        There is one payload a task, in the order of the tasks; a task without experiences has none.
+        Payloads (for `Experience.deserialize_many`) are in the order of the tasks; a task without experiences has none.
         """
-        statuses, found = await self._results(
+        statuses, groups = await self._results(
             self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
-        return statuses, [Experience.serialize_many(experiences) for experiences in found if experiences]
+        return statuses, [Experience.serialize_many(experiences) for experiences in groups if experiences]
 
     async def get_statuses(
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
         clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> list[Status]:
-        """Wait for results as `get_results` and take them, but read no experiences; they stay in the log."""
+        """Wait for results and take them as `get_results`, but read no experiences; they stay in the payload store."""
         statuses, _ = await self._results(
             lambda state, numbers: {}, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses
@@ -266,11 +264,11 @@ class Scheduler:
     async def abort_batch(
         self, batch_id: BatchId, return_partial_tasks: bool = False, restart_runners: bool = True
     ) -> None:
-        """Cancel what of the batch is not done. What is done stays to be collected; an unknown id is no error.
+        """Cancel the open tasks of the batch. Finished ones can still be collected; an unknown id is no error.
 
-        With `return_partial_tasks` also the tasks of which some runs finished. `restart_runners` changes nothing: what
-        is cancelled frees its places at once, and a workflow that does not let itself be cancelled is ended by force.
-        Raises BatchTypeMismatch for a batch of `submit_batch`.
+        With `return_partial_tasks` cancelled tasks that have finished runs can be collected too. `restart_runners` has
+        no effect: cancelled tasks free their places at once, and a workflow that resists is ended by force. Raises
+        BatchTypeMismatch for a batch of `submit_batch`.
         """
         require_batch_id(batch_id)
         await self._drop_rest(batch_id, "abort_batch was called", return_partial_tasks)
@@ -283,7 +281,7 @@ class Scheduler:
         self, read: Read, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
         partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
-        """Wait and take: the statuses, and what `read` makes of the tasks that were taken, of each that it knows."""
+        """Wait for results and take them: the statuses, and the experiences of each taken task that `read` returned."""
         require_batch_id(batch_id)
         least = None if min_num is None else validation.whole("min_num", min_num)
         if least is not None and least < 0:
@@ -291,7 +289,7 @@ class Scheduler:
         limit = validation.seconds("timeout", timeout)
         deadline = math.inf if limit is None else time.monotonic() + limit
         self._mine.add(batch_id)
-        return await self._known(self._take_results(read, batch_id, least, deadline, clear, partial))
+        return await self._tracked(self._take_results(read, batch_id, least, deadline, clear, partial))
 
     async def _take_results(
         self, read: Read, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool, partial: bool | None
@@ -301,47 +299,47 @@ class Scheduler:
             reason = await self._wait(batch_id, min_num, deadline, warned)
             if reason and clear and not self._stopping:
                 await self._drop_rest(batch_id, reason, partial)
-            state, numbers, found = await self._run(self._read, batch_id, read)
+            state, numbers, experiences = await self._run(self._read, batch_id, read)
             if not numbers or state is None:
                 return [], []
             mine = await self._take(batch_id, state.submission, numbers)
             if mine or reason:
                 won = set(mine)
                 statuses = [state.task_status(number) for number in numbers if number in won]
-                return statuses, [found[number] for number in mine if number in found]
-            warned = True  # another caller was faster: wait for what is left
+                return statuses, [experiences[number] for number in mine if number in experiences]
+            warned = True  # another caller was faster: wait for the remaining tasks
 
     async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, warned: bool) -> str:
-        """Wait for enough; returns why no more is waited for, empty where nothing is open any more."""
+        """Wait for enough tasks; returns why it waits no longer, or "" if no task is open."""
         enough_since: float | None = None
         at_least = 0
         seconds = 0.0
         while True:
-            told = await self._poll(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
-            now, there_are = time.monotonic(), told["open"] + told["ready"]
-            if min_num is not None and min_num > there_are and not warned:
+            progress = await self._poll(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
+            now, total = time.monotonic(), progress["open"] + progress["ready"]
+            if min_num is not None and min_num > total and not warned:
                 _log.warning(
                     "min_num is %d, and batch %r has %d tasks to be collected: waiting for all of them",
-                    min_num, batch_id, there_are,
+                    min_num, batch_id, total,
                 )
             warned = True
-            if told["open"] == 0:
+            if progress["open"] == 0:
                 return ""
-            if self._stopping and told["paused"] and told["running"] == 0:
+            if self._stopping and progress["paused"] and progress["running"] == 0:
                 return "its scheduler was stopped"
-            until, at_least = deadline, there_are if min_num is None else min(min_num, there_are)
-            if told["ready"] >= at_least:  # enough: a little more for the rest
+            until, at_least = deadline, total if min_num is None else min(min_num, total)
+            if progress["ready"] >= at_least:  # enough: wait a little longer for the rest
                 enough_since = now if enough_since is None else enough_since
                 grace = enough_since + self.config.explorer.over_rollout.wait_after_min
                 if now >= min(grace, deadline):
-                    return f"{told['ready']} tasks were ready, {at_least} were wanted"
-                until, at_least = min(grace, deadline), there_are
+                    return f"{progress['ready']} tasks were ready, {at_least} were wanted"
+                until, at_least = min(grace, deadline), total
             elif now >= deadline:
-                return f"{told['ready']} tasks were ready when get_results timed out"
+                return f"{progress['ready']} tasks were ready when get_results timed out"
             seconds = min(POLL_SECONDS, until - now)
 
     def _read(self, batch_id: BatchId, read: Read) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
-        """Return the batch from the log, its tasks that can be taken, and what `read` makes of these."""
+        """Return the batch's state, the numbers of its tasks that can be taken, and their results."""
 
         def work() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
@@ -353,18 +351,18 @@ class Scheduler:
         return patiently(work, seconds=self.config.store.retry_for)
 
     def _experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
-        """Return the experiences of each of these tasks, by run and step."""
+        """Return the experiences of each of these tasks, sorted by run and step."""
         refs = [(number, ref) for number in numbers for ref in state.tasks[number].payloads]
-        found = iter(self.client.read([ref for _, ref in refs]))
+        stream = iter(self.client.read([ref for _, ref in refs]))
         experiences: dict[int, list[Experience]] = {number: [] for number in numbers}
         for number, ref in refs:
-            experiences[number] += [next(found) for _ in range(ref.count)]
+            experiences[number] += [next(stream) for _ in range(ref.count)]
         for group in experiences.values():
             group.sort(key=lambda e: (e.eid.run, e.eid.step))
         return experiences
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
-        """Have it recorded that these were taken; those that are ours. A cancellation that comes now comes too late."""
+        """Record these tasks as taken; returns those that this caller got. A cancellation during this has no effect."""
         command = commands.TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
         taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():
@@ -376,37 +374,36 @@ class Scheduler:
         return taking.result()
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
-        """Wait until nothing of any scheduled batch is pending or running, without taking results.
+        """Wait until no task of any scheduled batch is pending or running, without taking results.
 
-        Returns at once when there is nothing. Raises WaitTimeout (TimeoutError) when no task finished for `timeout`
-        seconds (None: no limit but those of each attempt); with `clear_timeout_tasks` what is open is cancelled then,
-        of every scheduled batch of the store.
+        Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but that of each
+        attempt). With `clear_timeout_tasks` the open tasks of every scheduled batch of the store are then cancelled.
         """
         limit = validation.seconds("timeout", timeout)
-        await self._known(self._all(limit, clear_timeout_tasks))
+        await self._tracked(self._wait_all(limit, clear_timeout_tasks))
 
-    async def _all(self, timeout: float | None, clear: bool) -> None:
+    async def _wait_all(self, timeout: float | None, clear: bool) -> None:
         limit = math.inf if timeout is None else timeout
         settled, since, seconds = -1, time.monotonic(), 0.0
         while True:
             command = commands.PollAllBatches(settled=settled, seconds=max(0.0, seconds))
             try:
-                told = await self._ask_patiently(command, since + limit)
+                progress = await self._ask_patiently(command, since + limit)
             except TimeoutError as e:
                 raise WaitTimeout(f"no answer within {timeout} s: the coordinator is away", batches=[]) from e
             now = time.monotonic()
-            if told["open"] == 0:
+            if progress["open"] == 0:
                 return
             if self._stopping:
-                raise NotRunning(f"the scheduler was stopped, {told['open']} tasks are open: they wait in the log")
-            if told["settled"] > settled >= 0:
+                raise NotRunning(f"the scheduler was stopped, {progress['open']} tasks are open: they wait in the log")
+            if progress["settled"] > settled >= 0:
                 since = now
-            settled = told["settled"]
+            settled = progress["settled"]
             if now - since >= limit:
                 break
             seconds = min(POLL_SECONDS, since + limit - now)
-        text = f"no task finished within {timeout} s; {told['open']} were open, of batches {told['batches']}"
+        text = f"no task finished within {timeout} s; {progress['open']} were open, of batches {progress['batches']}"
         if clear:
             await self._drop_rest(None, f"wait_all timed out: {text}", None)
             text += ": they were cancelled"
-        raise WaitTimeout(text, batches=told["batches"])
+        raise WaitTimeout(text, batches=progress["batches"])

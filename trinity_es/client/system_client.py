@@ -123,7 +123,8 @@ class SystemClient:
             incarnation=lives[name],  # so a request that comes twice ends one life only
             reason=f"{caller}: {reason}" if reason else caller,
         )
-        return dict(self._link.call(command, max(0.0, until - time.monotonic())))
+        answer = self._link.call(command, max(0.0, until - time.monotonic()))
+        return dict(answer)
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Add running vLLM servers as engines (`engine_type: http`) or remove some; returns all servers after that.
@@ -140,7 +141,8 @@ class SystemClient:
         Returns the host's epoch and the number of its units. Raises HostNotFound.
         """
         caller = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
-        return dict(self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller)))
+        answer = self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller))
+        return dict(answer)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return the current activity of every runner, by name; its keys are documented in `actors.activity`."""

@@ -1,1 +1,1 @@
-"""A whole run: the loops of explorer and trainer, and what they share."""
+"""The loops of explorer and trainer, and the code that they share."""

@@ -1,11 +1,11 @@
-"""The benchmark: evals of a run's checkpoints, in order, in a log of their own.
+"""The benchmark: evals of a run's checkpoints, in order, in their own log.
 
-A checkpoint `global_step_12` is weights version 12, its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
-under `bench/gsm8k/`; version 0 is the model as it was given. What was evaluated is not evaluated again, so a benchmark
-that was cut off goes on, and one of a run that went on evaluates what is new. Engines never go back to older weights:
-a checkpoint that is older than the last one evaluated, and was not evaluated then, is passed over, and said so.
+Checkpoint `global_step_12` is weights version 12, its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
+under `bench/gsm8k/`. Version 0 is the model of the config. An eval that ended is not repeated, so an interrupted
+benchmark goes on, and a later one evaluates only new checkpoints. Engines never go back to older weights: a checkpoint
+older than the last one evaluated is skipped, with a message.
 
-The log is not that of the run, whose weights are long beyond these: by default `bench/log.sqlite` beside it.
+The run's log can't be used, since its weights are newer than these. The default is `bench/log.sqlite` beside it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["BenchRow", "batch_id_of", "read_results", "steps_wanted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
-    """One checkpoint."""
+    """Result of one checkpoint."""
 
     step: int
-    """0: the model as it was given."""
+    """0: the model of the config."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Mean reward of each taskset (mean@n)."""
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
-    """Why it was not evaluated, or not on every taskset."""
+    """Why the checkpoint was not evaluated, or not on every taskset; None if it was."""
 
 
 def batch_id_of(step: int, taskset: str) -> str:
@@ -42,32 +42,32 @@ def batch_id_of(step: int, taskset: str) -> str:
 
 
 def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
-    """Return the steps to evaluate, in order. Raises ConfigError where there is nothing to evaluate."""
+    """Return the steps to evaluate, in order. Raises ConfigError if there are none."""
     if not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
-    found = checkpoints.steps()
+    saved = checkpoints.steps()
     if config.explorer.bench_on_latest_checkpoint:
-        wanted = found[-1:]
+        wanted = saved[-1:]
     else:
-        wanted = [0, *found] if config.explorer.eval_on_startup else found
+        wanted = [0, *saved] if config.explorer.eval_on_startup else saved
     if not wanted:
         raise ConfigError(
-            f"there is no checkpoint in {checkpoints.folder}: `project`, `name` and `checkpoint_root_dir` of the "
-            "config are to be those of the run"
+            f"there is no checkpoint in {checkpoints.folder}: set `project`, `name` and `checkpoint_root_dir` of the "
+            "config to those of the run"
         )
     return wanted
 
 
 def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems: dict[int, str]) -> list[BenchRow]:
-    """Return what this log knows of these steps and of all others that were evaluated, in order."""
-    found: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
+    """Return the results in this log of these steps and of all others that were evaluated, in order."""
+    results_of: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
-        where = _step_and_name(row.batch_id)
-        if where is not None and row.state == BatchLifecycleState.FINALIZED:
+        place = _step_and_name(row.batch_id)
+        if place is not None and row.state == BatchLifecycleState.FINALIZED:
             result, _ = log.check_result(row.batch_id)
-            found.setdefault(where[0], {})[where[1]] = result or {"metrics": {}}
+            results_of.setdefault(place[0], {})[place[1]] = result or {"metrics": {}}
     rows = []
-    for step, results in sorted(found.items()):
+    for step, results in sorted(results_of.items()):
         metrics = {key: value for result in results.values() for key, value in result["metrics"].items()}
         rows.append(BenchRow(
             step=step, rewards={name: mean_reward(results[name]) if name in results else None for name in names},

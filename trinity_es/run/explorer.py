@@ -5,7 +5,7 @@ A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8
 When a step is submitted and when weights come in is in `sync_policy.py`; how a run is gone on with, in
 `run_process.py`.
 
-Steps are submitted without waiting for each other as far as their course lets them; they are finalized in order; the
+Steps are submitted without waiting for each other as far as their policy lets them; they are finalized in order; the
 trainer takes each as soon as it is finalized, so it learns from one step while the next is generated.
 """
 
@@ -57,20 +57,20 @@ class Explorer(RunProcess):
         self.on_step = on_step
         self.trains = config.mode == "both" and self.has_trainer
         self.roles = ("explorer", "trainer") if self.trains else ("explorer",)
-        self._learnt = 0
+        self._learnt_up_to = 0
         """The tasksets' selectors know how well the tasks of the steps up to this one went."""
         self.checkpoints = Checkpoints(config)
-        self._passed_over: set[int] = set()
+        self._aborted: set[int] = set()
         """Steps that a person aborted: nobody trains on them."""
-        self._begun: set[int] = set()
+        self._submitted_here: set[int] = set()
         """Steps that this process submitted, for the first time or again: what fails in them, fails as things are."""
         self._reads = asyncio.Lock()
         """Held while a thread reads tasksets, which keep the part of a file that they read last."""
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
 
-    def _is_left(self) -> bool:
-        standing, point = self.standing, self._point
-        if not self.resumed or not standing.ended or self.step > self.done or not standing.evals_over:
+    def _is_unfinished(self) -> bool:
+        progress, point = self.progress, self._point
+        if not self.resumed or not progress.ended or self.step > self.done or not progress.evals_over:
             return True
         if self.trains and point.version > point.checkpoint_version:
             return True  # its last weights are on no disk yet
@@ -97,7 +97,7 @@ class Explorer(RunProcess):
         except LogNotFound:
             self._point = ResumePoint()
         point = self._point
-        self.eval_sets = self._opened(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)
+        self.eval_sets = self._open_tasksets(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)
         self.to_bench = [step for step in wanted if any(
             not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
         )]
@@ -107,7 +107,7 @@ class Explorer(RunProcess):
                 "gone: engines start from it. Begin another with `--set store.url=...`"
             )
         self.resumed, self.version = bool(point.evals), point.version
-        self.standing.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
+        self.progress.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
         return bool(self.to_bench)
 
     async def benchmark(self) -> list[BenchRow]:
@@ -161,22 +161,22 @@ class Explorer(RunProcess):
             raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
         elsewhere = self.has_trainer and not self.trains
         if elsewhere:
-            self.standing.note(trained=max(self.done, self._point.trained))
-        self._moved = time.monotonic()
+            self.progress.note(trained=max(self.done, self._point.trained))
+        self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
         parts = [self._submit_steps(), self._generate(), self._finish_evals()]
         if elsewhere:
             await all_of(*parts, beside=follow(self, self._take, idle=self._require_weights))
             await self._let_trainer_end()
         else:
-            await all_of(*parts, train_in_order(self, self._period_over))
+            await all_of(*parts, train_in_order(self, self._end_period))
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:
-        standing, size = self.standing, self.config.buffer.batch_size
+        progress, size = self.progress, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
-            await standing.until(lambda: self.course.may_submit(
-                self.step + 1, done=standing.done, trained=max(standing.trained, standing.done)))
+            await progress.until(lambda: self.policy.may_submit(
+                self.step + 1, done=progress.done, trained=max(progress.trained, progress.done)))
             async with self._reads:
                 tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
@@ -186,18 +186,18 @@ class Explorer(RunProcess):
             await self._submit(self.step + 1, tasks, advanced)
             self.cursors = cursors
             # Whether this is the last step must be known before it is generated.
-            standing.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
+            progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
         """Return the tasks of this step, and the cursors after them.
 
         Selectors that learn have learnt what they may know. That is the same whatever takes how long, and whenever the
-        run was cut off: see `Course.known_before`.
+        run was cut off: see `Course.surely_generated`.
         """
         if self.mix.learns:
-            for known in range(self._learnt + 1, self.course.known_before(step) + 1):
+            for known in range(self._learnt_up_to + 1, self.policy.surely_generated(step) + 1):
                 self.mix.learn(pass_rates(self.rollouts.client.log, known))
-                self._learnt = known
+                self._learnt_up_to = known
         return self.next_tasks(step - 1, self.cursors, n)
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
@@ -211,17 +211,17 @@ class Explorer(RunProcess):
             cursor=cursors,
             sources=sources,
         ))
-        self._begun.add(step)
+        self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
     async def _generate(self) -> None:
-        standing = self.standing
-        while not (standing.ended and standing.generated >= standing.submitted):
-            await standing.until(lambda: standing.submitted > standing.generated or standing.ended)
-            if standing.submitted > standing.generated:
-                await self._finish(standing.generated + 1)
-                self._moved = time.monotonic()
-                standing.note(generated=standing.generated + 1)
+        progress = self.progress
+        while not (progress.ended and progress.generated >= progress.submitted):
+            await progress.until(lambda: progress.submitted > progress.generated or progress.ended)
+            if progress.submitted > progress.generated:
+                await self._finish(progress.generated + 1)
+                self._last_progress = time.monotonic()
+                progress.note(generated=progress.generated + 1)
 
     async def _finish(self, step: int) -> None:
         """Finalize a step. One that a person aborted is passed over.
@@ -234,12 +234,12 @@ class Explorer(RunProcess):
             batch = await self.rollouts.batch(step)
             if batch.state is BatchLifecycleState.ABORTED:
                 if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
-                    self._passed_over.add(step)
-                    self._note_trained(self.standing.trained)
+                    self._aborted.add(step)
+                    self._note_trained(self.progress.trained)
                     return
             elif not (self.has_trainer and batch.failed_whole and batch.trained_step is None):
                 break
-            elif step in self._begun:
+            elif step in self._submitted_here:
                 resume = resume_command(self.config.masked()["store"]["url"])
                 raise _failed_whole(batch, resume, system_goes_on=not self.owns_system)
             async with self._reads:
@@ -253,7 +253,7 @@ class Explorer(RunProcess):
         told = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in told]
 
-    async def _period_over(self, step: int) -> None:
+    async def _end_period(self, step: int) -> None:
         """Submit what is due at the weights of this step: its evals before what waits for the weights."""
         await self.sync_weight(step)
         await self._submit_evals(step)
@@ -262,42 +262,42 @@ class Explorer(RunProcess):
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
         match event:
             case ev.BatchTrained():
-                self._note_trained(max(self.standing.trained, event.step))
+                self._note_trained(max(self.progress.trained, event.step))
             case ev.WeightsPublished() if event.version > self.done:
-                await self._until_served(event.version)
+                await self._wait_until_served(event.version)
                 self.version = event.version
                 await self._submit_evals(event.version)
-                self.standing.note(done=event.version)
+                self.progress.note(done=event.version)
             case _:
                 return
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def _note_trained(self, step: int) -> None:
         if self.trains or not self.has_trainer:
             return  # the trainer's half, here, passes over what is aborted
-        while step + 1 in self._passed_over:
+        while step + 1 in self._aborted:
             step += 1
-        self.standing.note(trained=step)
+        self.progress.note(trained=step)
 
-    async def _until_served(self, version: int) -> None:
+    async def _wait_until_served(self, version: int) -> None:
         """Wait until every runner that serves has these weights, or said that it can't: evals measure one version."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while time.monotonic() < deadline:
             runners = (await self.rollouts.status())["runners"]
             older = {r["runner"] for r in runners if r["state"] == "ready" and r["model_version"] < version}
-            if older <= await asyncio.to_thread(self._unable, version):
+            if older <= await asyncio.to_thread(self._runners_without, version):
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    def _unable(self, version: int) -> set[str]:
+    def _runners_without(self, version: int) -> set[str]:
         events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
     def _require_weights(self) -> None:
         """Raise SyncError when all is generated that may be, and nothing came of the trainer for too long."""
         patience = self.config.synchronizer.sync_timeout
-        waiting = self.standing.generated >= self.standing.submitted and self.standing.evals_over
-        if waiting and time.monotonic() - self._moved > patience:
+        waiting = self.progress.generated >= self.progress.submitted and self.progress.evals_over
+        if waiting and time.monotonic() - self._last_progress > patience:
             raise SyncError(
                 f"steps up to {self.step} are generated, and in {patience:g} s (synchronizer.sync_timeout) the trainer "
                 f"brought no weights after {self.done}: start it (the same config, `--set mode=train`), and this again"
@@ -314,7 +314,7 @@ class Explorer(RunProcess):
         explorer = self.config.explorer
         names = [taskset.config.name for taskset in self.eval_sets]
         return evals_due(done, interval=explorer.eval_interval, on_startup=explorer.eval_on_startup, names=names,
-                         submitted=self.standing.evals)
+                         submitted=self.progress.evals)
 
     async def _submit_evals(self, done: int) -> None:
         for batch_id in self._evals_due(done):
@@ -329,25 +329,25 @@ class Explorer(RunProcess):
             batch_id=batch_id, tasks=tasks, batch_type="eval", sources=sources
         ))
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
-        self.standing.note(evals={batch_id: False})
+        self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
         """Finalize every eval, until the run is over."""
-        standing = self.standing
-        while not (self._is_over and standing.evals_over):
-            await standing.until(lambda: self._is_over or not standing.evals_over)
-            for batch_id in [b for b, ended in standing.evals.items() if not ended]:
+        progress = self.progress
+        while not (self._is_over and progress.evals_over):
+            await progress.until(lambda: self._is_over or not progress.evals_over)
+            for batch_id in [b for b, ended in progress.evals.items() if not ended]:
                 await self._finish_eval(batch_id)
 
     @property
     def _is_over(self) -> bool:
         """The weights of the last step are in, and the evals that belong to them are submitted."""
-        return self.standing.ended and self.done >= self.step
+        return self.progress.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
         result = await when_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
         metrics: dict[str, float] = result["metrics"]
-        self.standing.note(evals={batch_id: True})
+        self.progress.note(evals={batch_id: True})
         return metrics
 
     async def evaluate(self) -> dict[str, float]:
@@ -357,7 +357,7 @@ class Explorer(RunProcess):
     async def _run_evals(self, ids: Sequence[BatchId]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for batch_id in ids:
-            if batch_id not in self.standing.evals:
+            if batch_id not in self.progress.evals:
                 await self._submit_eval(batch_id)
         for batch_id in ids:
             metrics |= await self._finish_eval(batch_id)

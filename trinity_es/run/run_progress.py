@@ -1,4 +1,4 @@
-"""How far a run is, for the loops that wait for each other."""
+"""Progress of a run, for the loops that wait for each other."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress:
-    """How far a run is. Changed by `note`, on one event loop."""
+    """Progress of a run. Changed by `note`, on one event loop."""
 
     def __init__(self) -> None:
         self.submitted = 0
-        """The last step that was submitted."""
+        """Last step that was submitted."""
         self.ended = False
-        """No further step will be submitted."""
+        """True if no further step will be submitted."""
         self.generated = 0
-        """All steps up to this one are finalized, or were given up."""
+        """Step up to which all are finalized or aborted."""
         self.trained = 0
-        """All steps up to this one were trained on."""
+        """Step up to which all were trained on."""
         self.done = 0
-        """The last step of the last period that is over: its weights are in."""
+        """Last step of the last complete period, whose weights the engines serve."""
         self.evals: dict[BatchId, bool] = {}
-        """Evals that were submitted, and whether they ended."""
+        """Evals that were submitted, with True for those that ended."""
         self._changed = asyncio.Event()
 
     def note(self, *, evals: Mapping[BatchId, bool] | None = None, **numbers: Any) -> None:
-        """Take this down, and wake whoever waits for it."""
+        """Set these attributes, and wake all who wait."""
         for name, value in numbers.items():
             setattr(self, name, value)
         self.evals.update(evals or {})

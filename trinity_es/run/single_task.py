@@ -1,8 +1,8 @@
-"""One task of a taskset, played in this process: to see what a workflow does, with no actor system and no log.
+"""One task of a taskset, played in this process without actor system and log, to see what a workflow does.
 
-The engine is that of the config (`explorer.rollout_model`, and its auxiliary models); workflow, reward function and
-sampling are those that a run would use. What comes of it is kept in a folder: `experiences.jsonl` for a person,
-`experiences.safetensors` for `Experience.deserialize_many`, `result.json`, and errors with their whole traceback.
+Engine, workflow, reward function and sampling are those of the config, as in a run. The results go into a folder:
+`experiences.jsonl` for people, `experiences.safetensors` for `Experience.deserialize_many`, `result.json`, and errors
+with their whole traceback.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = ["PlayedTask", "choose", "play"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTask:
-    """What came of a task."""
+    """Result of a task."""
 
     task: Task
     runs: int
     experiences: list[Experience]
     texts: list[list[str]]
-    """Of each experience the texts of its tokens, each by itself: a character of several tokens is in none of them."""
+    """Per experience, each token decoded by itself: a character of several tokens is in none of them."""
     metrics: list[dict[str, float]]
-    """Of each run that completed."""
+    """Metrics of each run that completed."""
     failures: list[tuple[int, str, str]]
-    """(run, kind, message) of each that did not."""
+    """(run, kind, message) of each run that failed."""
     tracebacks: list[str]
     seconds: float
     folder: Path
@@ -66,19 +66,19 @@ class PlayedTask:
 
 
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
-    """Return the task at this row (from 0) of the taskset of this name, or of the first one; eval tasksets come last.
+    """Return the task at this row (from 0) of the named taskset (None: the first one); eval tasksets come last.
 
     Raises TasksetError and ConfigError.
     """
     inputs = config.buffer.explorer_input
-    every: list[tuple[TasksetConfig, bool]] = [
+    choices: list[tuple[TasksetConfig, bool]] = [
         *((c, False) for c in inputs.tasksets), *((c, True) for c in inputs.eval_tasksets)
     ]
-    found = next(((c, e) for c, e in every if taskset in (None, c.name)), None)
-    if found is None:
-        names = ", ".join(dict.fromkeys(c.name for c, _ in every)) or "none"
+    match = next(((c, e) for c, e in choices if taskset in (None, c.name)), None)
+    if match is None:
+        names = ", ".join(dict.fromkeys(c.name for c, _ in choices)) or "none"
         raise ConfigError(f"there is no taskset {taskset or ''} in the config (there are: {names})".replace("  ", " "))
-    chosen, is_eval = found
+    chosen, is_eval = match
     if workflow is not None:
         chosen = chosen.model_copy(update={"workflow": workflow})
     rows = Taskset(chosen, is_eval=is_eval)
@@ -88,9 +88,9 @@ def choose(config: Config, taskset: str | None, index: int, workflow: str | None
 
 
 async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> PlayedTask:
-    """Play a task with the engine of the config, and keep what comes of it in a folder. Errors are part of the result.
+    """Play a task with the engine of the config, and write the results to a folder. Errors are part of the result.
 
-    Raises what the engine's start raises, UnknownWorkflow and ConfigError.
+    Raises the errors of the engine's start, UnknownWorkflow and ConfigError.
     """
     config.check()
     look_in(config.code_path)
@@ -105,7 +105,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     try:
         for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))
-            with _placed(first, model.tensor_parallel_size, places):
+            with _environment(first, model.tensor_parallel_size, places):
                 await engines[-1].start()
             first += model.tensor_parallel_size
         server = EngineServer(
@@ -113,7 +113,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
             defaults=explorer.rollout_model.rollout_args(),
         )
         await server.start()
-        runner = _Telling(
+        runner = _TracebackRunner(
             engines[0], defaults=explorer.rollout_model.rollout_args(),
             auxiliary=[AuxiliaryModel(model.name, engine, model.rollout_args())
                        for model, engine in zip(explorer.auxiliary_models, engines[1:], strict=True)],
@@ -133,24 +133,24 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
         failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,
     )
-    await asyncio.to_thread(_keep, played)
+    await asyncio.to_thread(_write, played)
     return played
 
 
 def _settings(model: RolloutModelConfig) -> EngineConfig:
-    """Return what an engine of this model is built with: one by HTTP gets the first of its servers."""
+    """Return the settings of an engine of this model; an HTTP engine gets the first of its servers."""
     settings, servers = model.engine_config(), model.servers
     if model.engine_type != "http":
         return settings
     if not servers.urls:
-        raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
+            raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
                           f"servers.{servers.ways[0]}")
     return replace(settings, options={**settings.options, "url": servers.urls[0]})
 
 
 @contextlib.contextmanager
-def _placed(first: int, count: int, of: int) -> Iterator[None]:
-    """Give an engine that is started in here these GPUs or cores, as in a run."""
+def _environment(first: int, count: int, of: int) -> Iterator[None]:
+    """Give an engine that is started in this block its GPUs or cores, as in a run."""
     mine = place(first, count, of)
     before = {name: os.environ.get(name) for name in mine}
     os.environ.update(mine)
@@ -164,8 +164,8 @@ def _placed(first: int, count: int, of: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class _Telling(WorkflowRunner):
-    """Keeps whole tracebacks: a log has room for their ends."""
+class _TracebackRunner(WorkflowRunner):
+    """Workflow runner that keeps whole tracebacks; a log keeps only their ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -176,11 +176,11 @@ class _Telling(WorkflowRunner):
         return super()._failed(error, *rest)
 
 
-def _keep(played: PlayedTask) -> None:
+def _write(played: PlayedTask) -> None:
     folder = played.folder
     make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]
     (folder / "experiences.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     (folder / "experiences.safetensors").write_bytes(Experience.serialize_many(played.experiences))
-    told = {key: value for key, value in played.as_dict().items() if key != "experiences"}
-    (folder / "result.json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+    result = {key: value for key, value in played.as_dict().items() if key != "experiences"}
+    (folder / "result.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

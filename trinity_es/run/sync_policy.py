@@ -45,7 +45,7 @@ class SyncPolicy:
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.inflight
 
-    def known_before(self, step: int) -> int:
+    def surely_generated(self, step: int) -> int:
         """Return the last step that is surely generated when this one may be submitted: what its tasks may depend on.
 
         Later ones may be, too, but that depends on time.

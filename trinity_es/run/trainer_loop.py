@@ -36,29 +36,29 @@ async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitabl
 
     Without a trainer nothing is learnt, and a period is over when its steps are generated.
     """
-    standing = part.standing
+    progress = part.progress
     while True:
-        step = standing.trained + 1
+        step = progress.trained + 1
         await _generated(part, step)
-        if standing.all_trained:
+        if progress.all_trained:
             await part.save_weights()
             return
         if part.trainer is not None:
             await _learn(part, step)
-        standing.note(trained=step)
+        progress.note(trained=step)
         if await _publishes(part, step):
-            await _generated(part, part.course.generated_before(step))
+            await _generated(part, part.policy.generated_before(step))
             if part.trainer is not None:
-                await standing.until(lambda: standing.evals_over)
+                await progress.until(lambda: progress.evals_over)
             await period_over(step)
-            standing.note(done=step)
+            progress.note(done=step)
 
 
 async def _generated(part: RunProcess, step: int) -> None:
     """Wait for this step, or the last where there are not so many."""
-    standing = part.standing
-    await standing.until(
-        lambda: standing.generated >= step or (standing.ended and standing.generated >= standing.submitted)
+    progress = part.progress
+    await progress.until(
+        lambda: progress.generated >= step or (progress.ended and progress.generated >= progress.submitted)
     )
 
 
@@ -74,11 +74,11 @@ async def _learn(part: RunProcess, step: int) -> None:
 
 async def _publishes(part: RunProcess, step: int) -> bool:
     wants = getattr(part.trainer, "wants_sync", None)
-    if part.course.style == "trainer_driven" and wants is not None:
+    if part.policy.style == "trainer_driven" and wants is not None:
         said = bool(await asyncio.to_thread(wants, step))
     else:
-        said = part.course.publishes(step)
-    return said or (part.standing.ended and step == part.standing.submitted)
+        said = part.policy.publishes(step)
+    return said or (part.progress.ended and step == part.progress.submitted)
 
 
 async def follow(
@@ -132,11 +132,11 @@ class TrainerProcess(RunProcess):
     roles = ("trainer",)
     trains = True
 
-    def _is_left(self) -> bool:
+    def _is_unfinished(self) -> bool:
         if not self.has_trainer:
             raise ConfigError("mode is train, and trainer.class is not set: name the trainer, as module:Class")
         unsaved = self._point.version > self._point.checkpoint_version
-        return not self.resumed or not self.standing.all_trained or unsaved
+        return not self.resumed or not self.progress.all_trained or unsaved
 
     async def _system_up(self) -> None:
         """Wait for the actor system, which the explorer starts."""
@@ -157,17 +157,17 @@ class TrainerProcess(RunProcess):
         self._open = set(self._point.open)
         self._count()
         await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._take))
-        return self.standing.trained
+        return self.progress.trained
 
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
-                self.standing.note(evals={event.batch_id: False})
+                self.progress.note(evals={event.batch_id: False})
             case ev.BatchSubmitted(batch_type="train", batch_id=int(step)):
                 self._open.add(step)
                 # Without the cursors, which come with the next event, it can't be told whether it is the last.
                 if step > self.step:
-                    self.standing.note(submitted=step, ended=False)
+                    self.progress.note(submitted=step, ended=False)
             case ev.TasksetResolved():
                 self._require_same(event.source)
             case ev.TasksetAdvanced():
@@ -175,7 +175,7 @@ class TrainerProcess(RunProcess):
             case ev.BatchFinalized() | ev.BatchAborted():
                 batch_id, kind = event.result["batch_id"], event.result["batch_type"]
                 if kind == "eval":
-                    self.standing.note(evals={batch_id: True})
+                    self.progress.note(evals={batch_id: True})
                 elif await asyncio.to_thread(lambda: is_over(log, log.batch_row(batch_id))):
                     self._open.discard(batch_id)
         self._count()
@@ -192,4 +192,4 @@ class TrainerProcess(RunProcess):
     def _count(self) -> None:
         generated = min(self._open, default=self.step + 1) - 1
         ended = not self.has_more(self.step, self.cursors)
-        self.standing.note(generated=generated, ended=ended)
+        self.progress.note(generated=generated, ended=ended)

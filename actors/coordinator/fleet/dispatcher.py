@@ -103,7 +103,7 @@ class Dispatcher:
         return fits and host_of(capacity.name) not in self._resting
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Send again the units that the log assigns to this runner and its status lacks, because they never arrived."""
+        """Send again the units that the log assigns to this runner and its status lacks: they never arrived."""
         items = []
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
