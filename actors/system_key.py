@@ -1,7 +1,7 @@
 """The key that all processes of one system and its clients share; it seals every frame between them.
 
 It is the environment variable TRINITY_ES_KEY, or the content of a file that only its owner can read. Child processes
-learn where it is from the environment, never from a command line.
+learn its place from the environment, never from a command line.
 
 Hosts and the head share the key in `hosts.key_file`, if that is set. It may change while they run.
 """
