@@ -1,4 +1,4 @@
-"""What runners do right now: each runner reports it, and the coordinator gathers the reports with a deadline.
+"""Current activity of the runners: each reports its own, and the coordinator gathers the reports with a deadline.
 
 A runner's state is plain JSON. `runner, incarnation, model, state, model_version` (the version that its engine serves),
 `answered` (false: the runner missed the deadline, and the coordinator filled in what it has), `units` (number assigned

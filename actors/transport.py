@@ -8,8 +8,8 @@ runs code. `AuthenticatedTransport` changes three things:
   before it keeps anything (`frames.py`), let alone unpickles it. A frame without a seal is dropped with its connection
   and without an answer, and logged as a warning: in a system's process to standard error, which is the launch log; in a
   client to its logging. Connections that show no seal have little time, and are few.
-- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. Sending to it is given up
-  after seconds, and few more messages are queued. Senders repeat every message that may be lost.
+- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. A message to it is dropped
+  after seconds, and few more are queued. Senders repeat every message that may be lost.
 
 A seal also covers the port that the frame goes to, so a frame sent to one process can't be replayed to another.
 Nothing is encrypted: whoever can read the traffic (root, or the network if `system.address` is not loopback) reads the
@@ -79,7 +79,7 @@ SILENT_SECONDS = 5.0
 """How long a peer may take nothing before further messages to it are dropped."""
 
 MAX_STRANGERS = 256
-"""Maximum number of connections that have not shown a seal. Beyond it the oldest are dropped."""
+"""Maximum number of connections without a seal so far. Beyond it the oldest are dropped."""
 
 _ADDRESS = "Trinity-ES Address"
 """Capability of the admin with the address to listen on."""
@@ -230,7 +230,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's: it accepts one connection a turn, and a stranger that opens many would delay ours."""
+        """Extend Thespian's: it accepts one connection a turn, and a stranger's many connections would delay ours."""
         waiting = select.poll()
         waiting.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):

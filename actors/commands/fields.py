@@ -1,4 +1,4 @@
-"""Types of the fields of commands. Pydantic checks them where a command is sent and where it arrives.
+"""Types of the fields of commands. Pydantic checks them in the sender and in the receiver.
 
 `read_fields` checks a whole request before anything else reads it, so every checked value can be recorded. Names become
 parts of streams and columns of tables, so they are short and printable. Every database can hold the texts, and numbers

@@ -120,7 +120,7 @@ class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, wait
     path: Text
     """Folder of the weights in Hugging Face format."""
     timeout: Seconds
-    """Time until the answer SyncError; engines that have not loaded by then go on with their old version."""
+    """Time until the answer SyncError; slower engines go on with their old version."""
     method: Name = "checkpoint"
     """Method of the transfer: `checkpoint`, `memory` or `nccl`."""
     again: Flag = False
@@ -177,7 +177,7 @@ class SyncAdapter(Command[SyncedAdapter], name="sync_adapter", writes=True, wait
     digest: Digest
     """Digest of its two files."""
     timeout: Seconds
-    """Time until the answer SyncError; engines that have not loaded it by then go on with their old version."""
+    """Time until the answer SyncError; slower engines go on with their old version."""
 
 
 class RemoveAdapter(Command[None], name="remove_adapter", writes=True):

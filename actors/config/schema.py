@@ -82,7 +82,7 @@ class OverRolloutConfig(Section):
     wait_after_min: float = Field(default=30.0, ge=0.0)
     """Seconds to wait for the others once there are enough."""
     return_partial_tasks: bool = False
-    """Also deliver tasks of which only some runs finished."""
+    """Also deliver tasks with only some runs finished."""
 
 
 class DynamicTimeoutConfig(Section):

@@ -45,7 +45,7 @@ CENSUS_CHECKS = 10
 
 
 def host_agent() -> type[BaseActor]:
-    """Import the host agent only where it is needed: it imports aiohttp, which a run on one host does without."""
+    """Import the host agent only for runs on several hosts, because it imports aiohttp."""
     from trinity_es.actors.hosts.host_agent import HostAgent
 
     return HostAgent
@@ -147,7 +147,7 @@ class Guardian(BaseActor):
     def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
-            with contextlib.suppress(ProcessLookupError):  # a process that was given up before its first heartbeat
+            with contextlib.suppress(ProcessLookupError):  # the guardian has replaced it already
                 os.kill(message.pid, signal.SIGKILL)
             return
         if child.pid != message.pid:
@@ -155,7 +155,7 @@ class Guardian(BaseActor):
             child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
         if message.waits_for:
-            child.born = self.now()  # it can't start yet, so its time to start has not begun
+            child.born = self.now()  # it can't start yet, so its time to start begins later
         if message.end is not None:
             self.log_end, self.hosts_heard = (Claim(message.end, "the guardian"),), message.hosts_heard
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
@@ -167,7 +167,7 @@ class Guardian(BaseActor):
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         child = self.children["coordinator"]
         if child.address != sender or child.is_gone():
-            return  # from a coordinator that was given up
+            return  # from an earlier coordinator
         self.coordinator_address, self.epoch = message.coordinator, message.epoch
         self.waiting_coordinator = None
         child.state = "up"
@@ -338,7 +338,7 @@ class Guardian(BaseActor):
     def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
         """End everything: another system took the store, and both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
-            return  # from a coordinator that was given up: its successor decides
+            return  # from an earlier coordinator: its successor decides
         self.log.error("fenced off: %s", message.owner)
         self.fenced, self.stopping = message.owner, True
         for child in list(self.children.values()):

@@ -47,7 +47,7 @@ def config(*tasksets: dict[str, Any], folder: Path | None = None) -> Config:
     ({"path": "hub:a/b/c", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
     ({"path": "hub:", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
     ({"path": "reasoning_gym:"}, "write a family as reasoning_gym:leg_counting"),
-    ({"path": "reasoning_gym:gcd", "split": "train"}, "and a split: remove it, and choose other tasks by args.seed"),
+    ({"path": "reasoning_gym:gcd", "split": "train"}, "remove it, and choose other tasks by args.seed"),
     ({"path": "a.jsonl", "revision": "v1"}, "has revision, which only a dataset of the hub has"),
     ({"path": "reasoning_gym:gcd", "subset": "v1"}, "has subset, which only a dataset of the hub has"),
     ({"path": "hub:people/letters", "split": "x", "args": {"size": 3}}, "has args, which only a family"),
