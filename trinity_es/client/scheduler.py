@@ -157,7 +157,7 @@ class Scheduler:
         return await self._run(self.client.request, command, left)
 
     async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a read-only command, retried for `store.retry_for` seconds if the log can't be written."""
+        """Answer a read-only command, retrying for `store.retry_for` seconds if the log can't be written."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:

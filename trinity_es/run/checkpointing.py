@@ -52,23 +52,23 @@ class TrainerCheckpoints:
         self.config, self._checkpoints = config, Checkpoints(config)
         self.saved = 0
         """The step of the newest checkpoint."""
-        self._anew = ""
+        self._rewritten = ""
         """A place in memory that was lost and written anew, which the log does not say yet."""
-        self._learnt: dict[int, dict[str, float]] = {}
+        self._caught_up: dict[int, dict[str, float]] = {}
         self.moved = False
         """Whether the current weights lie elsewhere than the log says."""
         self._mark = self._checkpoints.folder / "begun.json"
         """Names the run that writes a checkpoint here and its step, until that is published."""
 
     @property
-    def fleeting(self) -> bool:
+    def diskless(self) -> bool:
         """True if engines get weights that are on no disk."""
         return self.config.synchronizer.sync_method != "checkpoint"
 
     @property
     def steps_needed(self) -> int:
         """Steps whose experiences a trainer that comes back may need."""
-        since_saved = self.config.trainer.save_interval - 1 if self.fleeting else 0
+        since_saved = self.config.trainer.save_interval - 1 if self.diskless else 0
         return self.config.synchronizer.sync_interval + since_saved
 
     def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
@@ -97,7 +97,7 @@ class TrainerCheckpoints:
 
         To others, one that the trainer publishes just now looks so.
         """
-        ours = self._begun()
+        ours = self._unpublished_step()
         if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
             raise ConfigError(
                 f"{self._checkpoints.folder} holds checkpoints that this run has not made "
@@ -108,11 +108,11 @@ class TrainerCheckpoints:
     def forget_unpublished(self, point: ResumePoint) -> None:
         """Remove the checkpoint that was perhaps half written when all died: it is made again."""
         self.saved = point.checkpoint_version
-        begun = self._begun()
+        begun = self._unpublished_step()
         if begun is not None and begun > self.saved:
             shutil.rmtree(self._checkpoints.path(begun), ignore_errors=True)
 
-    def _begun(self) -> int | None:
+    def _unpublished_step(self) -> int | None:
         """Return the step whose checkpoint this run had begun to write when it ended, if there is one."""
         try:
             begun = json.loads(self._mark.read_bytes())
@@ -131,8 +131,8 @@ class TrainerCheckpoints:
         When the shared memory is gone, the weights that were in it are written there anew, as the trainer has them now.
         Raises PayloadNotFound where their experiences were freed, ConfigError for a trainer that can't give weights.
         """
-        if self.fleeting:
-            _giver(trainer)  # says now if there is none
+        if self.diskless:
+            _state_dict_method(trainer)  # says now if there is none
         if point.version <= point.checkpoint_version:
             return
         with open_log(self.config.store.url) as log:
@@ -141,7 +141,7 @@ class TrainerCheckpoints:
                 for step in range(point.checkpoint_version + 1, point.version + 1):
                     batch = log.replay(step)
                     if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
-                        self._learnt[step] = learn(trainer, step, read_experiences(payloads, batch.experiences))
+                        self._caught_up[step] = learn(trainer, step, read_experiences(payloads, batch.experiences))
             except PayloadNotFound as e:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
@@ -152,25 +152,26 @@ class TrainerCheckpoints:
             finally:
                 payloads.close()
         if not Path(point.path).is_dir():
-            self._anew = str(write_memory(self.config, point.version, _giver(trainer)(), Path(point.path)))
+            state_dict = _state_dict_method(trainer)
+            self._rewritten = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
 
-    async def caught_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
+    async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
         """Record what `catch_up` did, now that there is a system to record it."""
-        if self._anew:
-            await rollouts.weights_written_anew(version, self._anew)
-            self._anew = ""
-        for step, metrics in self._learnt.items():
+        if self._rewritten:
+            await rollouts.weights_written_anew(version, self._rewritten)
+            self._rewritten = ""
+        for step, metrics in self._caught_up.items():
             await rollouts.acknowledge(step, step, metrics)
-        self._learnt = {}
+        self._caught_up = {}
         if version - self.saved >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, version)
 
     # --- forth ------------------------------------------------------------------------------------------------------
     async def bring(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
         """Bring the trainer's weights of `step` into the engines; returns when they serve them. Raises SyncError."""
-        if self.fleeting:
-            await rollouts.sync_weights(step, await asyncio.to_thread(_giver(trainer)))
-        if not self.fleeting or step - self.saved >= self.config.trainer.save_interval:
+        if self.diskless:
+            await rollouts.sync_weights(step, await asyncio.to_thread(_state_dict_method(trainer)))
+        if not self.diskless or step - self.saved >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, step)
 
     async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
@@ -178,7 +179,7 @@ class TrainerCheckpoints:
         if step <= self.saved:
             return
         path = self._checkpoints.path(step)
-        if path.exists() and self._begun() != step:
+        if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
         self._mark.parent.mkdir(parents=True, exist_ok=True)
         self._mark.write_text(json.dumps({"step": step, "store": self._store()}))
@@ -190,7 +191,7 @@ class TrainerCheckpoints:
             shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
 
 
-def _giver(trainer: Any) -> Callable[[], Any]:
+def _state_dict_method(trainer: Any) -> Callable[[], Any]:
     """Return what gives the trainer's tensors by name. Raises ConfigError where it has no such thing."""
     give: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if give is None:

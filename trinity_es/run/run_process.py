@@ -53,8 +53,8 @@ class RunProcess:
         self.config = config
         self.coordinator: RolloutCoordinator | None = None
         self.trainer: Trainer | None = None
-        self.course = SyncPolicy.of(config)
-        self.standing = RunProgress()
+        self.policy = SyncPolicy.of(config)
+        self.progress = RunProgress()
         self.monitors: Monitors | None = None
         self.cursors: dict[str, Cursor] = {}
         """How far the tasksets were read for the steps that were submitted."""
@@ -67,24 +67,24 @@ class RunProcess:
         self._point = ResumePoint()
         self.unrecorded: list[TasksetSource] = []
         """What tasksets were found to be that the log does not have yet: it is handed in with their first batch."""
-        self._left: bool | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._unfinished: bool | None = None
+        self._trouble_log: asyncio.Task[None] | None = None
         self._locks: list[RunLock] = []
         self._weights = TrainerCheckpoints(config)
 
     @property
     def step(self) -> int:
         """The last train step that was submitted."""
-        return self.standing.submitted
+        return self.progress.submitted
 
     @property
     def done(self) -> int:
         """The last step of the last period that is over: finalized, trained, and its weights brought in."""
-        return self.standing.done
+        return self.progress.done
 
     @property
     def position(self) -> int:
-        """The position of the log up to which all is known that is in `standing`."""
+        """The position of the log up to which all is known that is in `progress`."""
         return self._point.position
 
     @property
@@ -100,36 +100,36 @@ class RunProcess:
         From here until `shutdown` (or `release`) no other process can take this part in it. Raises AlreadyRunning,
         TasksetError and ConfigError, also where the store holds something else than this run.
         """
-        if self._left is None:
+        if self._unfinished is None:
             self.unrecorded = []
             plugins.look_in(self.config.code_path, first=False)  # rows are checked against what their rewards take
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))
                 self.owns_system = self.roles[0] == "explorer" and self._locks[0].owns_system
-                self._left = self._locate()
+                self._unfinished = self._locate()
             except BaseException:
                 self.release()
                 raise
-        return self._left
+        return self._unfinished
 
     def _locate(self) -> bool:
         inputs = self.config.buffer.explorer_input
         if not inputs.tasksets:
             raise ConfigError("buffer.explorer_input.tasksets is empty: name a taskset to train on")
         point = self._read_point([taskset.name for taskset in inputs.tasksets])
-        self.mix = Mix(self._opened(inputs.tasksets, point, is_eval=False), inputs.interleave)
+        self.mix = Mix(self._open_tasksets(inputs.tasksets, point, is_eval=False), inputs.interleave)
         size = self.config.buffer.batch_size
         if inputs.drop_last and self.mix.left({}) < size:
             raise ConfigError(
                 f"the tasksets have {self.mix.left({})} tasks in all, fewer than buffer.batch_size {size}, and "
                 "buffer.explorer_input.drop_last leaves out the last step: there is none. Set one of them otherwise"
             )
-        self.eval_sets = self._opened(inputs.eval_tasksets, point, is_eval=True)
-        self._stand_at(point)
-        return self._is_left()
+        self.eval_sets = self._open_tasksets(inputs.eval_tasksets, point, is_eval=True)
+        self._set_point(point)
+        return self._is_unfinished()
 
-    def _opened(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
+    def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
         """Return tasksets as the run began with them. Raises TasksetError, also for one that was something else."""
         tasksets = []
         for number, config in enumerate(configs):
@@ -145,7 +145,7 @@ class RunProcess:
                 self.unrecorded.append(taskset.source)
         return tasksets
 
-    def _stand_at(self, point: ResumePoint) -> None:
+    def _set_point(self, point: ResumePoint) -> None:
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -154,11 +154,11 @@ class RunProcess:
         if self.has_trainer:  # it goes on from its checkpoint, so the weights tell
             done = point.version if point.path else 0
         else:
-            done = self.course.done_by(point.finished, ended=ended and point.finished == point.submitted)
-        self.standing.note(submitted=point.submitted, ended=ended, generated=done, trained=done, done=done,
+            done = self.policy.done_by(point.finished, ended=ended and point.finished == point.submitted)
+        self.progress.note(submitted=point.submitted, ended=ended, generated=done, trained=done, done=done,
                            evals=point.evals)
 
-    def _is_left(self) -> bool:
+    def _is_unfinished(self) -> bool:
         raise NotImplementedError
 
     @property
@@ -249,7 +249,7 @@ class RunProcess:
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
             await self._system_up()
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
-            self._telling = asyncio.create_task(tell_trouble(self.coordinator.status))
+            self._trouble_log = asyncio.create_task(tell_trouble(self.coordinator.status))
             running = running_system.find(config)
             if self.owns_system and running is not None:
                 self._locks[0].write_system(config, running)
@@ -259,7 +259,7 @@ class RunProcess:
                 await self.coordinator.weights_written_anew(point.version, point.path)
             await self.coordinator.prepare()
             if self.trains:
-                await self._weights.caught_up(self.coordinator, self.trainer, point.version)
+                await self._weights.record_catch_up(self.coordinator, self.trainer, point.version)
         except BaseException:
             self.release()
             raise
@@ -313,14 +313,14 @@ class RunProcess:
         """
         if self.trainer is None:
             return
-        version = self.standing.trained if version is None else version
+        version = self.progress.trained if version is None else version
         await self._weights.bring(self.rollouts, self.trainer, version)
         self.version = version
 
     async def save_weights(self) -> None:
         """Save the trainer's last weights as a checkpoint, where they are on no disk yet."""
         if self.trainer is not None:
-            await self._weights.save(self.rollouts, self.trainer, self.standing.trained)
+            await self._weights.save(self.rollouts, self.trainer, self.progress.trained)
 
     async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
         return await self.rollouts.get_weight(name)
@@ -334,7 +334,7 @@ class RunProcess:
         """Let others go on with the run; `shutdown` does it too."""
         for lock in self._locks:
             lock.release()
-        self._locks, self._left = [], None
+        self._locks, self._unfinished = [], None
         if self.monitors is not None:
             self.monitors.close()
             self.monitors = None
@@ -342,8 +342,8 @@ class RunProcess:
     async def shutdown(self) -> None:
         """Let go of the system; end it if this process started it."""
         try:
-            if self._telling is not None:
-                self._telling.cancel()
+            if self._trouble_log is not None:
+                self._trouble_log.cancel()
             if self.coordinator is not None:
                 await self.coordinator.shutdown()
                 self.coordinator = None
