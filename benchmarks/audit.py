@@ -55,7 +55,7 @@ SECONDS, MEGABYTES = 1.0, 500.0
 
 
 class Facts:
-    """What the questions are about: batches, a moment, a runner of this log."""
+    """Batches, a moment and a runner of this log, to fill into the questions."""
 
     def __init__(self, url: str) -> None:
         with open_log(url) as log:
@@ -136,7 +136,7 @@ def commands(f: Facts, folder: str) -> dict[str, list[str]]:
 
 
 def argv(name: str, values: list[str], log: str) -> list[str]:
-    """The words of a command: its capitals are replaced by the values, in order; what is left stands at the end."""
+    """Return a command's arguments: capitals are replaced by the values in order; the rest is appended."""
     left, words = list(values), []
     for word in name.split():
         words.append(left.pop(0) if word.isupper() else word)
@@ -191,7 +191,7 @@ class Table:
 
 
 def resident() -> float:
-    """The peak of this process so far, in MB."""
+    """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -209,7 +209,7 @@ def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def one_process(words: list[str]) -> tuple[float, float, float, int, str]:
-    """Seconds, of them on a processor, peak MB, exit code and what it said on stderr."""
+    """Return seconds, CPU seconds, peak MB, exit code and stderr."""
     # What is installed is compiled; where this is set, each command would compile all of it again.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
@@ -251,7 +251,7 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
-    """What reads every event: not within a second, but with progress; how fast is told."""
+    """Measure commands that read every event, in events per second; they have no budget."""
     for name in ("verify", "rebuild"):
         if table.wanted("whole", name):
             words = [sys.executable, "-m", "trinity_es", name, "--log", url]
@@ -268,7 +268,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 
 @contextmanager
 def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A dashboard of this log: its address and its process."""
+    """Start a dashboard of this log; return its address and its process."""
     words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
@@ -310,7 +310,7 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def there(url: str, events: int) -> float:
-    """Make the log of so many events where there is none; megabytes of its database."""
+    """Make the log with so many events if it does not exist; return the megabytes of its database."""
     try:
         open_log(url).close()
     except LogNotFound:
@@ -327,13 +327,13 @@ def there(url: str, events: int) -> float:
 
 
 def of_file(url: str) -> Path | None:
-    """The file of a SQLite log."""
+    """Return the file of a SQLite log."""
     parsed = parse_url(url)
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
 def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
-    """The URL of the log that is meant, as it is understood in every folder."""
+    """Return the URL of the chosen log, independent of the current folder."""
     if postgres:
         return stack.enter_context(server(durable=True)).url("postgres")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))

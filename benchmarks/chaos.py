@@ -50,9 +50,9 @@ from trinity_es.system import lifecycle, running_system
 from trinity_es.system.leftovers import leftovers
 
 SETTLE_SECONDS = 60.0
-"""How long what is still open when the faults end has to finalize."""
+"""Time limit for open batches to finalize after the faults end."""
 TOLD_SECONDS = 30.0
-"""How long it may take until a client is told that the log lost what was acknowledged."""
+"""Time limit until a client gets LogRewound for a log that lost acknowledged data."""
 
 
 class BlockingNap(Workflow):
@@ -65,7 +65,7 @@ class BlockingNap(Workflow):
 
 
 class Chaos:
-    """One run of it on one store."""
+    """One chaos run on one store."""
 
     def __init__(
         self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
@@ -94,13 +94,13 @@ class Chaos:
         self.over, self.watched = threading.Event(), threading.Event()
         self.injected: list[tuple[float, str]] = []
         self.seen: dict[int, float] = {}
-        """When a reader first saw each position of the log, in monotonic seconds."""
+        """Monotonic time at which a reader first saw each position of the log."""
         self.finalized: dict[int, dict[str, Any]] = {}
         self.submitted: set[int] = set()
 
     # --- the trainer ------------------------------------------------------------------------------------------------
     def up(self) -> None:
-        """The one command for when everything died. A further fault may hit it; then it is given again."""
+        """Start the system again after everything died; retry if a further fault hits the command."""
         with self.starting, contextlib.suppress(AlreadyRunning, StartupError):
             if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
                 lifecycle.start(self.config)
@@ -127,7 +127,7 @@ class Chaos:
         ]
 
     def train(self, lane: int) -> None:
-        """Submit and finalize, one batch after the other, until the faults end."""
+        """Submit and finalize batches, one after the other, until the faults end."""
         number = lane
         while not self.over.is_set():
             number += self.in_flight
@@ -138,7 +138,7 @@ class Chaos:
 
     # --- the faults -------------------------------------------------------------------------------------------------
     def watch(self) -> None:
-        """Note when each event can be read, by a clock that nobody steps."""
+        """Note the monotonic time at which each event can be read."""
         after = 0
         while not self.watched.is_set():
             with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.config.store.url) as log:
@@ -205,7 +205,7 @@ class Chaos:
         return self.account
 
     def pause(self, at: float) -> None:
-        """Mostly let the work go on before the next fault, sometimes hit what is still getting up."""
+        """Wait before the next fault: mostly until work goes on, sometimes less, so that it hits a restart."""
         until = time.monotonic() + (self.random.uniform(0.0, 2.0) if self.random.random() < 0.25 else 20.0)
         with contextlib.suppress(TrinityError), trinity_es.open_log(self.config.store.url) as log:
             last = log.head().position
@@ -239,7 +239,7 @@ class Chaos:
             self.account.lost.append("the newer data gave another result of the last batch")
 
     def expect_refusal(self, what: str, batch: int) -> None:
-        """Submit, and see that it is refused with LogRewound in good time."""
+        """Check that a submit is refused with LogRewound within the time limit."""
         deadline, last = time.monotonic() + TOLD_SECONDS, "nobody answered"
         while time.monotonic() < deadline:
             try:
@@ -264,7 +264,7 @@ class Chaos:
 # --- one run ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Set these variables for every process that is started in the block."""
+    """Set environment variables for all processes that are started in the block."""
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:

@@ -40,7 +40,7 @@ class _Batch:
     state: BatchState
     entries: list[Entry]
     rewards: list[list[float]]
-    """By task and run."""
+    """RunResults by (task, run)."""
     lengths: list[list[int]]
     tasks: list[dict[str, Any]]
     done: list[Entry] = field(default_factory=list)
@@ -83,20 +83,20 @@ def make(
 
 
 def _owner(alive: bool) -> dict[str, Any]:
-    """Who holds the lease: this process, or one that is no more."""
+    """Return the lease's owner: this process, or one that has ended."""
     pid, started = (os.getpid(), process_start_time(os.getpid())) if alive else (2**22 - 3, "0@of/another")
     return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
 
 
 class _Model(Ground):
-    """The run: what is submitted, dispatched, attempted, finalized."""
+    """Model of a run: submits, dispatches, attempts, finalizes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.open: _Batch | None = None
 
     def kill(self, runner: RunnerModel) -> None:
-        """It dies with what it has, and comes back; now and then its engine fails first."""
+        """Let a runner die with its units and come back; sometimes its engine fails first."""
         if not runner.up:
             return
         reason = self.nasty("its process ended with signal 9")
@@ -115,7 +115,7 @@ class _Model(Ground):
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def batch(self, number: int, cut: bool = False) -> None:
-        """One train batch, and its eval where it is time; `cut`: left when half of its tasks are done."""
+        """Play one train batch, and its eval if one is due; `cut`: stop when half of its tasks are done."""
         before = self.made
         if self.chance.random() < 0.01 and not self.alive:
             self.coordinator_starts_anew()
@@ -142,7 +142,7 @@ class _Model(Ground):
             self.flush()
 
     def _abort(self, batch_id: BatchId) -> None:
-        """A batch that nobody wants any more when some of its tasks are done."""
+        """Play a batch that is aborted when some of its tasks are done."""
         self.submit(batch_id, "train", max(2, self.tasks // 8), self.runs)
         batch = self.open
         assert batch is not None
@@ -272,7 +272,7 @@ class _Model(Ground):
         batch.done.append(self.record(batch, event))
 
     def check(self, batch: _Batch) -> None:
-        """Finalize it where it has enough."""
+        """Finalize the batch if it has enough tasks."""
         if self.open is not batch or len(batch.state.statuses) < decisions.wanted(batch.state):
             return
         self._revoke(batch)
@@ -305,7 +305,7 @@ class _Model(Ground):
             self.record(batch, event)
 
     def _revoke(self, batch: _Batch) -> None:
-        """What still runs is taken back: its places are free at once."""
+        """Revoke the units that still run; their places are free at once."""
         for flight in batch.state.flights.values():
             runner = next(r for r in self.runners if r.name == flight.runner)
             if runner.incarnation == flight.incarnation and runner.up:

@@ -48,7 +48,7 @@ from trinity_es.events import vocabulary as ev
 
 KINDS = ("trainer", "runner", "coordinator", "all")
 RESTARTS = 3
-"""Maximum of starts in a row that may end with an error before a run is given up."""
+"""Maximum number of consecutive failed starts before a run is given up."""
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 
 
@@ -69,19 +69,19 @@ class Trainee:
 
     @property
     def config(self) -> Config:
-        """The config of its system."""
+        """Config of its system."""
         return load_config(EXAMPLE, [
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 
     def start(self) -> None:
-        """Start it, where it does not run."""
+        """Start it unless it runs."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
         self.starts += 1
 
     def step(self) -> int:
-        """Return the last step that this process ended; -1 before it ended one."""
+        """Return the last step that this process ended; -1 before its first."""
         with contextlib.suppress(OSError, ValueError):
             pid, step = (self.folder / "beat").read_text().split()
             if self.process is not None and int(pid) == self.process.pid:
@@ -113,7 +113,7 @@ class Trainee:
         return (self.folder / "trainer.log").read_text(errors="replace")[-3000:]
 
     def kill(self, kind: str) -> None:
-        """End one part of it with -9, or all."""
+        """Kill one part of it, or all, with -9."""
         victims: list[psutil.Process] = []
         if kind in ("trainer", "all") or self.alone:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
@@ -126,7 +126,7 @@ class Trainee:
             self.process.wait()
 
     def end(self) -> None:
-        """End what runs."""
+        """End all processes."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

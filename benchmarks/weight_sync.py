@@ -39,20 +39,20 @@ REQUESTS = 64
 BEFORE = 20
 """Steps with all requests before the weights change."""
 PATIENCE = 30.0
-"""Seconds that these may take; where requests come too slowly to be in flight together, it is tried again."""
+"""Time limit for these steps; if the requests are not in flight together by then, the change is tried again."""
 TRIES = 10
 AIM = 1.2
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's size, and how often it is measured."""
+    """Size of a model, and the number of its measurements."""
 
     name: str
     enlarged: tuple[int, int] | None
     """Hidden size and layers; None: the tiny model as it is made."""
     tokens: int
-    """Of each request; there is room for 256 with the prompt."""
+    """Tokens of each request; there is room for 256 with the prompt."""
     repeats: int
 
 
@@ -61,11 +61,11 @@ SIZES = (
     Size("134 million", (1024, 8), tokens=60, repeats=5),
 )
 WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_weights_finite", "resume_generation")
-"""Calls of vLLM that a change of weights is made of, in order."""
+"""vLLM's calls during a change of weights, in order."""
 
 
 class WatchedEngine(VLLMEngine):
-    """Writes down when each of its steps ended, and when each call that changes weights began and ended."""
+    """Engine that notes the end of each step, and begin and end of each call that changes weights."""
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
@@ -91,16 +91,16 @@ class WatchedEngine(VLLMEngine):
 
 @dataclass(frozen=True)
 class Change:
-    """One change of weights as the engine saw it, in seconds."""
+    """Durations of one change of weights in the engine, in seconds."""
 
     silent: float
     """From the end of the last step before it until requests go on."""
     first: float
     """The first step after it: requests are read again, as many as vLLM takes in one step."""
     calls: dict[str, float]
-    """How long each call took."""
+    """Duration of each call."""
     step: float
-    """A step before the change, median."""
+    """Median step before the change."""
 
     @classmethod
     def of(cls, notes: list[list[str]]) -> Change:
@@ -157,12 +157,12 @@ class Bench:
         self.client.wait_ready()
         self.version = self.batch = 0
         self.changes: list[Change] = []
-        """Those under load."""
+        """Changes under load."""
         self.missed = 0
-        """Batches that were over too soon."""
+        """Batches that ended too soon."""
 
     def noted(self) -> list[list[str]]:
-        """Return the lines that the engine wrote since they were taken last."""
+        """Return the engine's new lines since the last call."""
         return [line.split() for line in self.notes.read_text().splitlines()[self.seen :]]
 
     def sync(self) -> None:
@@ -176,7 +176,7 @@ class Bench:
         return Change.of(notes)
 
     def alone(self) -> float:
-        """Return the seconds of vLLM's reload while nothing else is there."""
+        """Return the seconds of vLLM's reload without requests."""
         self.seen += len(self.noted())
         self.sync()
         return self.change().calls["reload_weights"]
@@ -191,7 +191,7 @@ class Bench:
         raise AssertionError("the requests were over each time before the weights had changed")
 
     def change_in_flight(self) -> bool:
-        """Change the weights under a batch. Returns True if all of its requests were in flight meanwhile."""
+        """Change the weights during a batch. Return True if all of its requests were in flight meanwhile."""
         self.batch += 1
         self.seen += len(self.noted())
         tasks = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 import trinity_es
+from tests.helpers.servers import free_port
 from tests.helpers.systems import end, kill_all, scripted, sleepers
 from trinity_es.actors.hosts.folder_puller import pulled_dir
 from trinity_es.client.rollout_client import RolloutClient
@@ -28,12 +28,6 @@ from trinity_es.testing import wait_until
 from trinity_es.weights.shared_memory import memory_dir
 
 KEY = "the key of these tests, of 40 characters"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class JoinedHost:

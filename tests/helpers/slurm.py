@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.hosts import free_port
+from tests.helpers.servers import free_port
 from trinity_es.testing import wait_until
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
