@@ -1,11 +1,11 @@
 """Do places that follow the engine's load (`explorer.max_concurrency: auto`) give what the best fixed number gives?
 
-Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
-answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
-between them that takes its time. There are systems with fixed numbers of places and one with `auto`, all up from begin
-to end; whoever is not measured is stopped. Of each workload first the best fixed number is looked for, then it and
-`auto` are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload
-after the other, so it meets each with the places that the one before left, and the first batch of it counts.
+Three workloads run through the whole system, on real vLLM engines of a tiny model with a small KV cache: short answers;
+long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a slow tool
+between them. Systems with fixed numbers of places and one with `auto` are up all the time; those that are not measured
+are stopped. For each workload the best fixed number is found first. Then it and `auto` are measured again in
+alternating pairs, because the best of several was lucky, too. `auto` gets one workload after the other, so it starts
+each with the places that the previous one left, and its first batch counts.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
 """

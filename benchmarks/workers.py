@@ -1,12 +1,12 @@
-"""How soon are the processes of sync workflows there, and what do they take?
+"""How fast do the processes of sync workflows start, and how much memory do they use?
 
-In a runner's `WorkerPool`, beside what a user would take instead: a `ProcessPoolExecutor` that spawns, warmed up by
-nothing. Both play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch
-of n needs n processes. Measured, for a workflow that imports numpy, one that imports torch as well, and the same beside
-vLLM, where a runner has torch imported for its workers while the engine loads:
+Compares a runner's `WorkerPool` with the usual alternative, a `ProcessPoolExecutor` that spawns, without warm-up. Both
+play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch of n needs n
+processes. The workflows import numpy; torch as well; and the same beside vLLM, where a runner imports torch for its
+workers while the engine loads. Measured are:
 
-- cold: from the first task of a new pool, which has no process yet, to the end of the last one, for 2, 16 and 64;
-- of this the part after the first start (the import of the workflow's module), which is no attempt's time;
+- cold: from the first task of a new pool without processes to the end of the last one, for 2, 16 and 64;
+- the part of it after the first start (the import of the workflow's module), which does not count for attempts;
 - memory: PSS of all 64 together (and of the templates that they are forked from);
 - replacement: from the death of an idle process to the end of the next task in another one.
 

@@ -1,4 +1,4 @@
-"""Weights that are sent to an engine."""
+"""Prompt and weights for tests that send weights to an engine."""
 
 from __future__ import annotations
 
