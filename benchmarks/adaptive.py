@@ -1,11 +1,11 @@
 """Do places that follow the engine's load (`explorer.max_concurrency: auto`) give what the best fixed number gives?
 
-Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
-answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
-between them that takes its time. There are systems with fixed numbers of places and one with `auto`, all up from begin
-to end; whoever is not measured is stopped. Of each workload first the best fixed number is looked for, then it and
-`auto` are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload
-after the other, so it meets each with the places that the one before left, and the first batch of it counts.
+Three workloads run through the whole system, on real vLLM engines of a tiny model with a small KV cache: short answers;
+long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a slow tool
+between them. Systems with fixed numbers of places and one with `auto` are up all the time; those that are not measured
+are stopped. For each workload the best fixed number is found first. Then it and `auto` are measured again in
+alternating pairs, because the best of several was lucky, too. `auto` gets one workload after the other, so it starts
+each with the places that the previous one left, and its first batch counts.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
 """
@@ -40,7 +40,7 @@ BLOCKS = 512
 
 
 class WithTool(MultiTurnWorkflow):
-    """Asks, calls a tool that takes `seconds`, and asks again with what it said."""
+    """Conversation of two turns, with a tool call between them that takes `seconds`."""
 
     can_reset, can_repeat, is_async = False, False, True
 
@@ -62,7 +62,7 @@ def no_reward(response: str, prompt: str, truth: str | None) -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: so many tasks of so many runs, each of `turns` answers of one of these lengths."""
+    """One batch: `tasks` tasks of `runs` runs, each with `turns` answers of one of these lengths."""
 
     tasks: int
     runs: int
@@ -71,7 +71,7 @@ class Workload:
     tool_seconds: tuple[float, ...] = (0.0,)
 
     def batch(self, number: int) -> list[trinity_es.Task]:
-        """Return its tasks; other prompts for each number, so that no prefix cache knows them."""
+        """Return its tasks, with different prompts for each number, so that no prefix cache has them."""
         return [self._task(number, i) for i in range(self.tasks)]
 
     def _task(self, number: int, i: int) -> trinity_es.Task:
@@ -97,7 +97,7 @@ WORKLOADS = {
 
 
 class System:
-    """One system, on one engine."""
+    """A system with one engine."""
 
     def __init__(self, folder: str, model: str, places: int | str, stack: ExitStack) -> None:
         os.makedirs(folder)
@@ -177,13 +177,13 @@ def main() -> int:
 
 
 def alone(systems: dict[int | str, System], which: int | str, load: Workload) -> float:
-    """Return tokens per second of one system, the others being stopped."""
+    """Return tokens per second of one system while the others are stopped."""
     with resting(*(pid for name, other in systems.items() if name != which for pid in pids_of(other.client))):
         return systems[which].run(load)
 
 
 def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
-    """Return the row of `auto` and the fixed number that was found best."""
+    """Return the row that compares `auto` with the best fixed number."""
     load = WORKLOADS[name]
     ways = {AUTO: partial(alone, systems, AUTO, load), "fixed": partial(alone, systems, best, load)}
     found = alternate(ways, rounds)

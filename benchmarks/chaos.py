@@ -1,18 +1,18 @@
 """Does anything get lost when everything is killed? Real processes, random faults, and then an account from the log.
 
 A trainer keeps four batches of fifty tasks in flight (`batches` and `tasks` change that) on three runners of the
-ScriptedEngine, while faults are injected one after the other, seeded (`chaos_faults.py` says which): kill -9 of any
-process or of all, processes that are stopped, a database that crashes; and once each, spread over the run, a guardian
-and an admin that hang, a clock that is stepped, a full disk, and everything frozen for half a minute. On PostgreSQL the
-server fails over to an older copy of itself at the end, which must be noticed and told. Every workflow run also notes
-its start in a file of its own, which knows nothing of the log. At the end the two are compared:
+ScriptedEngine, while seeded faults are injected one after the other (see `chaos_faults.py`): kill -9 of any process or
+of all, stopped processes, database crashes; and once each, spread over the run, a hanging guardian and admin, a stepped
+clock, a full disk, and a freeze of everything for half a minute. On PostgreSQL the server fails over to an older copy
+of itself at the end, which the system must notice and report. Every workflow run also notes its start in a file of its
+own, independent of the log. At the end the two are compared:
 
 - run again: a task was dispatched or began after its end was in the log, or began more often than it was dispatched;
 - lost: a task of an acknowledged batch that did not end with all its runs, or whose experiences can't be read;
 - duplicated: an experience id that was delivered, or a run that was recorded, more than once;
 - needed a person: batches that did not finalize by themselves, or a process that hung and was not replaced;
-- ended needlessly: a process that somebody ended because everything had stood still;
-- not told: what a shortened log had lost was acknowledged, and somebody was not told so.
+- ended needlessly: a process that was ended because everything had been frozen;
+- not told: a client got no error although the log had lost acknowledged data.
 
 A recovery is the time from a fault to the next finished task, as a reader of the log sees it. `python -m
 benchmarks.chaos [--backend sqlite|postgresql|both] [--kills 100] [--seconds 420] [--seed 0] [--json FILE]`. Exit code 1
@@ -50,9 +50,9 @@ from trinity_es.system import lifecycle, running_system
 from trinity_es.system.leftovers import leftovers
 
 SETTLE_SECONDS = 60.0
-"""How long what is still open when the faults end has to finalize."""
+"""Time limit for open batches to finalize after the faults end."""
 TOLD_SECONDS = 30.0
-"""How long it may take until a client is told that the log lost what was acknowledged."""
+"""Time limit until a client gets LogRewound for a log that lost acknowledged data."""
 
 
 class BlockingNap(Workflow):
@@ -65,7 +65,7 @@ class BlockingNap(Workflow):
 
 
 class Chaos:
-    """One run of it on one store."""
+    """One chaos run on one store."""
 
     def __init__(
         self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
@@ -94,13 +94,13 @@ class Chaos:
         self.over, self.watched = threading.Event(), threading.Event()
         self.injected: list[tuple[float, str]] = []
         self.seen: dict[int, float] = {}
-        """When a reader first saw each position of the log, in monotonic seconds."""
+        """Monotonic time at which a reader first saw each position of the log."""
         self.finalized: dict[int, dict[str, Any]] = {}
         self.submitted: set[int] = set()
 
     # --- the trainer ------------------------------------------------------------------------------------------------
     def up(self) -> None:
-        """The one command for when everything died. A further fault may hit it; then it is given again."""
+        """Start the system again after everything died; retry if a further fault hits the command."""
         with self.starting, contextlib.suppress(AlreadyRunning, StartupError):
             if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
                 lifecycle.start(self.config)
@@ -127,7 +127,7 @@ class Chaos:
         ]
 
     def train(self, lane: int) -> None:
-        """Submit and finalize, one batch after the other, until the faults end."""
+        """Submit and finalize batches, one after the other, until the faults end."""
         number = lane
         while not self.over.is_set():
             number += self.in_flight
@@ -138,7 +138,7 @@ class Chaos:
 
     # --- the faults -------------------------------------------------------------------------------------------------
     def watch(self) -> None:
-        """Note when each event can be read, by a clock that nobody steps."""
+        """Note the monotonic time at which each event can be read."""
         after = 0
         while not self.watched.is_set():
             with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.config.store.url) as log:
@@ -205,7 +205,7 @@ class Chaos:
         return self.account
 
     def pause(self, at: float) -> None:
-        """Mostly let the work go on before the next fault, sometimes hit what is still getting up."""
+        """Wait before the next fault: mostly until work goes on, sometimes less, so that it hits a restart."""
         until = time.monotonic() + (self.random.uniform(0.0, 2.0) if self.random.random() < 0.25 else 20.0)
         with contextlib.suppress(TrinityError), trinity_es.open_log(self.config.store.url) as log:
             last = log.head().position
@@ -239,7 +239,7 @@ class Chaos:
             self.account.lost.append("the newer data gave another result of the last batch")
 
     def expect_refusal(self, what: str, batch: int) -> None:
-        """Submit, and see that it is refused with LogRewound in good time."""
+        """Check that a submit is refused with LogRewound within the time limit."""
         deadline, last = time.monotonic() + TOLD_SECONDS, "nobody answered"
         while time.monotonic() < deadline:
             try:
@@ -264,7 +264,7 @@ class Chaos:
 # --- one run ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Set these variables for every process that is started in the block."""
+    """Set environment variables for all processes that are started in the block."""
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:

@@ -1,4 +1,4 @@
-"""The account of `benchmarks.chaos`: its log, the notes that the workflows kept beside it, and how the two compare."""
+"""The account of `benchmarks.chaos`: a comparison of its log with the notes of its workflows."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ BAD = {
     "person": "needed a person", "damaged": "complaints of verify", "left": "processes left",
     "ended": "ended needlessly", "not_told": "acknowledged on a log that had lost something",
 }
-"""The lists of an account that are to be empty, and their labels."""
+"""Lists of an account that must be empty, and their labels."""
 
 
 @dataclass
 class Account:
-    """What came of it."""
+    """Result of a chaos run."""
 
     backend: str
     faults: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     commands: int = 0
-    """Times that everything was dead and a system was started by command."""
+    """Number of times that everything was dead and the system was started by command."""
     batches: int = 0
     tasks: int = 0
     run_again: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Account:
     ended: list[str] = field(default_factory=list)
     not_told: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Faults that this machine has no right to."""
+    """Faults that this machine has no permission for."""
     recoveries: list[tuple[float, str]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -52,7 +52,7 @@ class Account:
 
 @dataclass
 class Evidence:
-    """Everything that is known at the end of a run, besides the log."""
+    """Observations of a run, besides its log."""
 
     url: str
     tasks: int
@@ -60,7 +60,7 @@ class Evidence:
     submitted: set[int]
     """Batches whose submit was acknowledged."""
     finalized: dict[int, dict[str, Any]]
-    """Results that the trainer was told, by batch."""
+    """Results that the trainer got, by batch."""
     notes: Path
     """File in which each run noted its batch, its task and the monotonic time of its start."""
     seen: dict[int, float]
@@ -123,7 +123,7 @@ class Evidence:
                 account.recoveries.append((min(after) - at, name))
 
     def read(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
-        """Read the experiences that were delivered; each is to be there once."""
+        """Read the delivered experiences, and check that each exists once."""
         payloads = open_payloads(self.url)
         seen: Counter[tuple[Any, ...]] = Counter()
         for ref in state.experiences:
@@ -135,7 +135,7 @@ class Evidence:
 
 
 def report(account: Account) -> str:
-    """The account as a table."""
+    """Return the account as a table."""
     times = sorted(account.recoveries)
     lines = [f"{account.backend}: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]

@@ -1,4 +1,4 @@
-"""The faults of `benchmarks.chaos`: each does one bad thing to a running system, and says what it did."""
+"""Faults of `benchmarks.chaos`, each of which returns its name."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 KILLED = {"runner": 8, "coordinator": 6, "worker": 4, "guardian": 1, "admin": 1}
-"""How often a process of each kind is killed, of 20."""
+"""Weight of each kind of process among the kills, of 20."""
 
 NOTICED_SECONDS = 60.0
-"""How long a process that hangs may go unnoticed before that counts as needing a person."""
+"""Time limit until a hanging process is replaced; after that it counts as needing a person."""
 FULL_SECONDS = 10.0
 """How long the disk is full."""
 FROZEN_SECONDS = 30.0
 """How long everything is frozen."""
 CALM_SECONDS = 6.0
-"""How long processes are watched after they were frozen: who is ended then was ended needlessly."""
+"""Time that processes are watched after a freeze: one that is ended then was ended needlessly."""
 CLOCK_STEPS = 1.0, -1.0, 3600.0, -600.0, 0.0
-"""Seconds by which the wall clock is wrong, one after the other."""
+"""Errors of the wall clock in seconds, one after the other."""
 STEP_SECONDS = 3.0
 """How long the clock stays at each."""
 
@@ -53,7 +53,7 @@ def by_kind(config: Config) -> dict[str, list[psutil.Process]]:
 
 
 def kill(processes: list[psutil.Process]) -> int:
-    """End each with -9; return how many there were."""
+    """Kill each with -9; return their number."""
     killed = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -63,7 +63,7 @@ def kill(processes: list[psutil.Process]) -> int:
 
 
 class Faults:
-    """Everything that is done to one system. `trouble` and `ended` fill with what should not have come of it."""
+    """Faults for one system. `trouble` and `ended` collect what went wrong after them."""
 
     def __init__(
         self, config: Config, chance: random.Random, database: Server | None, disk: Disk | None,
@@ -77,7 +77,7 @@ class Faults:
 
     # --- at random --------------------------------------------------------------------------------------------------
     def one(self) -> str:
-        """Do one thing at random; return its name, empty where there was nobody to do it to."""
+        """Inject a random fault; return its name, empty if there was no process to hit."""
         kinds = [kind for kind, times in KILLED.items() for _ in range(times)]
         kinds += ["everything", "all and keeper"] + ["stop coordinator"] * 2
         kinds += ["database"] * (3 if self.database is not None else 0)
@@ -107,7 +107,7 @@ class Faults:
         return f"kill -9 of {'every process' if kind == 'everything' else kind}" if count else ""
 
     def stop_coordinator(self, found: list[psutil.Process]) -> str:
-        """Stop it for less or more than the guardian waits, and let it go on."""
+        """Stop the coordinator for less or more time than the guardian waits, and continue it."""
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.suspend()
@@ -134,7 +134,7 @@ class Faults:
         return found
 
     def hang(self, kind: str) -> bool:
-        """Stop a process and never continue it: somebody has to notice, and to end it."""
+        """Stop a process and never continue it: the system has to notice and replace it."""
         found = by_kind(self.config).get(kind, [])
         if not found or running_system.keeper(self.config) is None:
             return False
@@ -146,7 +146,7 @@ class Faults:
         return True
 
     def freeze(self) -> bool:
-        """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
+        """Stop all processes and the keeper, as a sleeping laptop does, and continue them: none may be ended."""
         pid, found = running_system.keeper(self.config), by_kind(self.config)
         if pid is None or not found:
             return False
@@ -165,7 +165,7 @@ class Faults:
         return True
 
     def step(self) -> bool:
-        """Put the wall clock wrong by a second, an hour, ten minutes, and right again: nobody is to be ended."""
+        """Step the wall clock by a second, an hour, ten minutes, and back: no process may be ended."""
         assert self.clock is not None
         everybody = [p for kind, group in by_kind(self.config).items() if kind != "worker" for p in group]
         if not everybody:
@@ -186,7 +186,7 @@ class Faults:
         return True
 
     def fill(self) -> bool:
-        """Fill the disk that log, payloads and text logs are on, and give the space back."""
+        """Fill the disk with the log, payloads and text logs, then free the space."""
         assert self.disk is not None
         self.disk.fill()
         time.sleep(FULL_SECONDS)

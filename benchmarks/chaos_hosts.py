@@ -51,23 +51,23 @@ KINDS = {
     "host agent killed": 1, "coordinator killed": 2, "host of the head killed": 1, "link of the head away": 1,
     "PostgreSQL restarted": 2,
 }
-"""The faults, and how often each comes among 30."""
+"""Faults, and the number of each among 30."""
 SHORT = ("runner of a host killed", "host agent killed", "coordinator killed", "PostgreSQL restarted")
-"""Those that may come while another goes on."""
+"""Faults that may come during another one."""
 PLACES = 6
 """Units that each host runs at once."""
 SECONDS = 1.5
-"""How long a task sleeps."""
+"""Seconds that a task sleeps."""
 MEND_SECONDS = 120.0
-"""How long the run may take, after a fault is over, until all hosts work again; after that it needs a person."""
+"""Time limit until all hosts work again after a fault; after that the run needs a person."""
 DISTURBED = 0.25
-"""How often something else happens while a host is away."""
+"""Probability of another fault while a host is away."""
 CALM_SECONDS = 8.5
-"""How long all is well before a fault during which the work of the others is measured."""
+"""Seconds without faults before a fault whose effect on the other hosts is measured."""
 
 
 class Watch:
-    """Reads the log as it grows."""
+    """Reader of the growing log."""
 
     def __init__(self, url: str) -> None:
         self.url, self.events, self.over = url, list[Recorded](), threading.Event()
@@ -102,13 +102,13 @@ class Watch:
 
 
 class HostsChaos:
-    """One run of it."""
+    """One chaos run over several hosts."""
 
     def __init__(
         self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
         tasks: int = 200, timeout: float = 15.0,
     ) -> None:
-        """`timeout`: of hosts; `lanes`: batches in flight, of `tasks` each."""
+        """`timeout`: `hosts.timeout`; `lanes`: batches in flight, of `tasks` each."""
         self.network, self.database, self.random, self.folder = network, database, random.Random(seed), folder
         explorer = {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}}
         config = {"mode": "explore", "store": {"url": database.url}, "explorer": explorer}
@@ -128,7 +128,7 @@ class HostsChaos:
 
     # --- what is waited for -----------------------------------------------------------------------------------------
     def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
-        """Wait for it; what does not come needs a person."""
+        """Wait for a condition; if it does not come true, the run needs a person."""
         until = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > until:
@@ -138,19 +138,19 @@ class HostsChaos:
         return found
 
     def lead(self) -> dict[str, Any]:
-        """Return what the lease says of who leads; empty where nobody does, or the database does not say."""
+        """Return the leader's name from the lease; empty if there is none or the database is unreachable."""
         with contextlib.suppress(TrinityError), EventLog.open(self.database.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
             return (lease.owner or {}) if lease is not None else {}
         return {}
 
     def leading(self) -> HeadMachine | None:
-        """Return the head that leads, where its coordinator lives."""
+        """Return the leading head if its coordinator is alive."""
         where = self.lead().get("hosts")
         return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
 
     def here(self) -> list[HostMachine]:
-        """Return the hosts that should take part. One whose join ended by itself needs a person, who is this."""
+        """Return the hosts that should take part; restart, and count, one whose join ended by itself."""
         wanted = [h for h in [*self.hosts.values(), self.spare] if h.is_wanted]
         for host in wanted:
             if not host.is_on():
@@ -159,7 +159,7 @@ class HostsChaos:
         return wanted
 
     def mended(self, last: Fault | None = None) -> None:
-        """Wait until all that are on work, on a run that moves."""
+        """Wait until all hosts that are switched on work and the run makes progress."""
         self.wait(self.leading, "somebody leads", MEND_SECONDS)
         for host in self.here():
             since = last.until if last is not None and last.restarts and last.host == host.name else 0.0
@@ -173,7 +173,7 @@ class HostsChaos:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def run(self, deck: Sequence[str], *, measured: bool = True) -> HostsAccount:
-        """Start, do these faults and settle. `measured`: also count the work of hosts when all is well."""
+        """Start, inject these faults and settle. `measured`: also count the work of hosts without faults."""
         started, self.began = time.monotonic(), time.time()
         self.heads[0].start()
         self.wait(self.leading, "somebody leads", 90)
@@ -211,7 +211,7 @@ class HostsChaos:
         return [every[n % len(every)] for n in range(count)]
 
     def begin(self, kind: str, host: str, **more: Any) -> Fault:
-        """Note a fault that is done now."""
+        """Note a fault that begins now."""
         fault = Fault(kind, host, time.time(), **more)
         self.faults.append(fault)
         self.account.faults[kind] += 1
@@ -221,7 +221,7 @@ class HostsChaos:
 
     # --- the faults -------------------------------------------------------------------------------------------------
     def one(self, kind: str, deck: list[str]) -> None:
-        """Do one, and wait until it is mended."""
+        """Inject one fault, and wait until the run has recovered."""
         host = self.random.choice(self.here())
         match kind:
             case "host killed" | "host without power" | "link away" | "packets lost one way":
@@ -238,7 +238,7 @@ class HostsChaos:
         self.mended(fault)
 
     def away(self, kind: str, host: HostMachine, deck: list[str]) -> Fault:
-        """Have a host be away for some time, in which now and then something else happens."""
+        """Take a host away for some time, sometimes with another fault meanwhile."""
         time.sleep(max(0.0, self.calm_since + self.calm - time.time()))
         disturbing = next((k for k in deck if k in SHORT), None) if self.random.random() < DISTURBED else None
         others = ["", *(h.name for h in self.here() if h is not host)]
@@ -268,13 +268,13 @@ class HostsChaos:
         return fault
 
     def joins(self, kind: str) -> Fault:
-        """Have a host join that was not there."""
+        """Add a new host."""
         fault = self.begin(kind, self.spare.name)
         self.spare.start()
         return fault
 
     def leaves(self, kind: str, host: HostMachine) -> Fault:
-        """Have a host leave in order, and come back."""
+        """Drain a host, and let it come back."""
         fault = self.begin(kind, host.name)
         if kind == "host drained":
             head = self.leading() or self.heads[0]
@@ -294,7 +294,7 @@ class HostsChaos:
         return fault
 
     def head_away(self, kind: str) -> Fault:
-        """Have the machine of the head be away until another leads; then it is back, and waits."""
+        """Take the head's machine away until another head leads; then it returns as standby."""
         head = self.wait(self.leading, "somebody leads", MEND_SECONDS) or self.heads[0]
         fault = self.begin(kind, head.name)
         self.network.away(head.name)
@@ -308,7 +308,7 @@ class HostsChaos:
         return fault
 
     def short(self, kind: str, host: HostMachine) -> Fault:
-        """Do what is over at once."""
+        """Inject a fault that is over at once."""
         if kind == "PostgreSQL restarted":
             fault = self.begin(kind, "")
             self.database.stop()
@@ -327,7 +327,7 @@ class HostsChaos:
 
     # --- the account ------------------------------------------------------------------------------------------------
     def settle(self, offset: float) -> None:
-        """Compare the log with what was seen beside it. `offset`: unix seconds at zero of the monotonic clock."""
+        """Compare the log with the trainer's notes. `offset`: unix seconds at zero of the monotonic clock."""
         account, trainer = self.account, self.trainer
         account.person += trainer.trouble
         account.trainers = trainer.starts
@@ -339,13 +339,13 @@ class HostsChaos:
                  faults).settle(account)
 
     def settle_work(self, quiet: tuple[float, float], offset: float) -> None:
-        """Compare what hosts did, in the `quiet` time and around the faults."""
+        """Compare the work of hosts in the `quiet` time and around the faults."""
         busy = slept(self.notes / "slept", PLACES, quiet[0] - offset, quiet[1] - offset)
         with trinity_es.open_log(self.database.url) as log:
             self.account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
 
     def close(self) -> None:
-        """Switch everything off."""
+        """End all hosts."""
         self.trainer.kill()
         for machine in [*self.hosts.values(), self.spare, *self.heads]:
             machine.kill()

@@ -1,4 +1,4 @@
-"""The account of `benchmarks.chaos_hosts`: what its log says of hosts, beside what `chaos_account` says of results."""
+"""The account of `benchmarks.chaos_hosts`: hosts, in addition to the results in `chaos_account`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.projections.host_states import Hosts, evolve_hosts, host_of
 
 KNOWN_SECONDS = 5.0
-"""How much longer than `hosts.timeout` the loss of a host may take to be known: 20 s in all by default."""
+"""Time after `hosts.timeout` within which the loss of a host must be noticed: 20 s in all by default."""
 SHARE = 0.1
-"""Share by which hosts may do less while another is away, and be off their share of the work."""
+"""Tolerance of a host's rate while another is away, and of its share of the work."""
 LEAST_SECONDS = 8.0
-"""Minimum length of a stretch of time in which work is counted: less has too few tasks in it."""
+"""Minimum length of an interval in which work is counted: shorter ones have too few tasks."""
 PROMISES = {
     **{name: label for name, label in BAD.items() if name not in ("ended", "not_told", "left")},
     "over": "results of an epoch that was over", "blamed": "attempts blamed for the loss of a host",
@@ -27,32 +27,32 @@ PROMISES = {
     "slower": "hosts slower while another was away",
     "shares": "hosts without their share of the work", "idle": "hosts with places idle while work waited",
 }
-"""The lists of an account that are to be empty, and their labels."""
+"""Lists of an account that must be empty, and their labels."""
 
 
 @dataclass
 class Fault:
-    """Something that was done to the run. Times are unix seconds."""
+    """A fault of the run. Times are unix seconds."""
 
     kind: str
     host: str
     at: float
     until: float = 0.0
-    """When it was over: the host was started again, its link was back."""
+    """Time of its end: the host was restarted, or its link was back."""
     loses: bool = False
     """It ends an epoch of its host."""
     restarts: bool = False
-    """Its host is started anew by it."""
+    """It restarts its host."""
     disturbed: bool = False
-    """Another fault came before it was over."""
+    """Whether another fault came before it was over."""
     calm: float = 0.0
-    """Seconds before it in which all was well."""
+    """Seconds without faults before it."""
     others: Sequence[str] = ()
-    """Hosts that worked before it, and that it has nothing to do with; "" is the head."""
+    """Hosts that worked before it and that it does not affect; "" is the head."""
 
 
 class Work:
-    """Units that ended: on which host, from when to when."""
+    """Units that ended: host, begin and end."""
 
     def __init__(self, log: Iterable[Recorded]) -> None:
         began: dict[tuple[str, int, int, int], float] = {}
@@ -67,7 +67,7 @@ class Work:
                 self.units[host_of(event.runner)].append((began[key], item.recorded_at))
 
     def rate(self, host: str, begin: float, end: float) -> float:
-        """Return units per second; one that was under way at the edge of the time counts by the part that is in it."""
+        """Return units per second; a unit that crosses the interval's edge counts in part."""
         parts = (_within(unit, begin, end) / max(unit[1] - unit[0], 1e-6) for unit in self.units[host])
         return sum(parts) / (end - begin)
 
@@ -81,7 +81,7 @@ def _within(unit: tuple[float, float], begin: float, end: float) -> float:
 
 
 def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float]:
-    """Return the share of each host's places in which tasks were, as they noted themselves; times are monotonic."""
+    """Return the share of each host's places that were busy, from the tasks' own notes; times are monotonic."""
     found: dict[str, float] = defaultdict(float)
     for line in notes.read_text().splitlines():
         host, start, stop = line.split()
@@ -91,7 +91,7 @@ def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float
 
 @dataclass
 class HostsAccount(Account):
-    """What came of it."""
+    """Result of a chaos run over several hosts."""
 
     over: list[str] = field(default_factory=list)
     blamed: list[str] = field(default_factory=list)
@@ -107,14 +107,14 @@ class HostsAccount(Account):
     spread: dict[str, float] = field(default_factory=dict)
     """Tasks per second of each host before any fault."""
     busy: dict[str, float] = field(default_factory=dict)
-    """Share of each host's places in which tasks slept before any fault; what is missing is time between two tasks."""
+    """Share of each host's places in which tasks slept before any fault; the rest is time between tasks."""
     given: dict[str, float] = field(default_factory=dict)
-    """Share of each host's places that were given away then."""
+    """Share of each host's places that were assigned then."""
     epochs: int = 0
-    """Of all hosts."""
+    """Total of all hosts."""
     coordinators: int = 0
     trainers: int = 0
-    """Processes that were the trainer, one after the other."""
+    """Number of trainer processes, one after the other."""
 
     @property
     def clean(self) -> bool:
@@ -199,7 +199,7 @@ class HostsAccount(Account):
 
 
 def _epoch(hosts: Hosts, runner: str) -> int:
-    """Return the epoch that this runner's host is in now; 0 for the head's own, -2 where the host is gone."""
+    """Return the current epoch of a runner's host; 0 for the head's own, -2 if the host is gone."""
     name = host_of(runner)
     if not name:
         return 0
@@ -207,7 +207,7 @@ def _epoch(hosts: Hosts, runner: str) -> int:
 
 
 def hosts_report(account: HostsAccount) -> str:
-    """The account as a table."""
+    """Return the account as a table."""
     lines = [f"hosts: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
     lines.append(f"  {sum(account.faults.values()):>6}  faults in all; {account.epochs} times a host joined, "

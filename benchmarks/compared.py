@@ -1,9 +1,8 @@
-"""What benchmarks that compare two ways share: turns that alternate, their spread, what else ran, rows, new databases.
+"""Common parts of benchmarks that compare two ways: alternating turns, spreads, other load, rows, new databases.
 
-Both ways are measured in one process run, in turn, who goes first alternating, so that a machine that is slow for a
-while is slow for both. Where both are systems of processes, those of the other are stopped meanwhile (`resting`): what
-a system does while it has nothing to do would take time from the other. A ratio is the median of the pairs' ratios;
-what is in brackets is the least and the greatest.
+Both ways are measured in turn in one process, alternating which goes first, so that a machine that is slow for a while
+is slow for both. The processes of the other system are stopped meanwhile (`resting`), since an idle system takes time,
+too. A ratio is the median of the pairs' ratios; brackets hold the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from tests.helpers.faults import Server
 from trinity_es.system import running_system
 
 BUSY = 0.05
-"""Share of a core from which another process is named."""
+"""Share of a core above which another process is listed."""
 SETTLE_SECONDS = 0.2
-"""How long what was stopped gets to do what it would have done meanwhile, before it is measured."""
+"""Time for a continued system to catch up before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: how fast we are, how fast the other way is, and what is aimed at."""
+    """One line of the table: our figure, the other way's figure, and the aim."""
 
     what: str
     unit: str
     ours: Spread
     other: str = ""
-    """What it is compared with."""
+    """Name of the other way."""
     theirs: Spread | None = None
     ratio: Spread | None = None
     """Ours / theirs."""

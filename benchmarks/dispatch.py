@@ -1,18 +1,18 @@
-"""How fast is the way from submit to finalize? Tasks that do nothing, experiences that are stored durably.
+"""How long does it take from submit to finalize? No-op tasks, whose experiences are stored durably.
 
-One runner with a number of places on the ScriptedEngine; each run returns one experience of 512 tokens and 256
-logprobs. Measured as a trainer sees it, through `connect`, and in turn with the known system where it is installed
-(`benchmarks.known_system`: nothing of it is durable):
+There is one runner on the ScriptedEngine; each run returns one experience of 512 tokens and 256 logprobs. Times are a
+trainer's, through `connect`, in turn with the known system if it is installed (`benchmarks.known_system`, which stores
+nothing durably):
 
 - latency: submit_batch -> finalize_train_batch of 1, 8 and 64 tasks, one batch at a time: p50 and p95 of each turn;
 - rate: tasks/s for batches of 256 and 1,024 no-op tasks, runs/s for 128 tasks of 16 runs, of 512 and 8,192 tokens;
 - efficiency: 256 tasks of 0.1 s on 16 places against the ideal, ceil(256 / 16) * 0.1 s.
 
-Before it prints: of every batch all tasks are finished and all experiences named, those of the last one of each kind
-are read and compared with what their workflow made, and `verify` finds nothing in the logs.
+It checks that all tasks of every batch finished with all experiences, compares the experiences of the last batch of
+each kind with what their workflow made, and requires that `verify` finds nothing in the logs.
 
 `python -m benchmarks.dispatch [--json FILE] [--quick] [--durability power|process]`. Absolute times are of this
-machine: compare them with another system's only where both ran side by side.
+machine: compare them with another system's only if both ran side by side.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ RATES = {(256, 1, 512): "256 tasks", (1024, 1, 512): "1,024 tasks", (128, 16, 51
 RATE_AIM, P95_AIM, IDEAL_AIM = 30.0, 2.0, 0.98
 REPEATS = 5
 FIRST = 10**9
-"""Below the number of the first batch."""
+"""Number before that of the first batch."""
 READY_SECONDS = 300.0
-"""How long runners may take to be ready; a hundred of them took more than a minute on two slow cores."""
+"""Time limit for runners to be ready; a hundred of them took more than a minute on two slow cores."""
 KNOWN = "the known system"
 
 

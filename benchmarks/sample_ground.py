@@ -44,16 +44,16 @@ be in neither an event nor an experience, both refuse it."""
 
 
 class TimedLog(EventLog):
-    """A log whose events have the times that they are given: the model's, not the clock's."""
+    """Log whose events have the model's times instead of the clock's."""
 
     times: list[float]
 
     def append(self, *args: Any, **more: Any) -> Any:
-        """Append as of no boot: a log made twice is the same to the last byte."""
+        """Append without a boot id, so that two logs of the same arguments are equal byte for byte."""
         return super().append(*args, **{**more, "metadata": {"mono": 0.0, "boot": "", **(more.get("metadata") or {})}})
 
     def _clock_row(self, *_: Any) -> None:
-        """Return none: nobody set this clock."""
+        """Return none: the model's clock is never set."""
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
         (made,) = drafts
@@ -79,7 +79,7 @@ class RunnerModel:
 
 
 class Ground:
-    """A heap of what happens next, and the entries that it makes."""
+    """Heap of future happenings, and the log entries that they make."""
 
     def __init__(
         self, log: TimedLog, lease: Lease, store: PayloadStore | None, seed: int, batches: int, tasks: int, runs: int,
@@ -113,7 +113,7 @@ class Ground:
 
     @property
     def made(self) -> int:
-        """Events so far, written or not."""
+        """Number of events so far, written or not."""
         return self.written + len(self.entries)
 
     def tell(self, stream: str, event: ev.Event) -> Entry:
@@ -176,7 +176,7 @@ class Ground:
         self.at(seconds, ready)
 
     def train(self, number: int) -> None:
-        """The trainer takes its step while the next batch runs, and publishes what came of it."""
+        """Let the trainer take its step while the next batch runs, and publish its weights."""
         self.training = number
 
         def trained() -> None:
@@ -227,7 +227,7 @@ class Ground:
         self.flush()
 
     def flush(self) -> None:
-        """Write what there is, in order."""
+        """Write the pending entries in order."""
         if self.alive:  # it goes on now
             later = time.time() - self.now
             for entry in self.entries:

@@ -1,9 +1,9 @@
-"""A log as a run leaves it, without running one: for tests and benchmarks of what reads logs.
+"""Generator of logs for tests and benchmarks of readers, from a model of a run.
 
-A small model of a run, with the real decisions and the real fold: train batches one after the other, an eval now and
-then, runners with places whose attempts take a while, fail, time out and are attempted again; a runner that dies and
-comes back; tasks that are dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights
-while the next batch runs. Time is the model's own, and so is chance: equal arguments give equal events and payloads.
+The model uses the real decisions and the real fold: train batches one after the other with an occasional eval; runners
+with places whose attempts take time, fail, time out and are repeated; a runner that dies and comes back; tasks that are
+dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights while the next batch runs.
+Time and chance are simulated: equal arguments give equal events and payloads.
 
 `python -m benchmarks.sample_log URL --events 1000000 [--no-payloads] [--hostile] [--end finished|alive|dead]`
 """
@@ -40,7 +40,7 @@ class _Batch:
     state: BatchState
     entries: list[Entry]
     rewards: list[list[float]]
-    """By task and run."""
+    """RunResults by (task, run)."""
     lengths: list[list[int]]
     tasks: list[dict[str, Any]]
     done: list[Entry] = field(default_factory=list)
@@ -53,12 +53,12 @@ def make(
     dead: bool = False, hostile: bool = False, keep: int | None = None, progress: Callable[[int], None] | None = None,
     events: int | None = None,
 ) -> None:
-    """Write the log of a run of so many train batches of `tasks` tasks of `runs` runs each; it must not exist yet.
+    """Write the log of a run with `batches` train batches of `tasks` tasks of `runs` runs; it must not exist yet.
 
-    It ends in order, or with the last batch half done: `alive` as a run that goes on now, in this process; `dead` as
-    one whose processes are gone. `keep`: payloads of so many of the last batches only; those before were freed.
-    `events`: stop after the batch with which there are so many, whatever `batches` says. `hostile`: texts of
-    `HOSTILE` wherever a text comes from outside. Without `payloads` the log says that all of them were freed.
+    `end`: `finished`, or with the last batch half done `alive` (a run of this process) or `dead` (its processes are
+    gone). `keep`: keep the payloads of only so many of the last batches, the others are freed. `events`: stop after the
+    batch that reaches this number, regardless of `batches`. `hostile`: use the texts of `HOSTILE` for all external
+    texts. Without `payloads` the log says that all of them were freed.
     """
     store = open_payloads(url, durability="process") if payloads else None
     with TimedLog.open(url, create=True, durability="process", projectors=projectors()) as log:
@@ -83,20 +83,20 @@ def make(
 
 
 def _owner(alive: bool) -> dict[str, Any]:
-    """Who holds the lease: this process, or one that is no more."""
+    """Return the lease's owner: this process, or one that has ended."""
     pid, started = (os.getpid(), process_start_time(os.getpid())) if alive else (2**22 - 3, "0@of/another")
     return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
 
 
 class _Model(Ground):
-    """The run: what is submitted, dispatched, attempted, finalized."""
+    """Model of a run: submits, dispatches, attempts, finalizes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.open: _Batch | None = None
 
     def kill(self, runner: RunnerModel) -> None:
-        """It dies with what it has, and comes back; now and then its engine fails first."""
+        """Let a runner die with its units and come back; sometimes its engine fails first."""
         if not runner.up:
             return
         reason = self.nasty("its process ended with signal 9")
@@ -115,7 +115,7 @@ class _Model(Ground):
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def batch(self, number: int, cut: bool = False) -> None:
-        """One train batch, and its eval where it is time; `cut`: left when half of its tasks are done."""
+        """Play one train batch, and its eval if one is due; `cut`: stop when half of its tasks are done."""
         before = self.made
         if self.chance.random() < 0.01 and not self.alive:
             self.coordinator_starts_anew()
@@ -142,7 +142,7 @@ class _Model(Ground):
             self.flush()
 
     def _abort(self, batch_id: BatchId) -> None:
-        """A batch that nobody wants any more when some of its tasks are done."""
+        """Play a batch that is aborted when some of its tasks are done."""
         self.submit(batch_id, "train", max(2, self.tasks // 8), self.runs)
         batch = self.open
         assert batch is not None
@@ -272,7 +272,7 @@ class _Model(Ground):
         batch.done.append(self.record(batch, event))
 
     def check(self, batch: _Batch) -> None:
-        """Finalize it where it has enough."""
+        """Finalize the batch if it has enough tasks."""
         if self.open is not batch or len(batch.state.statuses) < decisions.wanted(batch.state):
             return
         self._revoke(batch)
@@ -305,7 +305,7 @@ class _Model(Ground):
             self.record(batch, event)
 
     def _revoke(self, batch: _Batch) -> None:
-        """What still runs is taken back: its places are free at once."""
+        """Revoke the units that still run; their places are free at once."""
         for flight in batch.state.flights.values():
             runner = next(r for r in self.runners if r.name == flight.runner)
             if runner.incarnation == flight.incarnation and runner.up:

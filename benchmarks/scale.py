@@ -26,11 +26,11 @@ A_TASK = ("submit", "dispatch", "collect", "finalize", "rest", "collector")
 """Phases that tasks cost; `rest`: turns as such, what is sent, waking up, what follows a commit; `collector`: Python's
 garbage collector, over what the stand-ins have too."""
 STANDING = ("beats", "timers")
-"""Phases that time costs: heartbeats and statuses of runners, looks at hosts, batches and stalls."""
+"""Phases that cost time even without tasks: runners' heartbeats and statuses; checks of hosts, batches and stalls."""
 
 
 def sizes(live: Any) -> int:
-    """Bytes of all that is in the coordinator's live state."""
+    """Return the bytes of the coordinator's live state."""
     seen: set[int] = set()
     total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended]
     while todo:
@@ -56,7 +56,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def one(plan: Plan) -> dict[str, Any]:
-    """The figures of one play."""
+    """Return the figures of one play."""
     size = 0
 
     def full(world: ManyWorld) -> bool:
@@ -92,7 +92,7 @@ def one(plan: Plan) -> dict[str, Any]:
 
 
 def middle(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the figures of the same plan."""
+    """Return the medians of the figures of one plan."""
     def of(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
             return {key: of([v.get(key, 0.0) for v in values]) for key in values[0]}

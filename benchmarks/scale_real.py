@@ -25,7 +25,8 @@ import trinity_es
 from benchmarks.compared import options_of, write_json
 from benchmarks.scale import A_TASK, numbers
 from tests.helpers.faults import server
-from tests.helpers.hosts import KEY, free_port, host_joins, ready
+from tests.helpers.hosts import KEY, host_joins, ready
+from tests.helpers.servers import free_port
 from tests.helpers.systems import end, pid_of, scripted, sleepers
 from tests.simulation.many import Plan, play
 from trinity_es.system import lifecycle
@@ -34,7 +35,7 @@ IDLE_SECONDS = 5.0
 
 
 def cpu(pid: int) -> tuple[float, float]:
-    """CPU seconds of a process so far, and of its main thread."""
+    """Return the CPU seconds of a process so far, and of its main thread."""
     process = psutil.Process(pid)
     times = process.cpu_times()
     [main] = [t for t in process.threads() if t.id == pid]
@@ -42,7 +43,7 @@ def cpu(pid: int) -> tuple[float, float]:
 
 
 def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
-    """The figures of a real run of this many hosts besides the head."""
+    """Return the figures of a real run with this many hosts besides the head."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-")))
         database = stack.enter_context(server())
@@ -85,7 +86,7 @@ def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) 
 
 
 def simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> float:
-    """What the simulation says of as many runners, in microseconds a task."""
+    """Return the simulation's microseconds per task for as many runners."""
     plan = Plan(hosts + 1, hosts + 1, (hosts + 1) * places, tasks, tasks, seconds=seconds, failures=0.0)
     runs = [play(plan) for _ in range(repeats)]
     return statistics.median(1e6 * sum(r.world.meter.seconds[p] for p in A_TASK) / r.tasks for r in runs)

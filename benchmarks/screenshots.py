@@ -24,7 +24,7 @@ from trinity_es.testing import wait_until
 
 SIZE = 1280, 800
 BEGINS_AT = {"batch": "#tasks"}
-"""Pages of which a later part is taken."""
+"""Pages of which a lower part is photographed, too."""
 
 
 def pages(log: Log) -> dict[str, str]:
@@ -76,7 +76,7 @@ def _size(driver: Any, height: int) -> None:
 
 
 def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | None = None) -> list[Path]:
-    """Take them of the log at `url`; `whole`: of each page from top to bottom."""
+    """Take pictures of the log at `url`; `whole`: of each page from top to bottom."""
     with open_log(url) as log:
         chosen = {name: path for name, path in pages(log).items() if not only or name in only}
     folder.mkdir(parents=True, exist_ok=True)

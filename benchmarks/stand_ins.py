@@ -1,4 +1,4 @@
-"""Many servers that speak vLLM's API, all of them stand-ins in one process: engines of others, for next to nothing."""
+"""Many stand-ins of vLLM servers in one process: cheap third-party engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_es.testing import wait_until
 
 
 def model_folder(folder: Path) -> str:
-    """Return a model that all of them seem to have."""
+    """Return the folder of a model that all of them claim to serve."""
     return str(make_tiny_model(folder / "model", seed=0))
 
 

@@ -29,7 +29,7 @@ SOURCES = {
     "dispatch": "E1", "overhead": "E4", "log_append": "E5", "replay": "E6", "payloads": "E7", "large_batch": "E8",
     "growth": "E9", "eventsourcing_library": "E10", "weight_sync": "E11", "adaptive": "E12",
 }
-"""The aim of each benchmark's rows that name none."""
+"""Default aim of each benchmark's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Line:
 
 
 def spread_told(found: Spread | None) -> str:
-    """Say a figure, with its spread where it was measured more than once."""
+    """Return a figure as text, with its spread if it was measured more than once."""
     if found is None:
         return ""
     form = form_of(found.median)
@@ -60,7 +60,7 @@ def spread_told(found: Spread | None) -> str:
 
 
 def verdict(row: Row) -> str:
-    """Say whether the aim is reached, or by how much it is missed."""
+    """Return whether the aim is reached, or by how much it is missed."""
     if row.aim is None:
         return ""
     judged = row.ratio if row.other else row.ours
@@ -97,7 +97,7 @@ def markdown(found: list[Line]) -> Iterator[str]:
 
 
 def measured(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield when, where and beside what each benchmark was run, and what it left out."""
+    """Yield when and where each benchmark ran, what else ran meanwhile, and what it left out."""
     for name, found in results.items():
         if "beside" not in found:
             continue

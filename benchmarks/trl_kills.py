@@ -1,23 +1,23 @@
 """TRL's GRPOTrainer killed at random, on our engines and alone: which prompts was it trained on, and what was lost?
 
-The trainer of examples/trl_grpo (`benchmarks.trl_recorded`) notes the rows of each generation that it trains on. While
-it trains, it, a runner, the coordinator, or all of them at once are killed (-9), seeded; what was killed is started
-again, by the example's own command or by the system itself. A killed trainer takes the steps since its checkpoint
-again; what counts is what a step was last trained on, since what came of it before is gone. Then:
+The trainer of examples/trl_grpo (`benchmarks.trl_recorded`) notes the rows of each generation that it trains on.
+Meanwhile the trainer, a runner, the coordinator, or all of them at once are killed (-9), seeded. They are started again
+by the example's own command or by the system itself. A killed trainer repeats the steps since its checkpoint, so only
+the last training of each step counts. The account lists:
 
-- other prompts: steps trained on other rows than in a run that nobody disturbed; and rows of the data set that were
-  trained on more or less often than there
-- steps beyond the end: those that a trainer took that was killed after its last one
-- generated again: steps that were trained on anew with other tokens than before
-- submitted or run twice: batches and runs in the log that are there more than once
+- other prompts: steps trained on other rows than in an undisturbed run, and rows of the data set that were trained on
+  more or less often than there
+- steps beyond the end: steps of a trainer that was killed after its last one
+- generated again: steps that were repeated with other tokens than before
+- submitted or run twice: batches and runs that are in the log more than once
 - did not start: restarts of the trainer that ended with an error
 
 `--alone` is the same trainer with TRL's own generation (its one process is killed, whatever the kind).
 
     python -m benchmarks.trl_kills [--kills 20] [--undisturbed 5] [--seed 0] [--steps 100] [--alone] [--json FILE]
 
-It needs trl beside vLLM, `pip install trl==1.16.0`. Exit code 1 where a list has an entry, or the killed run's reward
-is below all of those that were not disturbed.
+It needs trl beside vLLM, `pip install trl==1.16.0`. Exit code 1 if a list has an entry, or if the killed run's reward
+is below those of all undisturbed runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from trinity_es.events import vocabulary as ev
 
 KINDS = ("trainer", "runner", "coordinator", "all")
 RESTARTS = 3
-"""Maximum of starts in a row that may end with an error before a run is given up."""
+"""Maximum number of consecutive failed starts before a run is given up."""
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 
 
@@ -69,19 +69,19 @@ class Trainee:
 
     @property
     def config(self) -> Config:
-        """The config of its system."""
+        """Config of its system."""
         return load_config(EXAMPLE, [
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 
     def start(self) -> None:
-        """Start it, where it does not run."""
+        """Start it unless it runs."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
         self.starts += 1
 
     def step(self) -> int:
-        """Return the last step that this process ended; -1 before it ended one."""
+        """Return the last step that this process ended; -1 before its first."""
         with contextlib.suppress(OSError, ValueError):
             pid, step = (self.folder / "beat").read_text().split()
             if self.process is not None and int(pid) == self.process.pid:
@@ -113,7 +113,7 @@ class Trainee:
         return (self.folder / "trainer.log").read_text(errors="replace")[-3000:]
 
     def kill(self, kind: str) -> None:
-        """End one part of it with -9, or all."""
+        """Kill one part of it, or all, with -9."""
         victims: list[psutil.Process] = []
         if kind in ("trainer", "all") or self.alone:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
@@ -126,7 +126,7 @@ class Trainee:
             self.process.wait()
 
     def end(self) -> None:
-        """End what runs."""
+        """End all processes."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

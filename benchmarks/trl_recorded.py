@@ -26,11 +26,11 @@ from examples.grpo.tiny_model import make_tiny_model
 from examples.trl_grpo import train
 
 TRAINERS: list[GRPOTrainer] = []
-"""The one that runs here."""
+"""The trainer of this process."""
 
 
 class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
-    """Notes how far the trainer is, so that it is killed while it trains, and not while it is imported."""
+    """Callback that notes the trainer's progress, so that it is killed while it trains and not during imports."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "beat"
@@ -55,7 +55,7 @@ def _with_rows(letters: Any) -> Any:
 
 
 def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
-    """Train to the end. Whoever started it kills it meanwhile."""
+    """Train to the end, unless killed."""
     train.letters = _with_rows(train.letters)
 
     def recorded(reward: list[float | None], **columns: Any) -> list[float | None]:
@@ -74,7 +74,7 @@ def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str,
 
 
 def _alone(folder: Path, settings: dict[str, Any]) -> float:
-    """Train with TRL's own generation, as its documentation has it."""
+    """Train with TRL's own generation, as in its documentation."""
     torch.set_num_threads(1)
     if not (folder / "model" / "model.safetensors").is_file():
         make_tiny_model(folder / "model")

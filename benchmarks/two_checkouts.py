@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 ROUNDS = {1: 180, 8: 180, 64: 120, 256: 90, 1024: 50}
-"""Pairs, by the number of tasks in a batch."""
+"""Number of pairs, by the number of tasks in a batch."""
 CHILD = """
 import sys
 from benchmarks.dispatch import Bench
@@ -30,7 +30,7 @@ with Bench(8, sys.argv[1], [{"name": "grpo"}]) as bench:
 
 
 class Checkout:
-    """A process that measures one batch when it is asked to."""
+    """Process that measures a batch on request."""
 
     def __init__(self, folder: str, durability: str) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

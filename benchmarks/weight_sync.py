@@ -1,15 +1,14 @@
-"""What does a change of weights cost an engine that is busy? The time it makes no token, against vLLM's reload alone.
+"""What does a change of weights cost a busy engine? The time without tokens, compared with vLLM's reload alone.
 
-One system with a real vLLM engine of a tiny model, and then one with a model of 134 million weights, which is nearer to
-what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint while 64 requests are answered,
-where the figure is the time from the end of the last step before the change until the requests go on; and the same
-while the engine does nothing, where the figure is the time of vLLM's own `reload_weights` of the same size, with
-nothing of ours around. The first step after it is told, too: their KV cache was of the old weights, so it reads
-requests again, as many as vLLM takes in one step.
+There is one system with a real vLLM engine of a tiny model, and then one with a more realistic model of 134 million
+weights. Two cases alternate: `sync_weights` of a checkpoint during 64 requests, timed from the end of the last step
+before the change until the requests go on; and the same on an idle engine, timed as vLLM's own `reload_weights` only.
+The first step afterwards is reported, too: the KV cache is of the old weights, so vLLM prefills as many requests as fit
+into one step.
 
-Checked: each request has all its tokens, the first of them by the version before and the others by the new one, so that
-all were in flight (a batch that the machine was too slow or too fast for is tried again, and counted); and no step ends
-while the weights change. What the time goes to is printed, too.
+It checks that each request has all its tokens, the first ones from the old version and the others from the new one, so
+that all were in flight (a batch for which the machine was too slow or too fast is repeated and counted), and that no
+step ends while the weights change. It also prints where the time goes.
 
 `python -m benchmarks.weight_sync [--json FILE] [--quick] [--repeats N]`.
 """
@@ -39,20 +38,20 @@ REQUESTS = 64
 BEFORE = 20
 """Steps with all requests before the weights change."""
 PATIENCE = 30.0
-"""Seconds that these may take; where requests come too slowly to be in flight together, it is tried again."""
+"""Time limit for these steps; if the requests are not in flight together by then, the change is tried again."""
 TRIES = 10
 AIM = 1.2
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's size, and how often it is measured."""
+    """Size of a model, and the number of its measurements."""
 
     name: str
     enlarged: tuple[int, int] | None
     """Hidden size and layers; None: the tiny model as it is made."""
     tokens: int
-    """Of each request; there is room for 256 with the prompt."""
+    """Tokens of each request; there is room for 256 with the prompt."""
     repeats: int
 
 
@@ -61,11 +60,11 @@ SIZES = (
     Size("134 million", (1024, 8), tokens=60, repeats=5),
 )
 WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_weights_finite", "resume_generation")
-"""Calls of vLLM that a change of weights is made of, in order."""
+"""vLLM's calls during a change of weights, in order."""
 
 
 class WatchedEngine(VLLMEngine):
-    """Writes down when each of its steps ended, and when each call that changes weights began and ended."""
+    """Engine that notes the end of each step, and begin and end of each call that changes weights."""
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
@@ -91,16 +90,16 @@ class WatchedEngine(VLLMEngine):
 
 @dataclass(frozen=True)
 class Change:
-    """One change of weights as the engine saw it, in seconds."""
+    """Durations of one change of weights in the engine, in seconds."""
 
     silent: float
     """From the end of the last step before it until requests go on."""
     first: float
     """The first step after it: requests are read again, as many as vLLM takes in one step."""
     calls: dict[str, float]
-    """How long each call took."""
+    """Duration of each call."""
     step: float
-    """A step before the change, median."""
+    """Median step before the change."""
 
     @classmethod
     def of(cls, notes: list[list[str]]) -> Change:
@@ -157,12 +156,12 @@ class Bench:
         self.client.wait_ready()
         self.version = self.batch = 0
         self.changes: list[Change] = []
-        """Those under load."""
+        """Changes under load."""
         self.missed = 0
-        """Batches that were over too soon."""
+        """Batches that ended too soon."""
 
     def noted(self) -> list[list[str]]:
-        """Return the lines that the engine wrote since they were taken last."""
+        """Return the engine's new lines since the last call."""
         return [line.split() for line in self.notes.read_text().splitlines()[self.seen :]]
 
     def sync(self) -> None:
@@ -176,7 +175,7 @@ class Bench:
         return Change.of(notes)
 
     def alone(self) -> float:
-        """Return the seconds of vLLM's reload while nothing else is there."""
+        """Return the seconds of vLLM's reload without requests."""
         self.seen += len(self.noted())
         self.sync()
         return self.change().calls["reload_weights"]
@@ -191,7 +190,7 @@ class Bench:
         raise AssertionError("the requests were over each time before the weights had changed")
 
     def change_in_flight(self) -> bool:
-        """Change the weights under a batch. Returns True if all of its requests were in flight meanwhile."""
+        """Change the weights during a batch. Return True if all of its requests were in flight meanwhile."""
         self.batch += 1
         self.seen += len(self.noted())
         tasks = [

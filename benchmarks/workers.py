@@ -1,12 +1,12 @@
-"""How soon are the processes of sync workflows there, and what do they take?
+"""How fast do the processes of sync workflows start, and how much memory do they use?
 
-In a runner's `WorkerPool`, beside what a user would take instead: a `ProcessPoolExecutor` that spawns, warmed up by
-nothing. Both play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch
-of n needs n processes. Measured, for a workflow that imports numpy, one that imports torch as well, and the same beside
-vLLM, where a runner has torch imported for its workers while the engine loads:
+Compares a runner's `WorkerPool` with the usual alternative, a `ProcessPoolExecutor` that spawns, without warm-up. Both
+play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch of n needs n
+processes. The workflows import numpy; torch as well; and the same beside vLLM, where a runner imports torch for its
+workers while the engine loads. Measured are:
 
-- cold: from the first task of a new pool, which has no process yet, to the end of the last one, for 2, 16 and 64;
-- of this the part after the first start (the import of the workflow's module), which is no attempt's time;
+- cold: from the first task of a new pool without processes to the end of the last one, for 2, 16 and 64;
+- the part of it after the first start (the import of the workflow's module), which does not count for attempts;
 - memory: PSS of all 64 together (and of the templates that they are forked from);
 - replacement: from the death of an idle process to the end of the next task in another one.
 
@@ -37,11 +37,11 @@ from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 
 MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}
-"""What a workflow's module imports."""
+"""Modules that a workflow imports."""
 WARMED = {"torch beside vLLM": ["torch:Tensor"]}
 """What is imported before the first task; where nothing is, no process is there before it either."""
 COUNTS = {2: 5, 16: 3, 64: 2}
-"""How many workers, and how often each is measured."""
+"""Numbers of workers, and the repeats of each."""
 SPAWNED_MOST = {"numpy": 64, "torch": 16, "torch beside vLLM": 0}
 """Maximum number of spawned ones: 64 that import torch are minutes of two cores, and 11 GB."""
 
@@ -69,7 +69,7 @@ class Meets(Workflow):
 
 
 def megabytes(pids: list[int]) -> float:
-    """PSS of these processes together."""
+    """Return the total PSS of these processes."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -91,7 +91,7 @@ class Here:
             await self.pool.warm(self.warm)
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
-        """The processes that played, and the seconds that count for the attempt."""
+        """Play tasks; return their processes, and the seconds that count for the attempt."""
         task = Task(workflow=f"{self.module}:Meets", workflow_args={"folder": str(folder), "count": count}, task_id=1)
         done = await self.workflows.execute(task, 1, range(count))
         assert not done.failures, done.failures[0]
@@ -106,7 +106,7 @@ class Here:
 
 
 class Spawned:
-    """What a user would take: a pool of processes that are spawned."""
+    """ProcessPoolExecutor that spawns, which users would take instead."""
 
     def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
         context = multiprocessing.get_context("spawn")
@@ -132,7 +132,7 @@ class Spawned:
 async def cold(
     kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, warm: Sequence[str]
 ) -> dict[str, float]:
-    """A new pool's first `count` tasks."""
+    """Play a new pool's first `count` tasks."""
     pool = kind(module, count, warm)
     try:
         await pool.ready()
@@ -147,7 +147,7 @@ async def cold(
 
 
 async def replaced(module: str, folder: Path, rounds: int) -> list[float]:
-    """Seconds from the death of the only worker to the end of the next task. A spawned pool breaks instead."""
+    """Return the seconds from the death of the only worker to the end of the next task. A spawned pool breaks."""
     pool = Here(module, 2)
     found = []
     try:

@@ -34,7 +34,7 @@ _VOLATILE = re.compile(r"in [\d.]+ s \([\d,]+ events/s\)|(?<=  1/0/0/0/)[0-9a-f]
 
 
 def build(folder: Path) -> None:
-    """The two runs that the page tells of, under `folder`."""
+    """Make the two runs of the page under `folder`."""
     for name, batches in ((SAMPLE, 9), (OTHER, 4)):
         (folder / name).parent.mkdir(parents=True)
         with in_folder(folder):
@@ -44,7 +44,7 @@ def build(folder: Path) -> None:
 
 
 async def _real(path: Path) -> None:
-    """One batch of a real runner with the ScriptedEngine: what an engine has made can be asked of one again."""
+    """Play one batch on a real runner with the ScriptedEngine, so that its rollouts can be regenerated."""
     script = {"tokens": 12}
     config = Config.from_dict(
         {"mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted", "script": script}}},
@@ -62,12 +62,12 @@ async def _real(path: Path) -> None:
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(command, output) of each console block of a page."""
+    """Return the (command, output) of each console block of a page."""
     return _BLOCK.findall(text)
 
 
 def run(command: str, folder: Path) -> tuple[str, int]:
-    """What a command of the page prints in `folder`, with the sample log chosen and in UTC; and its exit code."""
+    """Return the output of a command of the page in `folder`, with the sample log and in UTC, and its exit code."""
     with in_folder(folder):
         done = CliRunner().invoke(app, shlex.split(command)[1:], env={"TRINITY_ES_LOG": SAMPLE, "COLUMNS": "180"})
     assert done.exit_code in (0, 1), f"{command}: {done.output}"
@@ -76,7 +76,7 @@ def run(command: str, folder: Path) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def in_folder(folder: Path) -> Iterator[None]:
-    """That folder, and the time of Greenwich: paths and times on the page are the same everywhere."""
+    """Change to this folder and to UTC: paths and times on the page are the same everywhere."""
     before, zone = Path.cwd(), os.environ.get("TZ")
     os.chdir(folder)
     os.environ["TZ"] = "UTC"

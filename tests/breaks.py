@@ -27,7 +27,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 TO_COME = {12: "half an answer is kept"}
-"""Promises that are not made yet, so nothing can break them."""
+"""Promises that are not implemented yet, so nothing can break them."""
 TEST_SECONDS, RUN_SECONDS = 120, 300
 """How long a test may take if it has no limit of its own, and how long all cases of it may take together."""
 
@@ -240,7 +240,7 @@ def broken(one: Break) -> str:
 
 @contextlib.contextmanager
 def applied(one: Break) -> Iterator[None]:
-    """Have the break in the working tree. Raises Refused if the file has uncommitted changes."""
+    """Apply the break to the working tree. Raises Refused if the file has uncommitted changes."""
     file = ROOT / one.file
     if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", one.file], cwd=ROOT, check=False).returncode:
         raise Refused(f"{one.file} has uncommitted changes: commit or stash them")

@@ -1,4 +1,5 @@
-"""What every test gets: a test that needs what this machine lacks is skipped by name, with the reason."""
+"""Settings and fixtures of all tests. A test whose requirements this machine lacks is skipped by name, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# How fast values are made up says how busy the machine is, and nothing about us. Fifty examples, and other ones in each
-# run: `make check` is run often, and is to be done in a minute.
+# No deadline and no check for slow generation: they measure how busy the machine is. Fifty examples, different ones in
+# each run, keep `make check` within a minute.
 settings.register_profile("ours", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
 
@@ -60,10 +61,10 @@ _NEEDS = {
 
 
 class _Files(LoadFileScheduling):
-    """A file stays in one process, and those with real engines are one file.
+    """Scheduler that keeps a file in one process, and all files with real engines together.
 
-    An engine computes on all cores while it starts, and two that do take much longer than one after the other. Several
-    of these files share one engine, too.
+    A starting engine uses all cores, so two at once take much longer than one after the other. Several of these files
+    also share an engine.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -91,8 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, lacks in _NEEDS.items():
             if item.get_closest_marker(marker) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))
-    # What takes longest comes first: real engines, which compute, in one process (see `_Files`), and actor systems,
-    # which mostly wait, in the others. Who ends the engine of a folder comes after who asks it.
+    # The longest tests come first: real engines, which compute, in one process (see `_Files`), and actor systems, which
+    # mostly wait, in the others. Tests that end a folder's shared engine come after its other tests.
     def turn(item: pytest.Item) -> tuple[int, str, bool]:
         if _has_engines(item.nodeid.partition("::")[0]):
             return 0, item.path.parent.name, item.get_closest_marker("last") is not None
@@ -103,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
-    """A PostgreSQL server that a test may stop."""
+    """Give a PostgreSQL server that a test may stop."""
     from tests.helpers.faults import server
 
     with server() as one:
@@ -112,7 +113,8 @@ def own_server() -> Iterator[Server]:
 
 @pytest.fixture
 def wire(own_server: Server) -> Iterator[Wire]:
-    """A way to it that can be cut. Asked for before `start_system`: a system whose database is gone ends slowly."""
+    """Give a connection to it that can be cut. Request it before `start_system`: a system without database ends slowly.
+    """
     from tests.helpers.faults import Wire
 
     one = Wire(own_server.socket)
@@ -122,20 +124,20 @@ def wire(own_server: Server) -> Iterator[Wire]:
 
 @lru_cache(maxsize=1)
 def _our_loggers(modules: int) -> list[logging.Logger]:
-    """Return the loggers of our modules; `modules`: how many there are, for it takes long to go through them."""
+    """Return the loggers of our modules. The number of modules is the cache's key, since the search is slow."""
     ours = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "trinity_es"]
     return [v for module in ours for v in vars(module).copy().values() if isinstance(v, logging.Logger)]
 
 
 @pytest.fixture(autouse=True)
 def _own_loggers_speak() -> None:
-    """Undo what tests before this one, and packages that they imported, did to our loggers in this process."""
+    """Reset our loggers, which earlier tests and the packages that they imported may have changed."""
     logging.disable(logging.NOTSET)
     logging.root.setLevel(logging.WARNING)
     for logger in _our_loggers(len(sys.modules)):
         if not logger.name.startswith("trinity_es"):
             continue
-        logger.manager.disable = logging.NOTSET  # where somebody put another root in the place of theirs
+        logger.manager.disable = logging.NOTSET  # a package may have replaced the root logger
         while True:
             logger.disabled, logger.propagate = False, True
             logger.setLevel(logging.NOTSET)

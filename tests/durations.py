@@ -26,7 +26,7 @@ import pytest
 COMMITTED = Path(__file__).with_name("durations.json")
 POLL_SECONDS = 1.0
 DEAR_SECONDS = 1.0
-"""Fixtures and committed tests that take less are not told one by one."""
+"""Fixtures and committed tests that take less are not listed."""
 MORE, AND_SECONDS = 1.5, 4.0
 """A test became dearer when its CPU seconds are more than `MORE` times the committed ones and `AND_SECONDS`."""
 _RUNNING = "[pytest-xdist running] "
@@ -106,7 +106,7 @@ def _test_in(environment: bytes) -> str:
 
 
 def _kind(command: str, line: str) -> str:
-    """Return what a process is called in the sum by kind."""
+    """Return the kind of a process."""
     if not command.startswith("python"):
         return command.partition(" ")[0]
     words = re.sub(r"\0-[^mc\0][^\0]*", "", line).split("\0")[1:4]
@@ -119,7 +119,7 @@ def _test_of_worker(command_line: str) -> str:
 
 
 class Session:
-    """The figures of one session of pytest, of its reports and of `CpuByTest`."""
+    """Figures of one pytest session, from its reports and `CpuByTest`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,7 +153,7 @@ class Session:
 
 
 class Fixtures:
-    """In a worker: tells the fixtures that took long, with the test that asked for them first."""
+    """Plugin for a worker: reports slow fixtures, with the first test that needed them."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
@@ -207,7 +207,7 @@ def dearer(tests: dict[str, list[float]], committed: dict[str, float]) -> list[s
 
 
 def report(sessions: list[dict[str, Any]], steps: dict[str, float], committed: dict[str, Any]) -> Iterator[str]:
-    """Give the lines that are printed."""
+    """Yield the lines of the report."""
     tests = _all_tests(sessions)
     yield "Where the time went (seconds of workers, CPU seconds of all processes):"
     for step, taken in steps.items():

@@ -18,7 +18,7 @@ __all__ = ["IN_THIS_PROCESS", "ROWS", "Row", "markdown", "rows"]
 _SKIPS = re.compile(r"\bmark\.(skip|xfail)\b")
 
 IN_THIS_PROCESS = {38, 54, 56}
-"""Rows that are about what goes without an actor system."""
+"""Rows whose features need no actor system."""
 
 FOUND_LATER = 39
 """The first of the rows that were found by running the known system's own tests against this one."""
@@ -83,7 +83,7 @@ ROWS: dict[int, str] = {
     56: "a config with `${oc.env:...}`: all its problems in one round",
     57: "ready-made workflows and rewards: mathematics, GSM8K, multiple choice, countdown, code, tools",
 }
-"""Number -> what is owed."""
+"""Row by number."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def _is_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _all_skipped(module: ast.Module) -> bool:
-    """Whether a module's `pytestmark` skips it."""
+    """Return True if a module's `pytestmark` skips it."""
     return any(
         isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
         and _SKIPS.search(ast.unparse(node.value)) for node in module.body
@@ -117,7 +117,7 @@ def _all_skipped(module: ast.Module) -> bool:
 
 @cache
 def rows() -> list[Row]:
-    """Every row with the tests that have its number in their name."""
+    """Return every row with the tests that have its number in their name."""
     found = {number: Row(number, what) for number, what in ROWS.items()}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         module = ast.parse(path.read_text())

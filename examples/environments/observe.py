@@ -1,4 +1,4 @@
-"""The user's turn of what examples/environments/openenv_server.py shows, named in openenv.yaml."""
+"""The user's turn for observations of examples/environments/openenv_server.py, named in openenv.yaml."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["question"]
 
 
 def question(observation: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return the question alone: a tiny model reads no JSON."""
+    """Return only the question: a tiny model reads no JSON."""
     return str(observation["question"])

@@ -1,6 +1,6 @@
 """An OpenEnv server that a tiny model can learn from: two letters, each to be answered with itself, sixteen times.
 
-It runs in a Python of its own, since what OpenEnv needs is not what an engine needs:
+It runs in a Python of its own, since OpenEnv and the engines need different packages:
 
     uv venv runs/openenv && uv pip install --python runs/openenv openenv==0.10.0
     runs/openenv/bin/python examples/environments/openenv_server.py 8000

@@ -8,7 +8,7 @@ LENGTH = 8
 
 
 def letter_share(response: str, truth: str, prompt: str | None = None, length: int = LENGTH) -> float:
-    """Share of the first `length` characters of the response that are the wanted letter, from 0 to 1.
+    """Return the share of the first `length` characters of the response that are the right letter, from 0 to 1.
 
     A shorter response has the missing characters wrong.
     """

@@ -1,8 +1,8 @@
-"""A GRPO trainer in plain torch: what a trainer has to do, and no more.
+"""A minimal GRPO trainer in plain torch.
 
-It gets experiences whose advantages are there already (the pipeline's `grpo` operator), makes one step of a clipped
-policy gradient on them, and writes its weights as a folder that an engine loads. It runs on one thread of a CPU; a real
-trainer shards this over GPUs and keeps the same methods.
+It gets experiences with their advantages (from the pipeline's `grpo` operator), makes one step of a clipped policy
+gradient on them, and writes its weights as a folder that an engine loads. It runs on one CPU thread; a real trainer
+shards this over GPUs and has the same methods.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 __all__ = ["GRPOTrainer"]
 
 STATE = "trainer.pt"
-"""Beside the weights: optimizer, steps and random state, so that a run goes on as if it had not been interrupted."""
+"""File beside the weights with optimizer, steps and random state, so that a run resumes as if never interrupted."""
 
 
 class GRPOTrainer:
-    """Trains the model at `model_path`; goes on where it was when that is a folder that `save` wrote.
+    """Trainer of the model at `model_path`; it resumes if that is a folder that `save` wrote.
 
     `lr` for AdamW; `clip` is epsilon of the clipped ratio; `entropy` the weight of the entropy bonus, 0 for none;
-    `max_grad_norm` the gradient's norm at most; `temperature` that of the rollouts, since the engine's logprobs are
-    those after temperature.
+    `max_grad_norm` the maximum norm of the gradient; `temperature` that of the rollouts, since the engine's logprobs
+    are those after temperature.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class GRPOTrainer:
             self.load(model_path)
 
     def load(self, path: str) -> None:
-        """Bring back what is not weights from the folder `path`, which `save` wrote."""
+        """Restore everything but the weights from the folder `path`, which `save` wrote."""
         state = torch.load(Path(path) / STATE, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["random"])
 
     def step(self, experiences: Sequence[Any]) -> dict[str, float]:
-        """One update on one batch; returns its metrics.
+        """Make one update on one batch; return its metrics.
 
         Loss: the clipped surrogate of PPO (Schulman et al. 2017, eq. 7) with GRPO's advantages (Shao et al. 2024),
         - mean over response tokens of min(r A, clip(r, 1 - eps, 1 + eps) A) + entropy weight * entropy,
@@ -109,11 +109,11 @@ class GRPOTrainer:
             }
 
     def logprobs(self, experiences: Sequence[Any]) -> torch.Tensor:
-        """Logprob of every response token under the model as it is: float32 [experiences, longest response], nats."""
+        """Return the logprobs of response tokens under the current model, float32 [experiences, longest response], nats."""
         return self._logprobs_and_entropy(experiences)[0]
 
     def _logprobs_and_entropy(self, experiences: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logprob of every response token, and the entropy of the distribution that it was drawn from."""
+        """Return the logprob of each response token, and the entropy of the distribution that it was drawn from."""
         longest = max(e.tokens.size for e in experiences)
         tokens = torch.zeros((len(experiences), longest), dtype=torch.long)
         for row, e in zip(tokens, experiences, strict=True):
@@ -127,7 +127,7 @@ class GRPOTrainer:
         return _stacked([of_next[r] for r in responses]), _stacked([entropy[r] for r in responses])
 
     def state_dict(self) -> dict[str, Any]:
-        """Its weights, for `synchronizer.sync_method: memory`."""
+        """Return the weights, for `synchronizer.sync_method: memory`."""
         return dict(self.model.state_dict())
 
     def save(self, path: str) -> None:
@@ -153,7 +153,7 @@ class GRPOTrainer:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive loss of power."""
+    """Sync a file, or the names in a folder, to disk, so that they survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -166,7 +166,7 @@ def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _padded(experiences: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
-    """One row a response, zeros behind it; a scalar stands for each of its tokens."""
+    """Return one row per response, padded with zeros; a scalar is repeated for each token."""
     rows = []
     for e, value in zip(experiences, values, strict=True):
         if value is None:

@@ -1,6 +1,6 @@
 """An agent on the OpenAI SDK, with a tool: asked how many there are of something, it may count them before it answers.
 
-Nothing in this file knows of trinity_es: it asks whatever OPENAI_BASE_URL and OPENAI_API_KEY name.
+This file does not depend on trinity_es: it uses the server in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT: Any = {
 
 
 def count(shelf: Mapping[str, str], arguments: str) -> str:
-    """Return how many there are of the item that the arguments, a JSON text, name; or what is wrong with them."""
+    """Return the number of the item in the arguments, a JSON text; or an error message."""
     try:
         return shelf[json.loads(arguments)["item"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -31,7 +31,7 @@ def count(shelf: Mapping[str, str], arguments: str) -> str:
 
 
 def answer(question: str, shelf: Mapping[str, str], model: str = "gpt-5-mini", turns: int = 4) -> str:
-    """Return what the model answers, which may call `count` first; "" if it still calls after so many turns."""
+    """Return the model's answer, which may call `count` first; "" if it still calls after so many turns."""
     client = OpenAI()
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):

@@ -1,6 +1,6 @@
 """A tiny model that knows the form of a tool call, but not yet that calling is better than guessing.
 
-It is that of examples/grpo, taught for half a minute or less on one core: asked "How many plums?", it calls the tool
+The model of examples/grpo is pretrained for up to half a minute on one core: asked "How many plums?", it calls the tool
 `count` about every other time, and guesses otherwise. Nothing is downloaded.
 
     python -m examples.openai_agent.tiny_model runs/openai_agent
@@ -28,8 +28,8 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Calls are written as Hermes writes them, so that vLLM's parser `hermes` reads them. The model knows its one tool by
-heart; a template for a larger one shows it `tools`.
+"""Template whose calls have Hermes' form, which vLLM's parser `hermes` reads. It omits `tools`, since the model was
+pretrained with its one tool; a template for a larger model shows them.
 """
 
 

@@ -1,4 +1,4 @@
-"""What makes the agent of agent.py trainable: it is pointed at the model, and its answer gets a reward."""
+"""Workflow that makes the agent of agent.py trainable: it points the agent at the model and rewards its answer."""
 
 from __future__ import annotations
 

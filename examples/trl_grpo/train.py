@@ -2,8 +2,8 @@
 
     python -m examples.trl_grpo.train runs/trl
 
-Kill it, or any process of it, and start it again: it goes on from its newest checkpoint, and what was generated since
-is taken from the log. Yours differs in the model, the data, the reward and the numbers.
+Kill it, or any of its processes, and start it again: it resumes from its newest checkpoint and takes the rollouts since
+then from the log. For your own training change the model, the data, the reward and the numbers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from trinity_es.projections.batch import BatchState, evolve, fold
 
 
 def result_of(task: int, run: int) -> ev.RunResult:
-    """Metrics with full-length fractions: their sum depends on the order, if it is not fixed."""
+    """Return metrics with full-length fractions, whose sum depends on the order of addition."""
     value = random.Random(f"{task}/{run}").random()
     return ev.RunResult(run=run, metrics={"reward": value, "steps:sum": 1.0 + value, "x:last": value}, experiences=1)
 

@@ -13,7 +13,7 @@ from trinity_es.testing import wait_until
 
 @contextmanager
 def serving(url: str, **options: Any) -> Iterator[Dashboard]:
-    """A dashboard that answers, in a thread. It asks for a token where one is given."""
+    """Run a dashboard in a thread. It requires a token only if `token` is in the options."""
     dashboard = Dashboard(url, **{"no_token": "token" not in options, **options})
     ready = threading.Event()
     thread = threading.Thread(target=dashboard.run, args=(ready.set,), name="dashboard")
@@ -28,7 +28,7 @@ def serving(url: str, **options: Any) -> Iterator[Dashboard]:
 
 
 class Browser:
-    """A Chromium, with the few things that these tests do in it."""
+    """A Chromium, with the operations that these tests need."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -40,17 +40,17 @@ class Browser:
         return list(self.driver.find_elements("css selector", css))
 
     def text(self, css: str) -> str:
-        """The text of the first such element; "" where there is none (it may be replaced while one looks)."""
+        """Return the text of the first such element; "" without one. One script: the page may replace it."""
         script = "const e = document.querySelector(arguments[0]); return e ? e.innerText : ''"
         return str(self.driver.execute_script(script, css))
 
     def click(self, css: str) -> None:
-        """Click the first such element that is there, when it is there."""
+        """Wait for such an element, and click the first one."""
         self.wait(lambda: self.all(css), f"something like {css}")
         self.driver.find_element("css selector", css).click()
 
     def press(self, *keys: str) -> None:
-        """Keys, one after the other, as typed anywhere on the page."""
+        """Type keys, one after the other, into the page."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         for key in keys:
@@ -58,7 +58,7 @@ class Browser:
 
     @property
     def path(self) -> str:
-        """Path and query of the page that is shown."""
+        """Path and query of the current page."""
         return str(self.driver.execute_script("return location.pathname + location.search"))
 
     def wait(self, reached: Callable[[], Any], what: str, seconds: float = 15.0) -> None:
@@ -73,7 +73,7 @@ class Browser:
         wait_until(tried, what=f"{what} (at {self.path})", timeout=seconds)
 
     def complaints(self) -> list[str]:
-        """What the browser's console says is wrong: a script that failed, something that the CSP refused."""
+        """Return the errors in the browser's console: failed scripts, refusals by the CSP."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 

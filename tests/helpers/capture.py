@@ -1,4 +1,4 @@
-"""What goes over a network of this machine, as `tcpdump -i any net ...` sees it. Needs root."""
+"""Packet capture of a network of this machine, like `tcpdump -i any net ...`. Needs root."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Capture:
         self._thread.start()
 
     def _let_only_in(self, network: int, mask: int) -> None:
-        """Have the kernel keep packets of this network alone, whatever else goes on on this machine."""
+        """Set a kernel filter for packets of this network."""
         load, both, is_equal, give = 0x20, 0x54, 0x15, 0x06
         program = [
             (load, 0, 0, 12), (both, 0, 0, mask), (is_equal, 0, 4, network),  # from an address of it
@@ -45,7 +45,7 @@ class Capture:
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
 
     def _dropped(self) -> int:
-        """Count the packets that were missed since this was last asked."""
+        """Return the number of packets missed since the last call."""
         return int(struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1])
 
     def _listen(self) -> None:
@@ -66,7 +66,7 @@ class Capture:
             self._parts[packet[12:16], packet[16:20], source, target][number] = payload
 
     def stop(self) -> None:
-        """Hear no more. Fails where packets were missed."""
+        """Stop capturing. Fails if packets were missed."""
         self._over.set()
         self._thread.join(10)
         dropped = self._dropped()
@@ -74,7 +74,7 @@ class Capture:
         assert dropped == 0, f"{dropped} packets were missed"
 
     def streams(self, port: int) -> bytes:
-        """Everything that was said over connections to this port, 0: to any; each way of each in its order."""
+        """Return the data of all connections to this port (0: any), each direction in order."""
         return b"\n".join(
             b"".join(part for _, part in sorted(parts.items()))
             for (_, _, source, target), parts in self._parts.items() if port in (0, source, target)
@@ -83,7 +83,7 @@ class Capture:
 
 @contextlib.contextmanager
 def captured(network: str) -> Iterator[Capture]:
-    """Give what goes over this network; it is whole after the block."""
+    """Capture this network's traffic during the block; it is complete after the block."""
     capture = Capture(network)
     try:
         yield capture

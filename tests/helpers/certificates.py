@@ -1,4 +1,4 @@
-"""A CA of a test, and certificates of it."""
+"""A CA for tests, and its certificates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.ca))
 
     def issue(self, *names: str) -> Files:
-        """Make a certificate for these names and addresses, in the place of one that was made before."""
+        """Make a certificate for these names and addresses, replacing an earlier one."""
         made = self._ca.issue_cert(*names)
         files = Files(self._folder / f"{self._name}-server.pem", self._folder / f"{self._name}-server.key")
         files.cert.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))

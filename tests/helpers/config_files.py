@@ -1,4 +1,4 @@
-"""Configs as files, and what is said of one that is wrong."""
+"""Configs as files, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """What is wrong with a file, and with what it names."""
+    """Return the problems of a config file, and of what it names."""
     with pytest.raises((ConfigError, UnknownWorkflow)) as e:
         load_config(write(folder, text)).check()
     return [p.replace(str(folder) + os.sep, "").removeprefix("run.yaml ") for p in e.value.details["problems"]]

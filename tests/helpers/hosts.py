@@ -1,11 +1,10 @@
-"""Hosts that join a run, each as processes of this machine."""
+"""Hosts that join a run, as processes of this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 import trinity_es
+from tests.helpers.servers import free_port
 from tests.helpers.systems import end, kill_all, scripted, sleepers
 from trinity_es.actors.hosts.folder_puller import pulled_dir
 from trinity_es.client.rollout_client import RolloutClient
@@ -30,17 +30,11 @@ from trinity_es.weights.shared_memory import memory_dir
 KEY = "the key of these tests, of 40 characters"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
-
-
 class JoinedHost:
-    """A host: what `trinity-es join` started, and what that started."""
+    """A host: the process of `trinity-es join` and its descendants."""
 
     def __init__(self, url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> None:
-        """`inside`: what is put before the command, for it to run in a namespace."""
+        """`inside`: prefix of the command, to run it in a namespace."""
         self.url, self.name, self.log_dir = url, name, folder / f"host-{name}"
         self._config = scripted(folder, store={"url": url}, system={"log_dir": str(self.log_dir)})
         temporary = folder / f"tmp-{name}"  # a host has its own, where clients find its system
@@ -54,7 +48,7 @@ class JoinedHost:
             )
 
     def kill(self) -> None:
-        """kill -9 of all its processes, as where the machine goes."""
+        """kill -9 of all its processes, as when its machine fails."""
         self.process.kill()
         self.process.wait()
         kill_all(leftovers.leftovers(self._config))
@@ -62,12 +56,12 @@ class JoinedHost:
         shutil.rmtree(pulled_dir("", self._config.store.url, str(self.log_dir)), ignore_errors=True)
 
     def inside(self) -> list[str]:
-        """Return what to put before a command, for it to run where this host is."""
+        """Return the prefix that runs a command in this host's namespace."""
         [first, *_] = [p.pid for p in psutil.Process(self.process.pid).children()]
         return ["nsenter", "-t", str(first), "-p", "-m", "-n"]
 
     def drain(self) -> int:
-        """Have it end as a launcher does, with SIGTERM; returns its exit status."""
+        """End it with SIGTERM, as a launcher does; return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(90)
 
@@ -77,13 +71,13 @@ class JoinedHost:
 
 @dataclass
 class Head:
-    """The head of a run: a client of it, and what its log says."""
+    """The head of a run, with a client and a view of its log."""
 
     client: RolloutClient
     url: str
     folder: Path
     port: int
-    """Where it listens for hosts."""
+    """Port on which it listens for hosts."""
 
     def events(self, *kinds: type[ev.Event]) -> list[Any]:
         with trinity_es.open_log(self.url) as log:
@@ -98,7 +92,7 @@ class Head:
         return int(batch["settled"])
 
     def finish(self, batch_id: int, tasks: int) -> None:
-        """Each task came to its end once, each has its experience, and the log holds together."""
+        """Check that each task ended once with its experience, and that the log is sound."""
         done = self.client.finalize_train_batch(batch_id, timeout=90)
         assert done["finished_task_count"] == tasks
         found = Counter(e.eid.task for e in self.client.experiences(batch_id))
@@ -144,7 +138,7 @@ def ready(client: RolloutClient, host: str, timeout: float = 90) -> None:
 
 
 class KeyFile:
-    """The file with the key between hosts, as each host has a copy."""
+    """File with the key between hosts, of which each host has a copy."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path

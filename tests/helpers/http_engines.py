@@ -1,4 +1,4 @@
-"""Engines over HTTP for tests: met, and let go again."""
+"""Engines over HTTP for tests, connected and closed again."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self, body: bytes = b"") -> None:
         path = urlsplit(self.path).path

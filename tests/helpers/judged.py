@@ -9,7 +9,7 @@ from trinity_es.workflows.workflow import MultiTurnWorkflow
 
 
 class JudgedWithATool(MultiTurnWorkflow):
-    """Answers, looks something up, answers again, is judged: a whole conversation, and its last turn by itself."""
+    """Conversation of two answers with a tool call between, which is judged; then its last turn by itself."""
 
     is_async = True
 

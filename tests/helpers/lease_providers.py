@@ -1,4 +1,4 @@
-"""Lease providers that keep what they make as files, and that go wrong as they are told to."""
+"""Lease providers that keep their resources as files, and that fail on demand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 LATE = threading.Event()
-"""What is made late is made when this is set."""
+"""Event that late resources wait for."""
 ASKED: list[str] = []
-"""Keys of all that this process was asked to make."""
+"""Keys of all resources that this process was asked to make."""
 RELEASED: list[tuple[str, str | None]] = []
-"""Key and handle of all that this process released."""
+"""(key, handle) of all resources that this process released."""
 
 
 class Kept:
-    """A provider that keeps what it made in a folder: a file for each, named by its key."""
+    """Provider that keeps a file for each resource in a folder, named by its key."""
 
     def __init__(self, folder: str, how: str = "") -> None:
         self.folder, self.how = Path(folder), how
@@ -65,7 +65,7 @@ class Kept:
 
 
 class AsyncKept(Kept):
-    """The same, to be awaited."""
+    """Async version of the provider."""
 
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         match self.how:
@@ -83,7 +83,7 @@ class AsyncKept(Kept):
 
 
 class Connected(AsyncKept):
-    """Keeps a connection, which is of the event loop that made it, and of no other."""
+    """Provider with a connection that only the event loop that made it can use."""
 
     async def create(self, key: str, ttl: float) -> str:
         self.loop = asyncio.get_running_loop()

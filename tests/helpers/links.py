@@ -1,4 +1,4 @@
-"""Two ends of a connection between a host and the head, and a network between them that a test breaks."""
+"""Connection between a host and the head over a network that a test can break."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Network:
     def __init__(self, to: int) -> None:
         self.lost: frozenset[str] = frozenset()
         self.passed = {"to head": bytearray(), "to host": bytearray()}
-        """What went which way, of all connections."""
+        """Data of all connections, by direction."""
         self.stalled = ""
-        """Which way nothing is even taken any more, so that who sends has to wait."""
+        """Direction in which nothing is read any more, so that the sender blocks."""
         self.spoils = ""
-        """Which way a bit of the next large piece is changed."""
+        """Direction in which a bit of the next large piece is flipped."""
         self.rate = float("inf")
-        """How many bytes a second get through a connection."""
+        """Bytes per second of a connection."""
         self._to = to
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -50,19 +50,19 @@ class Network:
         self._to = port
 
     def away(self) -> None:
-        """Let nothing through any more, either way; connections stay open, as where a cable is pulled."""
+        """Drop everything in both directions; connections stay open, as when a cable is pulled."""
         self.lost = frozenset({"to head", "to host"})
 
     def one_way(self, lost: str) -> None:
-        """Let nothing through this way, and all the other way."""
+        """Drop everything in this direction only."""
         self.lost = frozenset({lost})
 
     def heal(self) -> None:
-        """Let everything through again; what was lost stays lost."""
+        """Forward everything again; dropped data stay lost."""
         self.lost = frozenset()
 
     def cut(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(to: int) -> Iterator[Network]:
-    """Give a network to this port of the head."""
+    """Give a network that leads to this port of the head."""
     between = Network(to)
     try:
         yield between
@@ -119,13 +119,13 @@ def network(to: int) -> Iterator[Network]:
 
 
 class Heard:
-    """A head that takes everybody in, or says why not, and what it heard."""
+    """A head that accepts or refuses hosts, and records the messages it got."""
 
     def __init__(self, key: bytes = KEY, timeout: float = 5.0, **more: Any) -> None:
         self.hellos: list[Mapping[str, Any]] = []
         self.items: list[tuple[str, Any]] = []
         self.gone: list[tuple[str, float]] = []
-        """Why a connection ended, and when its host was last heard."""
+        """Reason why a connection ended, and the time of the host's last message."""
         self.key, self.refuses, self.certificate = key, Admission(1, 1), Certificate.made()
         self.end = HeadEnd(
             ("127.0.0.1", 0), lambda: self.key, self.certificate, timeout, hello=self._hello,
@@ -141,13 +141,13 @@ class Heard:
 
 def dialer(head: Heard, port: int | None = None, key: Callable[[], bytes] = lambda: KEY, timeout: float = 5.0,
            name: str = "b") -> HeadDialer:
-    """Give the way to a head, over the network that listens at `port`."""
+    """Give the connection to a head, over the network that listens at `port`."""
     return HeadDialer(
         name, key, lambda: HeadPlace(f"127.0.0.1:{port or head.port}", head.certificate.digest), timeout)
 
 
 class Told:
-    """A host, and what it was told."""
+    """A host, and the messages it got."""
 
     def __init__(self, way: HeadDialer) -> None:
         self.ups: list[tuple[int, int]] = []
@@ -173,7 +173,7 @@ def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
 
 @contextlib.contextmanager
 def taken_in(timeout: float = 5.0, **args: Any) -> Iterator[tuple[Heard, Network, Told]]:
-    """Give a head, a host that it has taken in, and the network between them."""
+    """Give a head, a host that it has accepted, and the network between them."""
     head = Heard(timeout=timeout)
     with network(head.port) as between, joined(head, between.port, timeout=timeout, **args) as host:
         wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 20)

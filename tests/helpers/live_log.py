@@ -15,7 +15,7 @@ from trinity_es.projections.tables.read_models import projectors
 
 
 class LiveLog(Timers):
-    """What is around a live state: the actor's clock, its timers, what it sent."""
+    """Surroundings of a live state: the actor's clock, its timers, its sent messages."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class LiveLog(Timers):
         self.sent.append((to, message))
 
     def look(self) -> None:
-        """What the actor looks at when a turn ends."""
+        """Do what the actor checks at the end of a turn."""
 
     def turn(self) -> Sequence[ev.Event]:
-        """End the turn, and those that come of it; return what was written."""
+        """End the turn and its follow-ups; return the written events."""
         written: list[ev.Event] = []
         self.look()
         while self.live.turn.writes or self.live.turn.then:

@@ -32,7 +32,7 @@ def answers(digest: str) -> list[ev.Event]:
 
 
 def copied(url: str, to: str) -> str:
-    """The URL of a copy of this log under another name, beside it. On PostgreSQL nobody may be connected."""
+    """Copy this log beside it under another name; return its URL. On PostgreSQL it must have no connections."""
     file = file_of(url)
     if file is None:
         return _database(url, to, f"CREATE DATABASE {to} TEMPLATE {parse_url(url).database}")
@@ -43,7 +43,7 @@ def copied(url: str, to: str) -> str:
 
 
 def renamed(url: str, to: str) -> str:
-    """The URL of this log after it was given another name, in the place of what had that. Nobody may be connected."""
+    """Rename this log, replacing a log of that name; return its URL. It must have no connections."""
     file = file_of(url)
     if file is None:
         _database(url, to, f"DROP DATABASE IF EXISTS {to}")
@@ -68,7 +68,7 @@ def write(log: EventLog, stream: str, expected: int, *, size: int = 1, commit: s
 
 
 def tables(log: EventLog) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every read model, in an order of its own."""
+    """Return all rows of all read models, sorted."""
     with log.engine.connect() as connection:
         names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
         return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr) for n in names}
@@ -77,7 +77,7 @@ def tables(log: EventLog) -> dict[str, list[tuple[Any, ...]]]:
 def write_steps(
     log: EventLog, stream: str, expected: int, *steps: int, commit: str | None = None, **options: object
 ) -> None:
-    """Append steps to a stream that has `expected` events, under a commit id made of all that."""
+    """Append steps to a stream that has `expected` events, by default with a commit id made of the arguments."""
     commit = commit or f"{stream}-{expected}-{steps}"
     log.append(
         [Write(stream=stream, expected_version=expected, events=trained(*steps))], commit_id=commit, **options  # type: ignore[arg-type]  # options are append's own

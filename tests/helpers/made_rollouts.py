@@ -1,4 +1,4 @@
-"""Logs of rollouts that an engine really made, without an actor system: for tests of what generates them again."""
+"""Logs of rollouts that a real engine made, without an actor system: for tests that regenerate them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _ip(*words: str) -> None:
 
 @cache
 def lacks() -> str:
-    """Say what is missing to make such hosts here; empty where nothing is."""
+    """Return what is missing to make such hosts here; empty if nothing is."""
     for tool in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here"
@@ -61,11 +61,11 @@ class Network:
 
     @property
     def all(self) -> str:
-        """All addresses, as PostgreSQL takes them."""
+        """All addresses, in PostgreSQL's notation."""
         return f"{self._net}.0/24"
 
     def add(self, host: str) -> list[str]:
-        """Make a namespace; returns what to put before a command that is to run there."""
+        """Make a namespace; return the prefix of commands that run there."""
         n = self._hosts[host] = len(self._hosts) + 2
         space, outer, inner = self._space(host), self._outer(host), self._inner(host)
         _ip("netns", "add", space)
@@ -92,7 +92,7 @@ class Network:
 
     @contextlib.contextmanager
     def one_way(self, host: str, lost: str) -> Iterator[None]:
-        """Lose all packets of this host, "to head" and anybody else, or all "to host", without a word."""
+        """Silently drop all packets that this host sends ("to head") or receives ("to host")."""
         where, device = (["-n", self._space(host)], self._inner(host)) if lost == "to head" else ([], self._outer(host))
         # A queue that holds nothing; where a route is taken away, the sender is told.
         _run("tc", *where, "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
@@ -102,7 +102,7 @@ class Network:
             _run("tc", *where, "qdisc", "del", "dev", device, "root")
 
     def close(self) -> None:
-        """Take all of it away."""
+        """Remove all of it."""
         for host in self._hosts:
             with contextlib.suppress(OSError):
                 _ip("link", "del", self._outer(host))
@@ -122,7 +122,7 @@ class Network:
 
 
 class Postgres:
-    """A server on an address that hosts reach; it is stopped and started as often as one likes."""
+    """A server on an address that hosts reach, which can be stopped and started repeatedly."""
 
     def __init__(self, folder: str, address: str, port: int, hosts: str, password: str = "") -> None:
         with warnings.catch_warnings():
@@ -158,7 +158,7 @@ class Postgres:
 
 @contextlib.contextmanager
 def made_network() -> Iterator[Network]:
-    """Give a network, and take it away."""
+    """Give a network, and remove it after the block."""
     made = Network()
     try:
         yield made
@@ -168,7 +168,7 @@ def made_network() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def made_postgres(address: str, port: int, hosts: str, password: str = "") -> Iterator[Postgres]:
-    """Give a server for these hosts, which asks them for the password if there is one; and end it."""
+    """Run a server for these hosts during the block, with a password if there is one."""
     folder = tempfile.mkdtemp(prefix="es-pg-")
     os.chmod(folder, 0o755)
     server = Postgres(folder, address, port, hosts, password)

@@ -1,4 +1,4 @@
-"""What is seen on a page."""
+"""Contents of a dashboard page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_es.projections.tables.read_models import projectors
 
 
 class Seen(HTMLParser):
-    """A page as a browser reads it: its elements, and its text."""
+    """Parsed page: its elements, and its text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def append(path: str, *streams: str) -> None:
 
 
 class Listener:
-    """A page: what it was told, until it has what it waits for."""
+    """Client of a page's event stream."""
 
     def __init__(self, tail: Tail, after: int, generation: str | None = None) -> None:
         self.stream = messages(tail, after, tail.generation if generation is None else generation)

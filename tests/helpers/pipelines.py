@@ -1,4 +1,4 @@
-"""Experiences for a pipeline, and what it makes of them."""
+"""Experiences for a pipeline, and its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def first(array: np.ndarray[Any, Any] | None) -> float:
 
 
 class Ticks:
-    """A clock that moves by one second each time somebody looks."""
+    """A clock that moves by one second at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from sqlalchemy import make_url
 
 ENCRYPTION = 80877103, 80877104
-"""What a client asks first, by TLS and by GSSAPI."""
+"""A client's first requests for TLS and for GSSAPI."""
 
 
 def exactly(end: socket.socket, size: int) -> bytes:
@@ -88,7 +88,7 @@ class _Pooler(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def pooled(url: str) -> Iterator[str]:
-    """Give the URL of a database by a pooler, until the end."""
+    """Give the URL of a database through a pooler that runs during the block."""
     parsed = make_url(url)
     with _Pooler(str(parsed.database), f"{parsed.query['host']}/.s.PGSQL.5432") as pooler:
         threading.Thread(target=pooler.serve_forever, args=(0.05,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Read models for the log's tests: as plain as can be, with a way to make them fail or wait."""
+"""Minimal read models for the log's tests, which can be made to fail or wait."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ THOUGHTS = st.sampled_from([
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer, as it is to be sampled, and how its client gives it back."""
+    """One answer: how it is sampled, and how its client sends it back."""
 
     text: str
     city: str | None
@@ -41,13 +41,13 @@ class Answer:
     before: str
     """Stands before a call of the tool."""
     padded: dict[str, str]
-    """What the client puts into the message besides."""
+    """Further fields that the client adds to the message."""
     compact: bool
     """JSON without spaces, which no template writes."""
     split: int
-    """Which of the words are sampled byte by byte, as bits."""
+    """Bit mask of the words that are sampled byte by byte."""
     special: int
-    """Where a special token is sampled; -1 nowhere."""
+    """Position of a sampled special token; -1: none."""
     end: str
     """`eos`; `cut`: none; `other`: another special token."""
     back: str
@@ -57,9 +57,9 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     thread: int
-    """Which of the conversations there are is gone on with; beyond them: a new one."""
+    """Index of the conversation to continue; beyond the last: a new one."""
     again: bool
-    """Asks what was asked before, not something new."""
+    """Whether it repeats an earlier request."""
     ask: str
     answers: list[Answer]
 
@@ -87,7 +87,7 @@ talks = st.tuples(st.booleans(), st.booleans(), st.lists(STEPS, min_size=1, max_
 
 
 class Sampler(ScriptedEngine):
-    """Samples the ids that it is given."""
+    """Engine that samples given ids."""
 
     def __init__(self, style: str) -> None:
         super().__init__(EngineConfig(model_path=""))
@@ -141,7 +141,7 @@ class Thread:
     made: dict[int, Sampled] = field(default_factory=dict)
     """By the number of the assistant's message."""
     changed: bool = False
-    """The last answer is not as it was sampled."""
+    """Whether the last answer differs from the sampled one."""
 
 
 def loose(text: str) -> str:
@@ -151,7 +151,7 @@ def loose(text: str) -> str:
 
 
 class Talk:
-    """Plays a conversation, and checks it on the way."""
+    """Player of a conversation that checks each step."""
 
     def __init__(self, style: str, tools: bool, system: bool) -> None:
         self.style, self.name = STYLES[style], style
@@ -275,7 +275,7 @@ class Talk:
     def prompt_is_sound(
         self, rendered: str, messages: list[dict[str, Any]], made: dict[int, Sampled]
     ) -> Sampled | None:
-        """Check the prompt that was asked; return the answer that it goes on from."""
+        """Check the prompt of a request; return the answer that it continues."""
         asked, whole = self.engine.asked, self.tokenizer.encode(rendered, add_special_tokens=False)
         template = self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True)
         assert whole == list(template["input_ids"])
@@ -340,7 +340,7 @@ class Talk:
         assert (tail[0] == self.eos) != ended
 
     def take(self) -> None:
-        """Take the experiences out; there is one for each conversation that was not gone on with."""
+        """Extract the experiences; check that there is one for each conversation that was not continued."""
         kept = self.model.extract_experience_from_history(clear_history=False)
         found = self.model.extract_experience_from_history()
         assert [e.tokens.tolist() for e in kept] == [e.tokens.tolist() for e in found]
@@ -358,7 +358,7 @@ class Talk:
         assert len(seen) == self.model.usage.response_tokens
 
     def learned(self, e: Experience, told: dict[int, int]) -> list[int]:
-        """Return the numbers of the tokens that an experience is to be learned from."""
+        """Return the numbers of the tokens that an experience trains on."""
         assert e.tokens is not None
         assert e.logprobs is not None
         assert e.action_mask is not None
@@ -376,7 +376,7 @@ class Talk:
         return numbers
 
     async def whole(self, thread: Thread) -> None:
-        """Check the experience of a conversation that ends with an answer as it was given."""
+        """Check the experience of a conversation that ends with this answer."""
         if thread.changed:
             return
         before = self.engine.logprobs_asked

@@ -28,7 +28,7 @@ class Event:
 
 @dataclass(slots=True)
 class Sent:
-    """A unit that a runner got, and what came of it."""
+    """A unit that a runner got, and its outcome."""
 
     task: int
     base: int
@@ -119,7 +119,7 @@ def read(path: Path) -> list[Event]:
 
 
 def count(events: list[Event], until: int | None = None) -> dict[str, Batch]:
-    """By stream, what each batch came to up to a position."""
+    """Return the state of each batch up to a position, by stream."""
     found: dict[str, Batch] = {}
     weights = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: the process that holds it, and what a test says to that process."""
+"""A Ray cluster of several nodes on this machine: the process that holds it, and the commands to that process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ["ray==2.60.0", "msgpack==1.2.4"]
-"""Ray, and what it imports that is not beside us already."""
+"""Ray, and its dependencies that are not installed beside us."""
 
 
 class RayNodes:
@@ -28,7 +28,7 @@ class RayNodes:
         self.env["RAY_ADDRESS"] = self.ask("address")
 
     def ask(self, *words: str) -> Any:
-        """Say something to the process, and return its answer."""
+        """Send a command to the process, and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")

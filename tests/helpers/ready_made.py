@@ -14,7 +14,7 @@ from trinity_es.workflows.registry import WORKFLOWS
 
 
 class Answers(ScriptedEngine):
-    """Gives these answers in turn, and keeps what it was asked."""
+    """Engine that gives these answers in turn, and keeps its requests."""
 
     def __init__(self, *answers: str) -> None:
         super().__init__(EngineConfig(model_path=""))
@@ -41,7 +41,7 @@ async def played(pool: WorkerPool, workflow: str, engine: ScriptedEngine, runs: 
 
 
 async def rewards(pool: WorkerPool, workflow: str, answers: list[str], **fields: Any) -> list[float]:
-    """Return the reward of each answer. Fails where one has none."""
+    """Return the reward of each answer. Fails if one has none."""
     found = []
     for answer in answers:
         done = await played(pool, workflow, Answers(answer), **fields)

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a runner actor, with a tiny model that is to answer a letter with itself."""
+"""A real vLLM engine in a runner actor, with a tiny model that learns to repeat a letter."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def finish(*args: object, cwd: Path, **variables: str) -> tuple[int, str, str]:
 
 
 AT_ONCE = ("--set", "trainer.args.seconds=0", "--set", "explorer.rollout_model.script.latency_seconds=0")
-"""Options with which the rest of a run takes no longer than it must."""
+"""Options that make the rest of a run as short as possible."""
 
 
 def finish_here(*args: object, cwd: Path) -> tuple[int, str, str]:
@@ -91,7 +91,7 @@ def went_well(*args: object, cwd: Path) -> tuple[str, str]:
 
 
 def outcome(config: Config) -> dict[str, Any]:
-    """What came of a run, as far as it must not depend on what happened on the way."""
+    """Outcome of a run: the part that must not depend on interruptions."""
     with trinity_es.open_log(config.store.url) as log:
         assert log.verify() == []
         batches = {b.batch_id: (b.state, b.reward, b.trained_step, b.model_version) for b in log.batches()}
@@ -106,7 +106,7 @@ def outcome(config: Config) -> dict[str, Any]:
 
 
 def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """What gives the outcome of a run to which nothing happens, by its `sync_interval`; `make` writes its config."""
+    """Function that returns the outcome of an undisturbed run, by its `sync_interval`; `make` writes its config."""
 
     @functools.cache
     def get(interval: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory)
 
 
 def explored(explorer: Explorer) -> Explorer:
-    """Return an explorer that has explored to the end, and was shut down."""
+    """Return an explorer after it has explored to the end and shut down."""
 
     async def life() -> None:
         try:
@@ -146,7 +146,7 @@ def count(config: Config, kind: str, batch_id: BatchId) -> int:
 
 
 class SteadyTrainer:
-    """Its weights are a hash of all that it ever learnt, in order: equal weights, equal course."""
+    """Trainer whose weights are a hash of all that it learnt, in order: equal weights mean equal runs."""
 
     def __init__(self, model_path: str, *, seconds: float = 0.0) -> None:
         self.weights, self.steps, self.seconds = "new", 0, seconds

@@ -1,4 +1,4 @@
-"""An engine that samples the texts that it is given, and a tokenizer for which that is not how a text is tokenized."""
+"""An engine that samples given texts, and a tokenizer that tokenizes those texts differently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Merging(Marked):
 
 
 class Sampler(Recorder):
-    """Writes the texts that it is given, a letter a token, and the end of the turn unless it is cut."""
+    """Engine that writes given texts, a letter a token, and the end of the turn unless it is cut."""
 
     def __init__(self, texts: Sequence[str], tokenizer: ByteTokenizer, cut: bool = False, **script: Any) -> None:
         super().__init__(**script)
@@ -53,7 +53,7 @@ class Sampler(Recorder):
 
 
 async def talk(model: Model, asks: Sequence[str], **sampling: Any) -> list[dict[str, Any]]:
-    """Ask one after the other, each with all that was said before."""
+    """Send requests one after the other, each with the whole conversation before it."""
     messages: list[dict[str, Any]] = []
     for ask in asks:
         messages.append({"role": "user", "content": ask})

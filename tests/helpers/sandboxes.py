@@ -17,11 +17,11 @@ from trinity_es import Experience, Workflow
 from trinity_es.testing import wait_until
 
 CREATION_TIMEOUT = 9.0
-"""What the workflows give it, with much to spare for a busy machine."""
+"""Time limit that the workflows set for making a sandbox, generous for a busy machine."""
 
 
 class Service:
-    """The process, and what it counted. A share `slow` of the sandboxes takes long to be made."""
+    """The service's process and its counts. A share `slow` of the sandboxes takes long to make."""
 
     def __init__(self, folder: Path, seed: int = 0, slow: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ class Sandboxes:
 
 
 class AsyncSandboxes(Sandboxes):
-    """The same, to be awaited."""
+    """Async version of the provider."""
 
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         return await asyncio.to_thread(super().create, key, ttl)
@@ -89,7 +89,7 @@ def _experiences() -> list[Experience]:
 
 
 class Uses(Workflow):
-    """Takes a sandbox and uses it for a while, in a worker. `workflow_args`: `url`, `seconds`; `ttl`, `how`."""
+    """Workflow that uses a sandbox for a while, in a worker. `workflow_args`: `url`, `seconds`; `ttl`, `how`."""
 
     def run(self) -> list[Experience]:
         args, user = self.task.workflow_args, f"{self.task.batch_id}-{self.task.task_id}-{uuid.uuid4().hex}"
@@ -112,7 +112,7 @@ class Uses(Workflow):
 
 
 class AsyncUses(Workflow):
-    """The same on the engine's loop."""
+    """Async version of the workflow, on the engine's loop."""
 
     is_async = True
 

@@ -43,7 +43,7 @@ class Dummy(Workflow):
 
 
 class OneRun(Dummy):
-    """The same, a run at a time, and used again for the next."""
+    """Dummy that does one run at a time and is reused for the next."""
 
     can_repeat, can_reset = False, True
     used = 0
@@ -78,7 +78,7 @@ def dummies(
     fine: int, *, timeout: int = 0, seconds: float = 60, exception: int = 0, exit: int = 0,
     workflow: type[Workflow] = Dummy, repeat_times: int = 1, **args: Any,
 ) -> list[Task]:
-    """So many tasks of each kind, in this order."""
+    """Return so many tasks of each kind, in this order."""
     errors = [""] * fine + [f"timeout_{seconds}"] * timeout + ["exception"] * exception + ["exit"] * exit
     return [
         Task(workflow=workflow, raw_task={"error_type": e}, repeat_times=repeat_times, workflow_args=args)

@@ -1,4 +1,4 @@
-"""Servers of others for tests: stand-ins of vLLM's, and the real one, in processes of their own."""
+"""Third-party engine servers for tests, in their own processes: stand-ins of vLLM, and the real one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ServerProcess:
 
 
 def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerProcess:
-    """A stand-in that is not started yet."""
+    """Return a stand-in that is not started yet."""
     port = port or free_port()
     command = [sys.executable, "-m", "tests.helpers.vllm_stand_in", "--port", str(port), "--model", str(model)]
     return ServerProcess([*command, *arguments], port, log)
@@ -126,7 +126,7 @@ def real_server(model: Path, log: Path, *arguments: str, dev: bool = True) -> Se
 
 @contextlib.contextmanager
 def ended(*servers: ServerProcess) -> Iterator[None]:
-    """End them when the block ends."""
+    """End these servers after the block."""
     try:
         yield
     finally:
@@ -150,7 +150,7 @@ def letters(count: int) -> list[Task]:
 
 
 def runs_by(client: RolloutClient, batch: int) -> Counter[str]:
-    """How many runs of a batch each runner finished; each run once, or it fails."""
+    """Return the number of runs of a batch by runner. Fails unless each run finished once."""
     made = [
         (e.event.runner, e.event.task, r.run) for e in client.log.events(batch_id=batch)
         if isinstance(e.event, ev.RunsFinished) for r in e.event.runs

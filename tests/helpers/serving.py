@@ -1,4 +1,4 @@
-"""A proxy before the engines of a system, and its clients."""
+"""A proxy for the engines of a system, and its clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VLLMServed(NamedTuple):
 
 @contextmanager
 def serving(config: trinity_es.Config) -> Iterator[Proxy]:
-    """A proxy on a running system, on a loop in a thread."""
+    """Run a proxy for a running system, on a loop in a thread."""
     proxies: list[Proxy] = []
     failed: list[BaseException] = []
     loop = asyncio.new_event_loop()
@@ -87,7 +87,7 @@ def recorded(client: RolloutClient, message: str) -> list[Experience]:
 
 
 class Load:
-    """Clients that ask one after the other, whole and streamed, until they are told to stop."""
+    """Clients that send requests, plain and streamed, until they are stopped."""
 
     def __init__(self, proxy: Proxy, clients: int = 8, tokens: int = 8, model: str = "rollout") -> None:
         self.answered: list[tuple[str, str]] = []
@@ -132,7 +132,7 @@ class Load:
             assert not thread.is_alive(), "a request was never answered"
 
     def more(self, count: int = 16) -> None:
-        """Wait for so many further answers."""
+        """Wait for this number of further answers."""
         reached = len(self.answered) + count
         wait_until(lambda: len(self.answered) >= reached, f"{count} more answers", 60)
 

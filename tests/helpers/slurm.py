@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.hosts import free_port
+from tests.helpers.servers import free_port
 from trinity_es.testing import wait_until
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -46,7 +46,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def lacks() -> str:
-    """Say what is missing to have a Slurm here; empty where nothing is."""
+    """Return what is missing to run Slurm here; empty if nothing is."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} here (Debian: slurmctld, slurmd, slurm-client, munge)"
@@ -55,7 +55,7 @@ def lacks() -> str:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Give the environment for the commands of a Slurm with two nodes, each of which has 8 GPUs of nobody."""
+    """Give the environment for the commands of a Slurm with two nodes, each with 8 fake GPUs."""
     folder.chmod(0o755)
     host = socket.gethostname()
     for name in ("munge", "state"):

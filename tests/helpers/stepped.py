@@ -43,5 +43,5 @@ class SteppedClock:
         self._file.write_text(re.sub(r"(?m)^btime (\d+)", later, self._text))
 
     def command(self, *argv: str) -> list[str]:
-        """The command as it is to be started."""
+        """Return the command that starts this one under the stepped clock."""
         return ["unshare", "--mount", "sh", "-c", f'mount --bind {self._file} /proc/stat && exec "$@"', "sh", *argv]

@@ -1,4 +1,4 @@
-"""A log by hand for `why`, its clock moved by hand too, and what a running system answers beside it."""
+"""A handmade log for `why` with a manual clock, and the answers of a running system."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def configured(**explorer: Any) -> ev.SystemConfigured:
 
 
 def status(*runners: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What a running system answers: rows of runners, by default well."""
+    """Return a running system's status: rows of runners, healthy by default."""
     well = {"runner": "runner-0", "incarnation": 1, "state": "ready", "places": 8, "model_version": 0, "reason": ""}
     rows = [well | r for r in runners or [{}]]
     children = [{"name": r["runner"], "state": "ready", "incarnation": r["incarnation"]} for r in rows]

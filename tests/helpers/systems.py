@@ -37,7 +37,7 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
 
 
 def started(folder: Path, *, wait: bool = True, **sections: Any) -> RolloutClient:
-    """Start a system in this folder."""
+    """Run a system in this folder."""
     config = scripted(folder, **sections)
     lifecycle.start(config)
     client = trinity_es.connect(config)
@@ -62,7 +62,7 @@ def is_whole(client: RolloutClient) -> bool:
 
 
 def name_as_ours(folder: Path) -> None:
-    """Put modules of a user's own into a folder that are called as our rooms are."""
+    """Put a user's modules with the names of our packages into a folder."""
     for file in ("events.py", "projections.py", "actors/__init__.py", "trinity_es_user.py"):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text("OWNER = 'the user'\n")

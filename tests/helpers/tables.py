@@ -16,7 +16,7 @@ def write_parquet(path: Path, samples: list[dict[str, Any]]) -> Path:
 
 
 def write_dataset(folder: Path, samples: list[dict[str, Any]], **state: Any) -> Path:
-    """As `datasets.Dataset.save_to_disk` writes it, in two shards."""
+    """Write what `datasets.Dataset.save_to_disk` writes, in two shards."""
     folder.mkdir(parents=True)
     half = len(samples) // 2
     names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]

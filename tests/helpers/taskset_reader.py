@@ -1,4 +1,4 @@
-"""Opens tasksets in a process of its own, which has packages that this one has not."""
+"""Reader of tasksets in a process of its own, with packages that this one lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TasksetReader:
-    """A process with these variables. It ends with `close`."""
+    """A process with these environment variables, which ends with `close`."""
 
     def __init__(self, script: Path, variables: Mapping[str, str], stderr: Path) -> None:
         self.stderr = stderr

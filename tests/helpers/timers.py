@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Timers:
-    """What a `TimerHost` has for timers. `timers` are those that are armed; `delays` the seconds of all that were."""
+    """Timers of a `TimerHost`. `timers` are the armed ones; `delays` the seconds of all that were set."""
 
     def __init__(self) -> None:
         self.timers: dict[str, Callable[[], None]] = {}

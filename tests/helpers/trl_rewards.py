@@ -13,7 +13,7 @@ def vowels(response: str, truth: Any = None, prompt: Any = None) -> float:
 
 
 def is_truth(response: str, truth: Any = None, prompt: Any = None) -> float:
-    """Reward that the reference answer is that of the prompt, whatever the response is."""
+    """Reward 1 if the reference answer belongs to the prompt, whatever the response is."""
     return float(prompt == f"{truth}=")
 
 

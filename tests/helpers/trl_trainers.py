@@ -1,4 +1,4 @@
-"""What the TRL adapter sees of a trainer and of a system: stand-ins that record what they are asked for."""
+"""Stand-ins of a trainer and of a system for the TRL adapter, which record their calls."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class StandInClient:
 
 
 class StandInTrainer:
-    """What `Rollouts` uses of a GRPOTrainer of one process."""
+    """The part of a single-process GRPOTrainer that `Rollouts` uses."""
 
     def __init__(
         self, rows: list[dict[str, Any]], *, group: int = 2, step: int = 0, reward_funcs: Any = (), **args: Any
@@ -145,7 +145,7 @@ class StandInTrainer:
 
 
 class Rows:
-    """What is used of a `datasets.Dataset`."""
+    """The part of a `datasets.Dataset` that is used."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.column_names = rows, list(rows[0])

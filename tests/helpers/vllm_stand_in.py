@@ -32,7 +32,7 @@ FIRST, LAST = 64, 90
 
 
 class Refused(Exception):
-    """What is answered with an error, as vLLM writes it."""
+    """Error answer in vLLM's form."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class StandIn:
         self.going = asyncio.Event()
         self.going.set()
         self.rejects = False
-        """It is paused, and takes nothing new."""
+        """Whether it is paused and takes no new requests."""
         self.fails_with = 0
         """The status of every request for tokens; 0: they are answered."""
         self.started = time.time()

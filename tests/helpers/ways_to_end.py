@@ -1,4 +1,4 @@
-"""What code of a user's does to the process that it runs in: workflows and graders have the same ways."""
+"""Ways in which user code ends its process, for workflows and graders."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FILE = "model.safetensors"
 
 
 class FileEngine(ScriptedEngine):
-    """Answers with the digest of the file that it loaded, and says in `loaded.txt` of `engine_args` from where."""
+    """Engine that answers with the digest of its weights, and writes their path to `loaded.txt` of `engine_args`."""
 
     def __init__(self, config: EngineConfig) -> None:
         options = dict(config.options)
@@ -43,7 +43,7 @@ class FileEngine(ScriptedEngine):
 
 
 class AskWorkflow(Workflow):
-    """Asks the model once, and keeps its answer."""
+    """Workflow that asks the model once, and keeps its answer."""
 
     is_async = True
 
@@ -54,12 +54,12 @@ class AskWorkflow(Workflow):
 
 
 def said(folder: Path) -> str:
-    """Return what an engine says that loaded this folder."""
+    """Return the answer of an engine that loaded this folder."""
     return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()[:32]
 
 
 def make_weights(folder: Path, size: int = 1000) -> Path:
-    """Write weights of this size, other ones each time."""
+    """Write random weights of this size."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / FILE).write_bytes(os.urandom(size))
@@ -67,14 +67,14 @@ def make_weights(folder: Path, size: int = 1000) -> Path:
 
 
 def hidden(*folders: Path) -> list[str]:
-    """Return what to put before a command that is to see nothing in these folders."""
+    """Return the prefix of a command for which these folders are empty."""
     mounts = " && ".join(f"mount -t tmpfs none '{folder}'" for folder in folders)
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
 
 
 @cache
 def lacks_mounts() -> str:
-    """Say what is missing to hide folders here; empty where nothing is."""
+    """Return what is missing to hide folders here; empty if nothing is."""
     if shutil.which("unshare") is None:
         return "there is no `unshare` here"
     try:

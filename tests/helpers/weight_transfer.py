@@ -1,8 +1,7 @@
-"""Weights that are sent to an engine."""
+"""Prompt and weights for tests that send weights to an engine."""
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,3 @@ def state_of(model: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     return dict(AutoModelForCausalLM.from_pretrained(str(model)).state_dict())
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

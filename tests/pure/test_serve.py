@@ -16,7 +16,7 @@ from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.http import conversation_keys, read_object
 from trinity_es.serve.proxy import Proxy
-from trinity_es.serve.recorder import given
+from trinity_es.serve.recorder import recorded_completion
 from trinity_es.testing import ManualClock
 
 
@@ -98,15 +98,15 @@ def test_p36_what_an_engines_server_tells_beside_an_answer_is_recorded() -> None
     spans = {"version_spans": [[3, 0, 1], [4, 1, 2]], "model_version": 3}
     made = Experience(tokens=[1, 2, 7, 8], prompt_length=2, logprobs=[-0.5, -0.5], info=spans)
     record = Record(message="chatcmpl-1", versions=[3, 3, 4], prompt_tokens=2, response_tokens=2, choices=[1])
-    found = given(record, Experience.serialize_many([made]), way)
+    found = recorded_completion(record, Experience.serialize_many([made]), way)
     assert (found.answer.message, found.answer.runner, found.answer.response_tokens) == ("chatcmpl-1", "a", 2)
     assert (found.answer.model_version, found.answer.model_version_end) == (3, 4)
     [e] = found.experiences
     assert (e.tokens.tolist(), e.eid.suffix) == ([1, 2, 7, 8], "chatcmpl-1-1")
     assert (e.info["model_version"], e.info["model_version_drift"]) == (3, 1)
-    assert given({**record, "choices": []}, b"", way).experiences == []
+    assert recorded_completion({**record, "choices": []}, b"", way).experiences == []
     with pytest.raises(EngineError, match="can't be recorded"):
-        given(record, b"no experiences", way)
+        recorded_completion(record, b"no experiences", way)
 
 
 async def test_p36_an_engine_that_ends_in_a_stream_is_an_error_of_the_routes_api() -> None:

@@ -142,17 +142,17 @@ def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(o
     explorer = Explorer(config(HUB))
     tasksets = explorer.config.buffer.explorer_input.tasksets
     with pytest.raises(TasksetError, match=r"its path is hub:people/letters in the config, and .* began with a file"):
-        explorer._opened(tasksets, ResumePoint(submitted=1), is_eval=False)
-    [taskset] = explorer._opened(tasksets, ResumePoint(), is_eval=False)
+        explorer._open_tasksets(tasksets, ResumePoint(submitted=1), is_eval=False)
+    [taskset] = explorer._open_tasksets(tasksets, ResumePoint(), is_eval=False)
     assert explorer.unrecorded == [taskset.source]
     explorer.unrecorded = []
-    explorer._opened(tasksets, ResumePoint(submitted=1, sources={("t", False): RECORDED}), is_eval=False)
+    explorer._open_tasksets(tasksets, ResumePoint(submitted=1, sources={("t", False): RECORDED}), is_eval=False)
     assert explorer.unrecorded == []
 
 
 def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(opened: Any) -> None:
     trainer = TrainerProcess(config(HUB))
-    trainer._opened(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
+    trainer._open_tasksets(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
     trainer._require_same(replace(RECORDED, revision="f" * 40, subset="easy"))
     with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
         trainer._require_same(RECORDED)

@@ -115,7 +115,7 @@ def test_tasks_ask_for_prompts_as_trl_has_them(tmp_path: Path, client: StandInCl
     with pytest.raises(ConfigError, match=r"chat_template_kwargs, which don't reach the workflow react"):
         submitted(tmp_path, client, args, workflow="react")
     for key in ("system_prompt", "reply_prefix"):
-        with pytest.raises(ConfigError, match=f"format_args has {key}, and the trainer's prompts go as they stand"):
+        with pytest.raises(ConfigError, match=f"format_args has {key}, but the trainer's prompts are sent unchanged"):
             Rollouts(config(tmp_path), format_args={key: "x"})
         with pytest.raises(ConfigError, match=f"format_args has {key}"):
             AsyncRollouts(config(tmp_path), Rows([{"prompt": "c="}]), format_args={key: "x"})

@@ -42,7 +42,7 @@ def test_a_response_is_cut_where_verl_cuts_its_own_and_a_prompt_never() -> None:
     found = output_fields(experience(), 3, 2)
     assert [found[name] for name in ("response_ids", "response_mask", "response_logprobs")] == [
         [7, 8], [1, 0], [-1.0, 0.0]]
-    with pytest.raises(DataError, match=r"has 3 tokens, and rollout\.prompt_length is 2"):
+    with pytest.raises(DataError, match=r"has 3 tokens, but rollout\.prompt_length is 2"):
         output_fields(experience(), 2, 10)
 
 
@@ -50,6 +50,6 @@ def test_what_would_be_put_around_verls_messages_is_refused() -> None:
     rollout = SimpleNamespace(prompt_length=3, response_length=3)
     trainer = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
     for reward_fn in (None, "rewards:letters"):
-        with pytest.raises(ConfigError, match="format_args has system_prompt, and the trainer's prompts go as they"):
+        with pytest.raises(ConfigError, match="format_args has system_prompt, but the trainer's prompts are sent unch"):
             RolloutLoop("x", trainer_config=trainer, reward_fn=reward_fn, format_args={"system_prompt": "x"})
     RolloutLoop("x", trainer_config=trainer, workflow="single_turn", format_args={"system_prompt": "x"})

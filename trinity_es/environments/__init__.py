@@ -1,1 +1,1 @@
-"""Environments of others: where they are installed, the processes that they run in, the workflows that play them."""
+"""Third-party environments: their installation, the processes that they run in, and the workflows that play them."""

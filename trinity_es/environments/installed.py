@@ -1,8 +1,8 @@
-"""Environments that are installed: each a Python environment of its own (a venv), for its pins are not ours.
+"""Installed environments, each in its own virtualenv, because its pinned packages may conflict with ours.
 
 They are folders below `TRINITY_ES_ENVIRONMENTS` or, without that, `trinity_es/environments` in the user's data folder
-(`XDG_DATA_HOME`). Each install is a folder in its environment's; `environment.json` beside it names the one that
-counts, and is replaced last. So what was installed stays what it is until another install is complete.
+(`XDG_DATA_HOME`). Each install gets a new subfolder. `environment.json` names the current one and is replaced last, so
+a failed install leaves the previous one in place.
 """
 
 from __future__ import annotations
@@ -28,31 +28,29 @@ __all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "in
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
 VERIFIERS_PACKAGE = "verifiers"
 VERIFIERS = f"{VERIFIERS_PACKAGE}>=0.4,<0.5"
-"""What is installed beside each environment, and plays it."""
+"""Requirement installed beside each environment; verifiers plays it."""
 PROGRAM = Path(__file__).with_name("verifiers_main.py")
-"""What runs in an environment's own Python."""
+"""Script that an environment's own Python runs."""
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """An environment, ready to be played."""
+    """An installed environment."""
 
     name: str
     distribution: str
-    """The package that it is, by its plain name."""
+    """Normalized name of its package."""
     packages: list[str]
-    """What it was installed from, as uv is told."""
+    """Requirements passed to uv."""
     versions: dict[str, str]
-    """Of the environment and of verifiers."""
+    """Versions of the environment and of verifiers, by package."""
     folder: Path
-    """Of this install: another one has another."""
+    """Folder of this install; each install has its own."""
 
     @property
     def taskset(self) -> str:
-        """Name by which verifiers loads its taskset: its package's, whatever it is called here; of verifiers' own
-        tasksets the one that it is called by.
-        """
+        """Name by which verifiers loads the taskset: its package, or for verifiers' own tasksets the name used here."""
         return self.name if self.distribution == VERIFIERS_PACKAGE else self.distribution
 
     @property
@@ -71,7 +69,7 @@ def environments_folder() -> Path:
 
 
 def uv() -> str | None:
-    """Return the program uv, of this Python or on PATH; None where there is none."""
+    """Return the path of uv, beside this Python or on PATH; None if there is none."""
     return shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
@@ -81,7 +79,7 @@ def installed() -> list[Installed]:
 
 
 def find(name: str) -> Installed:
-    """Return the environment of this name. Raises ConfigError where it is not installed."""
+    """Return the environment of this name. Raises ConfigError if it is not installed."""
     wanted = plain_name(name)
     found = next((e for e in installed() if e.name == wanted), None)
     if found is None:
@@ -98,71 +96,73 @@ def install(
     package: str, *, name: str | None = None, beside: Sequence[str] = (), index: str | None = None,
     python: str | None = None, say: Callable[[str], None] = lambda line: None,
 ) -> Installed:
-    """Install an environment, anew where it was there, in a venv of its own.
+    """Install an environment in its own virtualenv, replacing an earlier install of the same name.
 
-    `package` is a name (`name@version` for one version), a folder or a wheel; `name` what it is called here, the name
-    of its package by default; `beside` further packages; `index` where else to look for packages; `python` the Python
-    to use, by default this one. Raises ConfigError with what uv said.
+    `package` is a name (`name@version` for one version), a folder or a wheel. `name` is the name used here, by default
+    that of the package; `beside` lists further packages, `index` is an extra package index, and `python` the Python to
+    use, by default this one. Raises ConfigError with uv's error output.
     """
-    wanted, distribution = _requirement(package)
+    requirement, distribution = _requirement(package)
     if uv() is None:
         raise ConfigError("uv, which installs environments, is not here: pip install 'trinity-es[environments]'")
-    called = _name(name or distribution)
-    home = environments_folder() / called
+    environment = _environment_name(name or distribution)
+    home = environments_folder() / environment
     home.mkdir(parents=True, exist_ok=True)
-    with _alone(home):
-        before = {one.folder for one in installed() if one.name == called}
+    with _locked(home):
+        previous = {one.folder for one in installed() if one.name == environment}
         folder = home / f"install-{uuid4().hex[:12]}"
         folder.mkdir()
         try:
-            versions = _filled(folder / "venv", [wanted, VERIFIERS, *beside], _distribution(package), index,
-                               python or sys.executable, say)
-            made = Installed(name=called, distribution=distribution, packages=[wanted, VERIFIERS, *beside],
-                             versions=versions, folder=folder)
-            _require_loads(made, say)
+            packages = [requirement, VERIFIERS, *beside]
+            versions = _make_venv(folder / "venv", packages, _distribution(package), index, python or sys.executable,
+                                  say)
+            result = Installed(name=environment, distribution=distribution, packages=packages, versions=versions,
+                               folder=folder)
+            _require_loads(result, say)
             (folder / "environment.json").write_text(
-                json.dumps({**asdict(made), "folder": folder.name}, indent=2) + "\n")
+                json.dumps({**asdict(result), "folder": folder.name}, indent=2) + "\n")
             os.replace(folder / "environment.json", home / "environment.json")
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        for left in set(home.glob("install-*")) - {folder, *before}:  # the last one may be in use
-            shutil.rmtree(left, ignore_errors=True)
-    return made
+        for old in set(home.glob("install-*")) - {folder, *previous}:  # the previous one may be in use
+            shutil.rmtree(old, ignore_errors=True)
+    return result
 
 
 def remove(name: str) -> Installed:
-    """Delete an environment and what was kept of it; return what it was. Raises ConfigError where there is none."""
+    """Delete an environment with all its installs, and return it. Raises ConfigError if there is none."""
     found = next((e for e in installed() if e.name == plain_name(name)), None)
     if found is None:
         raise ConfigError(_missing(name), environment=name)
-    with _alone(found.folder.parent):
+    with _locked(found.folder.parent):
         (found.folder.parent / "environment.json").unlink()
         shutil.rmtree(found.folder.parent)
     return found
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep others from installing into the same folder, on this machine or another that shares it."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from installing into this folder, on any machine that shares it."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _filled(
+def _make_venv(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
+    """Make a virtualenv with these packages; return the versions of the environment and of verifiers."""
     tool, python = uv() or "", str(venv / "bin" / "python")
     more = ["--extra-index-url", index] if index else []
     _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
     _run([tool, "pip", "install", "--quiet", "--python", python, *more, *packages], say)
-    found: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
-    return found
+    versions: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
+    return versions
 
 
 def _require_loads(made: Installed, say: Callable[[str], None]) -> None:
-    """Require that verifiers loads its taskset. Raises ConfigError."""
+    """Raise ConfigError unless verifiers loads its taskset."""
     try:
         _run([str(made.python), "-I", str(PROGRAM), "load", made.taskset], say)
     except ConfigError as e:
@@ -174,18 +174,18 @@ def _require_loads(made: Installed, say: Callable[[str], None]) -> None:
 
 
 def _requirement(package: str) -> tuple[str, str]:
-    """Return what uv is to be told, and the package's plain name. Raises ConfigError."""
-    found = _distribution(package) if package else ""
+    """Return the requirement for uv, and the package's normalized name. Raises ConfigError."""
+    distribution = plain_name(_distribution(package)) if package else ""
     if package and Path(package).exists():
-        return str(Path(package).absolute()), plain_name(found)
+        return str(Path(package).absolute()), distribution
     name, _, version = package.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):
         raise ConfigError(f"{package!r} is no package, folder or wheel: give NAME, NAME@VERSION or a path")
-    return (f"{name}=={version}" if version else name), plain_name(found)
+    return (f"{name}=={version}" if version else name), distribution
 
 
 def _distribution(package: str) -> str:
-    """Return the name of a package: of a folder what its pyproject.toml says, of a wheel what its file is called."""
+    """Return the name of a package: from a folder's pyproject.toml, or from a wheel's file name."""
     path = Path(package)
     if path.is_dir():
         try:
@@ -195,27 +195,27 @@ def _distribution(package: str) -> str:
     return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
 
 
-def _name(given: str) -> str:
-    """Return the name of an environment, which is that of its folder. Raises ConfigError."""
-    plain = plain_name(given)
+def _environment_name(name: str) -> str:
+    """Return the normalized name, which is also the folder's name. Raises ConfigError."""
+    plain = plain_name(name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", plain):
-        raise ConfigError(f"{given!r} is no name of an environment: give letters, digits and dashes (--name)")
+        raise ConfigError(f"{name!r} is no name of an environment: give letters, digits and dashes (--name)")
     return plain
 
 
 def plain_name(name: str) -> str:
-    """Return a package's name as all spellings of it have in common."""
+    """Return a package's name normalized: lower case, with dashes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
-    """Return what a command prints. Raises ConfigError where it fails."""
+    """Return the output of a command. Raises ConfigError if it fails."""
     say(" ".join(command))
-    # By pip's own variables uv finds the index that pip would use.
-    pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
-    given = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
+    pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}  # uv does not read pip's variables
+    index = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**given, **variables})
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command[:3])} ... failed with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**index, **variables})
+    if result.returncode:
+        error = result.stderr.strip()[-2000:]
+        raise ConfigError(f"{' '.join(command[:3])} ... failed with {result.returncode}: {error}")
+    return result.stdout

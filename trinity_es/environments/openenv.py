@@ -1,8 +1,8 @@
 """The workflow `openenv`: an episode with an OpenEnv server (0.10), over its WebSocket.
 
-Each run is a session of its own. What the environment shows is the user's turn, what the model answers is the action;
-the reward is the sum of what the steps gave. The session is closed however the run ends. What the server fails at is a
-failure of the run, never a reward.
+Each run opens its own session and closes it however the run ends. Observations are the user's turns, the model's
+answers are the actions, and the reward is the sum of the steps' rewards. A server error fails the run; it never
+becomes a reward.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ from trinity_es.workflows.workflow import Workflow
 __all__ = ["OpenEnvSession", "OpenEnvWorkflow", "about_action", "action_of", "shown"]
 
 MAX_TURNS = 32
-"""Maximum number of actions in an episode, where the task does not say."""
+"""Default maximum number of actions in an episode."""
 ANSWER_SECONDS = 60.0
-"""How long a server may take for an answer, where the task does not say."""
+"""Default time limit for a server's answer."""
 CONNECT_SECONDS = 60.0
-"""How long to wait for a server that plays as many episodes as it can, or is not there: it may be starting again."""
+"""Default time to wait for a server that is full or unreachable: it may be restarting."""
 TELL_SECONDS = 5.0
-"""How long a server may not be there before a word is said: it may be starting."""
+"""Time that a server may be unreachable before the run reports it: it may be starting."""
 CLOSE_SECONDS = 2.0
-"""How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
-"""Maximum size of what a server says in one piece."""
+"""Maximum size of a server's message."""
 _ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
 _NOWHERE = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
-"""Schemas of environments whose actions are calls of tools, which they list."""
+"""Titles of action schemas whose actions are tool calls; the environment lists its tools."""
 _TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], "properties": {
     "type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
 
 
 class OpenEnvWorkflow(Workflow):
-    """An episode with the OpenEnv server at `workflow_args.url`; its steps' rewards are added.
+    """An episode with the OpenEnv server at `workflow_args.url`; the reward is the sum over its steps.
 
-    `workflow_args`: `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`;
-    `max_turns` (32); `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or not there;
-    `headers` of the connection; `parser`, "module:function" that makes an action (a dict) of the model's text and
-    the action's JSON schema, and raises ValueError for what is none; `observe`, "module:function" that makes the
-    user's turn of an observation and the schema; `invalid_reward`: what an answer that is no action gives, and ends
-    the episode with (without it the run fails).
+    `workflow_args`: `url` of the server; `reset`, arguments of its reset, which the row's `reset` overrides;
+    `max_turns` (32); `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or unreachable;
+    `headers` of the connection; `parser`, "module:function" that turns the model's text and the action's JSON schema
+    into an action (a dict), or raises ValueError; `observe`, "module:function" that turns an observation and the schema
+    into the user's turn; `invalid_reward`, the reward of an answer that is no action, which ends the episode (without
+    it the run fails).
     """
 
     is_async = True
@@ -65,8 +64,8 @@ class OpenEnvWorkflow(Workflow):
 
     async def run_async(self) -> list[Experience]:
         args = self.task.workflow_args
-        parse = _given(args.get("parser"), action_of)
-        observe = _given(args.get("observe"), shown)
+        parse = _function(args.get("parser"), action_of)
+        observe = _function(args.get("observe"), shown)
         messages = self.opening()
         rewards: list[float] = []
         counts = {"turns": 0.0, "invalid_actions": 0.0}
@@ -93,11 +92,11 @@ class OpenEnvWorkflow(Workflow):
         return self._experiences(rewards, counts)
 
     async def _wait_for(self, what: str) -> None:
-        """Tell what the run waits for; empty: for nothing any more."""
+        """Report what the run waits for; an empty text when the wait is over."""
         await self.model.set_workflow_state({"waits_for": what})
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the messages before the first observation: the system prompt, and the row's prompt where it is one."""
+        """Return the messages before the first observation: the system prompt, and the row's prompt if it has one."""
         prompt, system = self.task.task_desc, self.task.format_args.get("system_prompt")
         if isinstance(prompt, list):
             return chat_of(prompt, system)
@@ -110,23 +109,23 @@ class OpenEnvWorkflow(Workflow):
         reward = math.fsum(rewards)
         if not math.isfinite(reward):
             raise WorkflowError(f"the environment gave the rewards {rewards}: numbers are expected")
-        found: list[Experience] = self.model.extract_experience_from_history()
-        for experience in found:
+        experiences: list[Experience] = self.model.extract_experience_from_history()
+        for experience in experiences:
             experience.reward = reward
             experience.metrics = {**metrics, "reward": reward}
-        return found
+        return experiences
 
 
 class _NoAction(Exception):
-    """The server says that what it was given is no action."""
+    """The server rejected the action as invalid."""
 
 
 class OpenEnvSession:
-    """An episode's connection. Raises EnvironmentFailed for what the server fails at, and for its death."""
+    """Connection of one episode. Its methods raise EnvironmentFailed if the server reports an error or dies."""
 
     def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
         self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
-        # Read before it is asked for: so a server's pings are answered while the model writes, however long that takes.
+        # Always have a read pending: aiohttp answers the server's pings only during a read, and the model may be slow.
         self._next = asyncio.create_task(socket.receive())
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -149,15 +148,15 @@ class OpenEnvSession:
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         sent = json.dumps(message)
         async with _failing(self._url):
-            with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
+            with suppress(aiohttp.ClientError, ConnectionError):  # a closing server may have sent the reason
                 await self._socket.send_str(sent)
             answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
             self._next = asyncio.create_task(self._socket.receive())
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
-            said = json.loads(answer.data)
-            data: dict[str, Any] = said["data"]
-        if said["type"] == "error":
+            reply = json.loads(answer.data)
+            data: dict[str, Any] = reply["data"]
+        if reply["type"] == "error":
             code, text = data.get("code"), f"{data.get('message')} {data.get('errors') or ''}".strip()
             if code == "VALIDATION_ERROR" and message["type"] == "step":
                 if about_action(json.loads(sent)["data"], data.get("errors")):
@@ -170,9 +169,9 @@ class OpenEnvSession:
         return data
 
     async def close(self) -> None:
-        """Close the connection, which ends the session there."""
+        """Close the connection, which ends the session on the server."""
         self._next.cancel()
-        with suppress(Exception):  # who is gone closed it
+        with suppress(Exception):  # the server may be gone
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._socket.close()
 
@@ -196,24 +195,24 @@ def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 class _Away(EnvironmentFailed):
-    """A server plays as many episodes as it can, or is not there."""
+    """The server is full or unreachable."""
 
 
 class _Full(_Away):
-    """It is there, and plays as many episodes as it can: to wait is as it should be."""
+    """The server is running all the episodes that it can: waiting is normal."""
 
 
 @asynccontextmanager
 async def session(
     args: dict[str, Any], tell: Callable[[str], Awaitable[None]] | None = None
 ) -> AsyncIterator[OpenEnvSession]:
-    """Give a session of the server that a task names, and close it. Waits for one that is full or not there.
+    """Give a session of the task's server, and close it. Waits while the server is full or unreachable.
 
-    `tell` is told what is waited for where it is not there, again and again, and with an empty text when that is over.
+    Calls `tell` repeatedly while the server is unreachable, and with an empty text when the wait is over.
     """
     url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
+        raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's URL, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
         env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)), tell)
@@ -240,7 +239,7 @@ async def _connected(
                 await env.close()
                 raise
             if told and tell is not None:
-                await tell("")  # or it would be said to wait for as long as it plays
+                await tell("")  # else the run would be shown as waiting until it ends
             return env
         except _Away as e:
             waited = clock() - began
@@ -255,7 +254,7 @@ async def _connected(
 
 @asynccontextmanager
 async def _failing(url: str) -> AsyncIterator[None]:
-    """Give errors of the connection their kind."""
+    """Turn errors of the connection into EnvironmentFailed of the right kind."""
     try:
         yield
     except TimeoutError as e:
@@ -265,8 +264,9 @@ async def _failing(url: str) -> AsyncIterator[None]:
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the action that a text says: a JSON object, in a fence or not; or the value of the one field that an
-    action needs. Raises ValueError.
+    """Return the action in a text: a JSON object, fenced or not, or the value of the action's only required field.
+
+    Raises ValueError.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
@@ -280,19 +280,19 @@ def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     required = schema.get("required") or []
     if len(required) != 1:
         raise ValueError(f"{text[:80]!r} is no JSON object, and an action has the fields {required}")
-    wanted = (schema.get("properties") or {}).get(required[0], {}).get("type")
-    return {required[0]: text if wanted == "string" else value}
+    field_type = (schema.get("properties") or {}).get(required[0], {}).get("type")
+    return {required[0]: text if field_type == "string" else value}
 
 
 def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return the user's turn of an observation: as JSON, with the schema that an action is to have."""
+    """Return an observation and the schema of actions as JSON: the user's turn."""
     return json.dumps({"observation": observation, "action_schema": schema}, ensure_ascii=False)
 
 
 def about_action(action: Any, errors: Any) -> bool:
-    """Return True if all that pydantic found wrong is in an action, as it was sent.
+    """Return True if each of pydantic's errors is about a value in the action that was sent.
 
-    A server answers the same where its own code made what is not valid.
+    A server answers with the same error code if its own code made an invalid value.
     """
     def at(loc: list[Any]) -> Any:
         value = action
@@ -300,7 +300,7 @@ def about_action(action: Any, errors: Any) -> bool:
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
-                if depth == 0:  # below a field the path names the members of a union, too
+                if depth == 0:  # deeper, the path also contains the names of union members
                     return _NOWHERE
         return value
 
@@ -313,5 +313,5 @@ def about_action(action: Any, errors: Any) -> bool:
         return False
 
 
-def _given(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+def _function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
     return default if name is None else resolve(name, {}, "function")

@@ -1,18 +1,17 @@
-"""verifiers' environments (0.4), played for the process that started this one. Started by `server.py`.
+"""Program that plays verifiers' environments (0.4) in their own Python, started by `server.py`.
 
-A program that the environment's own Python runs: trinity_es is not installed there, and nothing of it is imported.
+trinity_es is not installed there, so nothing of it is imported.
 
-    verifiers_main.py load TASKSET        end with 0 if this taskset can be loaded, else say why not
-    verifiers_main.py tasks FILE LIMIT    read its config from stdin, write its tasks, a JSON object a line
-    verifiers_main.py serve DESCRIPTOR    play episodes for who holds the other end of this socket
+    verifiers_main.py load TASKSET        exit with 0 if this taskset can be loaded, else print why not
+    verifiers_main.py tasks FILE LIMIT    read the config from stdin, write its tasks, a JSON object a line
+    verifiers_main.py serve DESCRIPTOR    play episodes for the process at the other end of this socket
 
-What goes over the socket, either way, is a message's length in 4 bytes, big-endian, and the message as JSON. The first
-is the environment's config. Then each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or
-`{"id", "error"}`; `{"id", "cancel": true}` ends the episode that was asked for under this id, and is answered at once
-by `{"id", "heard": true}`: who asks sees that this process still listens.
+Messages in both directions are a length in 4 bytes, big-endian, and JSON. The first is the environment's config. Then
+each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or `{"id", "error"}`. `{"id", "cancel": true}` ends
+the episode with this id, and is answered at once by `{"id", "heard": true}`: this process still responds.
 
-Whoever holds the other end may die at any time. So this is two processes: one plays, and one waits for the end of
-either; then the first has `LEAVING_SECONDS` to give back what it holds, and whatever it started is killed.
+The client may die at any time, so `serve` forks: one process plays, the other watches it and the socket. When either
+ends, the player has `LEAVING_SECONDS` to release what it holds; then every process that it started is killed.
 """
 
 from __future__ import annotations
@@ -37,16 +36,18 @@ from typing import Any
 __all__ = ["main"]
 
 LEAVING_SECONDS = 10.0
-"""How long an environment may take to give back what it holds, once nobody asks for it any more."""
+"""Time limit for an environment to release what it holds after its client is gone."""
 TASKS_AT_MOST = 1_000_000
 _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
-"""What prctl(2) calls them."""
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
 # --- the config and the tasks -----------------------------------------------------------------------------------------
 def resolved(given: dict[str, Any]) -> Any:
-    """Return the environment's config. A role that names no harness, in a taskset that brings none, only talks; one
-    whose harness runs nothing that the model says needs no sandbox.
+    """Return the environment's config, with defaults for its roles.
+
+    A role gets the harness `null`, which only chats, if neither it nor the taskset names one. A role whose harness
+    does not execute code runs as a plain subprocess, without a sandbox.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
@@ -67,7 +68,7 @@ def resolved(given: dict[str, Any]) -> Any:
 
 
 def write_tasks(file: str, limit: str) -> None:
-    """Write the tasks of an environment, at most `limit` where that is not 0, each with the key `prompt`."""
+    """Write the tasks of an environment, at most `limit` unless that is 0, each with the key `prompt`."""
     from verifiers.v1.utils import loaders
 
     taskset = loaders.load_taskset(resolved(json.load(sys.stdin)).taskset)
@@ -81,9 +82,9 @@ def write_tasks(file: str, limit: str) -> None:
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
 def share_client(endpoints: dict[str, dict[str, str]]) -> None:
-    """Have one client ask for all runs, each at its own endpoint: `endpoints` by the id of a trace.
+    """Make all runs share one client that uses each run's own endpoint; `endpoints` is keyed by trace id.
 
-    verifiers keeps a client, with its connections, for each address that it ever asked; each run has one of its own.
+    verifiers would keep a client, with its connections, for each address that it ever used, and each run has its own.
     """
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.interception import server
@@ -99,7 +100,7 @@ def share_client(endpoints: dict[str, dict[str, str]]) -> None:
 
 
 class Server:
-    """Plays episodes of one environment, as many at a time as it is asked for."""
+    """Player of one environment's episodes; it runs all that it is sent at the same time."""
 
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
@@ -117,64 +118,62 @@ class Server:
             playing.cancel()
 
     async def leave(self) -> None:
-        """End all episodes. They get no answer: that this process is gone is what happened to them."""
+        """End all episodes without an answer: the client sees that this process is gone."""
         self.leaving = True
-        left = list(self.playing.values())
-        for playing in left:
+        tasks = list(self.playing.values())
+        for playing in tasks:
             playing.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def play(self, number: int, asked: dict[str, Any]) -> None:
-        """Answer with what came of an episode. An error is an answer, too."""
+    async def play(self, number: int, run: dict[str, Any]) -> None:
+        """Play an episode, and send its result or its error."""
         try:
-            answer = {"id": number, "result": await self.episode(asked)}
-            told = framed(answer)
+            answer = framed({"id": number, "result": await self.episode(run)})
         except asyncio.CancelledError:
-            told = framed({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
+            answer = framed({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
         except Exception as e:
-            told = framed({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
+            answer = framed({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
         finally:
             self.playing.pop(number, None)
         if not self.leaving:
-            self.writer.write(told)
+            self.writer.write(answer)
 
-    async def episode(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def episode(self, run: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
 
-        # What is asked for is said by `endpoints`: what is in here is written into traces.
+        # No real address and no token: this config is written into traces. `share_client` sets them for each call.
         client = TrainClientConfig(
-            base_url="http://run", api_key_var="", renderer_model_name=asked["tokenizer"],
-            renderer=asked.get("renderer"),
+            base_url="http://run", api_key_var="", renderer_model_name=run["tokenizer"], renderer=run.get("renderer"),
         )
         task = type(self.env.taskset).task_type()
-        data = task.data_type().model_validate(asked["task"])
+        data = task.data_type().model_validate(run["task"])
         [slot] = self.env.slots(task(data, self.env.config.taskset.task))
-        context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
-        mine: list[str] = []
+        context = ModelContext(client=client, model=run["model"], sampling=SamplingConfig())
+        traces: list[str] = []
 
-        def begun(trace: Any) -> None:
-            mine.append(trace.id)
-            self.endpoints[trace.id] = {"base_url": asked["base_url"], "api_key": asked["token"]}
+        def on_trace(trace: Any) -> None:
+            traces.append(trace.id)
+            self.endpoints[trace.id] = {"base_url": run["base_url"], "api_key": run["token"]}
 
         try:
-            episode = await self.env.run_slot(slot, context, on_trace=begun)
+            episode = await self.env.run_slot(slot, context, on_trace=on_trace)
         finally:
-            for trace in mine:
+            for trace in traces:
                 del self.endpoints[trace]
         return {
             "complete": bool(self.env.complete(episode)), "is_timeout": episode.is_timeout,
-            "errors": [] if episode.ok else [told(e) for e in episode.errors[-1:]],
-            "traces": [trace_told(t) for t in episode.traces],
+            "errors": [] if episode.ok else [error_json(e) for e in episode.errors[-1:]],
+            "traces": [trace_json(t) for t in episode.traces],
         }
 
 
-def trace_told(trace: Any) -> dict[str, Any]:
-    """Return what one agent did: a branch is a sequence of token ids, and where in them the model's answers lie."""
+def trace_json(trace: Any) -> dict[str, Any]:
+    """Return the trace of one agent. A branch has token ids, and the spans of them that the model generated."""
     return {
         "agent": trace.agent.name, "trainable": trace.agent.trainable, "ok": trace.ok, "is_timeout": trace.is_timeout,
-        "errors": [] if trace.ok else [told(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
+        "errors": [] if trace.ok else [error_json(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
         "unanswered": unanswered(trace.calls),
         "reward": as_number(trace.reward),
         "rewards": {k: as_number(r.value) for k, r in trace.rewards.items() if r is not None},
@@ -188,37 +187,37 @@ def trace_told(trace: Any) -> dict[str, Any]:
 
 
 def as_number(value: float) -> float | str:
-    """Return a number as JSON has it: infinity, or what is no number, as its text."""
+    """Return a number, or the text of infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else str(value)
 
 
 def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
-    """Return why the model was asked in vain, where no later call was answered: a harness may take it for the end.
+    """Return the errors of failed model calls after which no call succeeded: a harness may take one for the end.
 
-    One that was refused (a status below 500), or that the harness gave up, is the harness's to know.
+    Calls that the server refused (a status below 500) or that the harness cancelled are left to the harness.
     """
-    again = max((c.time.start for c in calls if c.error is None), default=0.0)
-    return [told(c.error) for c in calls
+    last_success = max((c.time.start for c in calls if c.error is None), default=0.0)
+    return [error_json(c.error) for c in calls
             if c.error is not None and c.error.type != "CancelledError" and (c.error.status_code or 502) >= 500
-            and c.time.end > again]
+            and c.time.end > last_success]
 
 
 def answers(nodes: list[Any]) -> list[tuple[int, int]]:
-    """Return where the ids that were sampled begin and end, message by message."""
-    found, at = [], 0
+    """Return the (begin, end) of the sampled ids, message by message."""
+    spans, at = [], 0
     for node in nodes:
         at += len(node.token_ids)
         if sampled := sum(node.mask):
-            found.append((at - sampled, at))
-    return found
+            spans.append((at - sampled, at))
+    return spans
 
 
-def told(error: Any) -> dict[str, Any]:
+def error_json(error: Any) -> dict[str, Any]:
     return {"type": error.type, "message": error.message}
 
 
 def words(error: Exception) -> str:
-    """Return what an error says; of pydantic's not the values that it was given, which may be secrets."""
+    """Return an error's message; for pydantic's errors without the input values, which may be secrets."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -229,7 +228,7 @@ def words(error: Exception) -> str:
 
 # --- the socket -------------------------------------------------------------------------------------------------------
 def as_json(message: dict[str, Any]) -> bytes:
-    """Return JSON that any parser reads: half a surrogate pair is no text, and becomes a question mark."""
+    """Return JSON that any parser reads: a lone surrogate becomes a question mark."""
     return json.dumps(message, ensure_ascii=False, allow_nan=False).encode(errors="replace")
 
 
@@ -239,13 +238,13 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 async def received(reader: asyncio.StreamReader) -> Any:
-    """Return the next message. Raises IncompleteReadError when nobody is there any more."""
+    """Return the next message. Raises IncompleteReadError when the other end is closed."""
     [size] = struct.unpack(">I", await reader.readexactly(4))
     return json.loads(await reader.readexactly(size))
 
 
 async def serve(end: socket.socket) -> None:
-    """Play what is asked for, until nobody asks any more or this process is to end."""
+    """Play episodes until the client is gone or SIGTERM arrives."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
     reader, writer = await asyncio.open_unix_connection(sock=end)
     with contextlib.suppress(asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
@@ -270,19 +269,19 @@ async def serve(end: socket.socket) -> None:
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 def watch(playing: int, end: socket.socket) -> None:
-    """Wait until the process that plays has ended, or nobody listens to it; then leave nothing of it behind."""
-    polling, over = select.poll(), float("inf")
-    polling.register(end, 0)  # tells that it was closed, and nothing else
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    """Wait until the process that plays has ended or its client is gone; then kill all that it started."""
+    polling, deadline = select.poll(), float("inf")
+    polling.register(end, 0)  # reports only that it was closed
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     while playing not in ended():
-        if over == float("inf") and (stopped or polling.poll(0)):
-            over = time.monotonic() + LEAVING_SECONDS
+        if deadline == float("inf") and (signals or polling.poll(0)):
+            deadline = time.monotonic() + LEAVING_SECONDS
             os.kill(playing, signal.SIGTERM)
-        if time.monotonic() > over:
+        if time.monotonic() > deadline:
             os.kill(playing, signal.SIGKILL)
         time.sleep(0.05)
-    while True:  # what it started is this process's now, whatever sessions it made
+    while True:  # its orphans are children of this process, a subreaper, whatever sessions they made
         for child in children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -294,12 +293,12 @@ def watch(playing: int, end: socket.socket) -> None:
 
 
 def ended() -> list[int]:
-    """Return the children that have ended since: what was orphaned below this process is a child of it, too."""
-    found: list[int] = []
+    """Return the children that have ended since the last call, adopted orphans included."""
+    pids: list[int] = []
     with contextlib.suppress(ChildProcessError):
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 def children() -> list[int]:
@@ -307,9 +306,9 @@ def children() -> list[int]:
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def _ask_kernel(what: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(what, value)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def main() -> None:
@@ -325,14 +324,14 @@ def main() -> None:
             raise SystemExit(f"{type(e).__name__}: {words(e)}") from None
         return
     end = socket.socket(fileno=int(sys.argv[2]))
-    os.setsid()  # who ends its owner's group is not to end this one before it could clean up
-    _ask_kernel(_CHILD_SUBREAPER, 1)
+    os.setsid()  # a signal to the runner's process group must not end this one before it has cleaned up
+    _prctl(_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     playing = os.fork()
     if playing:
         watch(playing, end)
         return
-    _ask_kernel(_DEATH_SIGNAL, signal.SIGTERM)
+    _prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() == parent:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(serve(end))

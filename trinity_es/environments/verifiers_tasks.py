@@ -1,7 +1,7 @@
-"""The tasks of an environment of verifiers, as a taskset's file: `path: verifiers:NAME`.
+"""Tasks of a verifiers environment as a taskset file (`path: verifiers:NAME`).
 
-They are written once, beside the environment, and read from there: cursors count rows of a file that does not change.
-Another install writes its own: `tasks_revision` tells them apart.
+The file is written once, in the environment's install folder, and never changes, since cursors count its rows. Another
+install writes its own file; `tasks_revision` tells them apart.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 
 PREFIX = "verifiers:"
 TASKS_SECONDS = 1800.0
-"""How long an environment may take to write its tasks: it may fetch a data set first."""
+"""Time limit for an environment to write its tasks: it may download a data set first."""
 LAST_WORDS = 2000
-"""Maximum number of characters that are shown of what a program said before it failed."""
+"""Maximum number of characters shown of a failed program's output."""
 
 
 def environment_named(args: Mapping[str, Any]) -> str:
@@ -43,20 +43,20 @@ def environment_named(args: Mapping[str, Any]) -> str:
 
 
 def environment_config(installed: Installed, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an environment, as verifiers reads it, of a workflow's arguments."""
-    given = dict(args.get("config") or {})
-    return {**given, "taskset": {"id": installed.taskset, **(given.get("taskset") or {})}}
+    """Return verifiers' config of an environment, from a workflow's arguments."""
+    config = dict(args.get("config") or {})
+    return {**config, "taskset": {"id": installed.taskset, **(config.get("taskset") or {})}}
 
 
 def tasks_file(args: Mapping[str, Any]) -> Path:
-    """Return the file of an environment's tasks, which may not be there yet. Raises ConfigError, DataError."""
+    """Return the file of an environment's tasks, which may not exist yet. Raises ConfigError, DataError."""
     installed = find(environment_named(args))
-    told = orjson.dumps([environment_config(installed, args), args.get("tasks") or 0], option=orjson.OPT_SORT_KEYS)
-    return installed.folder / "tasks" / f"{hashlib.sha256(told).hexdigest()[:16]}.jsonl"
+    key = orjson.dumps([environment_config(installed, args), args.get("tasks") or 0], option=orjson.OPT_SORT_KEYS)
+    return installed.folder / "tasks" / f"{hashlib.sha256(key).hexdigest()[:16]}.jsonl"
 
 
 def made_tasks(args: Mapping[str, Any]) -> Path:
-    """Return the same, once the environment has written its tasks there. Raises TasksetError with what it said."""
+    """Return the same file, after the environment has written it. Raises TasksetError with the environment's output."""
     file = tasks_file(args)
     if file.is_file():
         return file
@@ -65,7 +65,7 @@ def made_tasks(args: Mapping[str, Any]) -> Path:
     writing = file.with_suffix(f".{uuid4().hex[:12]}")
     try:
         _write(installed, args, writing)
-        with contextlib.suppress(FileExistsError):  # of several who make them the first counts: it may be read by now
+        with contextlib.suppress(FileExistsError):  # another process was first, and its file may be in use
             os.link(writing, file)
     finally:
         writing.unlink(missing_ok=True)
@@ -73,31 +73,30 @@ def made_tasks(args: Mapping[str, Any]) -> Path:
 
 
 def tasks_revision(args: Mapping[str, Any], file: Path) -> str:
-    """Return which tasks these are: the version of the environment, and the hash of their file."""
+    """Return the version of the environment, and the hash of the tasks' file."""
     with file.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
     return f"{find(environment_named(args)).version} sha256:{digest}"
 
 
 def _write(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
-    """Have the environment write its tasks. Raises TasksetError."""
     command = [str(installed.python), "-I", str(PROGRAM), "tasks", str(file), str(args.get("tasks") or 0)]
     config = orjson.dumps(environment_config(installed, args))  # may hold secrets: not for a command line
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env=environment_variables(installed.python),
         )
         try:
             process.communicate(config, timeout=TASKS_SECONDS)
             why = f"it ended with {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            why = f"they were not there after {TASKS_SECONDS:.0f} s"
+            why = f"it was not done after {TASKS_SECONDS:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
             process.wait()
         if why:
-            said.seek(0)
-            words = said.read().decode(errors="replace")[-LAST_WORDS:].strip()
-            raise TasksetError(f"the tasks of environment {installed.name} can't be had: {why}: {words}")
+            stderr.seek(0)
+            output = stderr.read().decode(errors="replace")[-LAST_WORDS:].strip()
+            raise TasksetError(f"environment {installed.name} can't write its tasks: {why}: {output}")

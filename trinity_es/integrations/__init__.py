@@ -1,1 +1,1 @@
-"""Trainers that people have, on our engines. Each module is imported by who uses it, and needs that trainer's own."""
+"""Third-party trainers on our engines. Import only the module of your trainer: it needs that trainer's package."""

@@ -1,7 +1,7 @@
-"""Workflows of one prompt and one answer, whose prompts have the tokens that TRL and verl give them.
+"""Workflows of one prompt and one answer, which tokenize prompts exactly as TRL and verl do.
 
-Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`; a text is a text to go on from,
-and no message of a chat.
+Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`. A plain text is completed as it
+is, not wrapped into a chat message.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from trinity_es.workflows.workflow import SingleTurnWorkflow
 __all__ = ["ANSWERS", "PROMPTS", "AnswerWorkflow", "PromptWorkflow", "require_no_format"]
 
 PROMPTS, ANSWERS = (f"{__name__}:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
-"""The names of these workflows in a task; the second rewards nothing."""
+"""Names of these workflows in a task; answers of the second have no reward."""
 
 
 def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what would be put around prompts that go as they stand."""
-    if workflow in (PROMPTS, ANSWERS) and (given := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
+    """Raise ConfigError for format_args that would change prompts, which these workflows send unchanged."""
+    if workflow in (PROMPTS, ANSWERS) and (used := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
         raise ConfigError(
-            f"format_args has {given[0]}, and the trainer's prompts go as they stand: write it into them, as messages, "
-            "or name a workflow that makes a chat of them, such as single_turn"
+            f"format_args has {used[0]}, but the trainer's prompts are sent unchanged: write it into them, as "
+            "messages, or name a workflow that makes a chat of them, such as single_turn"
         )
 
 
 class PromptWorkflow(SingleTurnWorkflow):
-    """One prompt, one answer, one reward. All runs of the task go to the engine as one request.
+    """One prompt, one answer, one reward. The engine gets all runs of the task as one request.
 
     `workflow_args["chat_template_kwargs"]`: further variables of the chat template.
     """
@@ -53,7 +53,7 @@ class PromptWorkflow(SingleTurnWorkflow):
 
 
 class AnswerWorkflow(PromptWorkflow):
-    """The same without a reward, for trainers that reward answers themselves."""
+    """PromptWorkflow without a reward, for trainers that reward answers themselves."""
 
     async def run_async(self) -> list[Experience]:
         answers = await self._answers()

@@ -1,4 +1,4 @@
-"""Weights of a trainer that counts its steps: under which version engines serve those of a step, and since when."""
+"""Weights of a trainer that counts its steps: the version under which engines serve the weights of a step."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ STEPS = 10**6
 
 
 def step_version(step: int, current: int) -> int:
-    """Return the version under which the weights of a step are served: the step, or where the engines are beyond it,
-    the smallest number from `current` on that ends with the step's six digits, since versions never go back.
+    """Return the version under which the weights of a step are served.
+
+    That is the step itself. Versions never decrease, so if `current` is higher it is the smallest number from `current`
+    on that ends with the step's six digits.
     """
     return current + (step - current) % STEPS
 
 
 def step_of(version: int) -> int:
-    """Return the step whose weights these are."""
+    """Return the step of a version that `step_version` made."""
     return version % STEPS
 
 
 def missing_version(client: RolloutClient, step: int) -> int | None:
-    """Return the version as which a step's weights have to be published now; None where they are the current ones."""
+    """Return the version as which a step's weights have to be published now; None if engines have them already."""
     now = current_weights(client.log)
     version = step_version(step, now.version)
-    there = not now.path or Path(now.path).is_dir()
-    return None if version == now.version and there else version
+    exists = not now.path or Path(now.path).is_dir()
+    return None if version == now.version and exists else version
 
 
 def publish_tensors(client: RolloutClient, version: int, state: Mapping[str, Any]) -> None:
-    """Have the engines serve these tensors; those of the current version, which lay in memory and are lost, anew."""
+    """Publish these tensors to the engines. Tensors of the current version replace its lost files in shared memory."""
     now = current_weights(client.log)
     if version == now.version:
         write_memory(client.config, version, state, Path(now.path))

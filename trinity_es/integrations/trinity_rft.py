@@ -1,7 +1,7 @@
-"""An output that is the experience buffer of Trinity-RFT 0.6.0, as its trainer reads it with `storage_type: sql`.
+"""Pipeline output that writes the experience buffer of Trinity-RFT 0.6.0, for its trainer with `storage_type: sql`.
 
-Two tables, `<name>` and `<name>_blob`, in which an experience is a row of numbers and its bytes as Trinity-RFT writes
-them. Neither its package nor torch is needed to write them.
+Each experience is a row of numbers in the table `<name>`, and its bytes in Trinity-RFT's format in `<name>_blob`.
+Neither Trinity-RFT nor torch is needed.
 
     buffer: {pipeline: {outputs: [{name: "trinity_es.integrations.trinity_rft:SQLBuffer", args: {url: ...}}]}}
 """
@@ -32,9 +32,9 @@ _PLAIN = (
 
 
 class SQLBuffer:
-    """See the module. `url` of the database, SQLite or PostgreSQL; `name`: of `experience_buffer` in its config.
+    """Writer of the buffer. `url`: SQLite or PostgreSQL; `name`: that of `experience_buffer` in Trinity-RFT's config.
 
-    Each batch is one transaction and is written once: `<name>_written` has the keys of those that are there.
+    Each batch is one transaction and is written once: `<name>_written` has the keys of the written batches.
     """
 
     def __init__(self, url: str, name: str = "experience_buffer") -> None:
@@ -53,7 +53,7 @@ class SQLBuffer:
         self._made = False
 
     def write(self, key: str, experiences: list[Experience]) -> None:
-        """Add a batch, unless it is there."""
+        """Add a batch unless its key is written already."""
         if not self._made:
             self._tables.create_all(self._engine)
             self._made = True
@@ -70,11 +70,11 @@ class SQLBuffer:
 
 
 def serialized(e: Experience) -> bytes:
-    """Return an experience as `Experience.serialize` of Trinity-RFT gives it."""
+    """Return the bytes that Trinity-RFT's `Experience.serialize` would make."""
     arrays = {f"0:{name}": np.ascontiguousarray(value) for name in _ARRAYS
               if (value := getattr(e, name, None)) is not None}
-    told: dict[str, Any] = {name: getattr(e, name, None) for name in _PLAIN}
-    told |= {"eid": e.eid.to_dict(), "custom_fields": [], "multi_modal_input_keys": []}
-    head = pickle.dumps({"version": _VERSION, "num_items": 1, "items": [told]}, protocol=pickle.HIGHEST_PROTOCOL)
+    fields: dict[str, Any] = {name: getattr(e, name, None) for name in _PLAIN}
+    fields |= {"eid": e.eid.to_dict(), "custom_fields": [], "multi_modal_input_keys": []}
+    head = pickle.dumps({"version": _VERSION, "num_items": 1, "items": [fields]}, protocol=pickle.HIGHEST_PROTOCOL)
     body = save(arrays)
     return _MAGIC + struct.pack("<BQQ", _VERSION, len(head), len(body)) + head + body

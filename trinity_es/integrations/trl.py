@@ -4,12 +4,12 @@
     trainer = GRPOTrainer(..., rollout_func=rollouts, callbacks=[rollouts], reward_funcs=rollout_reward)
     resume(trainer)
 
-TRL asks for completions of a step's prompts. Each group of equal prompts is one task, all of them are one batch, whose
-id is made of step, mode and how often was asked in this step: a trainer that was killed and goes on at its checkpoint
-asks for the same batches again and gets what the log has. Before a batch that the log has not is submitted, the engines
-get the weights of its step. A run that failed for good, after its attempts, is a row that TRL learns nothing from and
-that counts in no group's mean; the failures of machinery never become a reward. Of several processes the first asks,
-and the others get their part of it from there.
+TRL requests completions of a step's prompts. Each group of equal prompts becomes a task, and all of them one batch,
+whose id contains the step, the mode and the number of the call within the step. So a trainer that resumes from its
+checkpoint requests the same batches again and gets them from the log. Before a new batch is submitted, the engines get
+the weights of its step. A run that failed after all its attempts becomes a row without training signal, which counts in
+no group's mean, so no failure of the machinery becomes a reward. With several trainer processes the first makes the
+request and distributes the rows.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ T = TypeVar("T")
 
 
 def rollout_reward(reward: Sequence[float | None], **columns: Any) -> list[float | None]:
-    """Return the rewards that the workflow gave: a reward function for GRPOTrainer. None for a run that failed."""
+    """Return the rewards from the workflow, None for failed runs: a reward function for GRPOTrainer."""
     return list(reward)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the newest checkpoint of a trainer that was written whole; None where there is none.
+    """Return the newest complete checkpoint of a trainer; None if there is none.
 
-    `resume_from_checkpoint=True` takes the newest, though a trainer that was killed may have left it half written.
+    `resume_from_checkpoint=True` takes the newest one even if a killed trainer left it half written.
     """
-    found = {}
+    checkpoints = {}
     for folder in Path(output_dir).glob("checkpoint-*"):
         step = folder.name.partition("-")[2]
         try:
@@ -72,14 +72,14 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
         except (OSError, ValueError):
             continue
         if step.isdecimal():
-            found[int(step)] = str(folder)
-    return found[max(found)] if found else None
+            checkpoints[int(step)] = str(folder)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def resume(trainer: Any) -> None:
-    """Train to the end: from the newest whole checkpoint in its output folder, or from the start where there is none.
+    """Train to the end: from the newest complete checkpoint in its output folder, or from the start without one.
 
-    A trainer that was killed after its last step is brought back as it was: `train` would take one step more.
+    A trainer that was killed after its last step is only restored: `train` would take one step more.
     """
     checkpoint = last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
@@ -94,25 +94,25 @@ def resume(trainer: Any) -> None:
 
 
 def _last_step(trainer: Any) -> int:
-    """Return the step with which `train` ends, by what the trainer's arguments and its data are now."""
+    """Return the step with which `train` ends, from the trainer's current arguments and data."""
     if trainer.args.max_steps > 0:
         return int(trainer.args.max_steps)
     return int(trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1])
 
 
 class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
-    """A `rollout_func` of GRPOTrainer that is its callback, too. Connects to the running system of the config's store.
+    """Rollout function and callback of GRPOTrainer. Connects to the running system of the config's store.
 
-    - `workflow`: registered name, or "module:Class", as in a taskset; by default one answer to the prompt, rewarded by
-      `reward_fn`, and without one by nobody, for reward functions that TRL runs itself. That has the prompt's tokens as
-      TRL has them: messages by the chat template with `chat_template_kwargs`, a text as it stands
+    - `workflow`: registered name, or "module:Class", as in a taskset. By default one answer to the prompt, rewarded by
+      `reward_fn`; without `reward_fn` TRL's own reward functions run. The default tokenizes prompts as TRL does:
+      messages by the chat template with `chat_template_kwargs`, a text as it is
     - `reward_fn`: "module:name", of TRL's form or ours, run by the workflow; give GRPOTrainer `rollout_reward` then
     - `columns`: columns of the data set that tasks get beside the prompt; None: all
-    - `reward_fn_args, workflow_args, format_args, rollout_args`: as in `Task`. Sampling is the trainer's, with
-      `rollout_args` over it
-    - `name`: of this trainer, in the ids of its batches
+    - `reward_fn_args, workflow_args, format_args, rollout_args`: as in `Task`. `rollout_args` override the trainer's
+      sampling
+    - `name`: name of this trainer in the ids of its batches
 
-    A run that gave several experiences is one row, its last: TRL has a row for each completion that it asked for.
+    Only the last experience of a run becomes a row: TRL takes one row for each completion.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         if reward_fn is not None:
             try:
                 self._reward = REWARD_FUNCTIONS.get(reward_fn)
-            except UnknownWorkflow as e:  # runners may have it all the same; else every run would fail, minutes later
-                if isinstance(e.__cause__, AttributeError):  # its module is here, and has no such function
+            except UnknownWorkflow as e:
+                if isinstance(e.__cause__, AttributeError):  # the module exists and has no such function
                     raise
                 _log.warning("%s (looked for here, where the trainer runs: runners may find it)", e.message)
         self._rollout_args = dict(rollout_args or {})
         self._client: RolloutClient | None = None
         self._rows: dict[Mode, tuple[list[Any], PromptRows]] = {}
-        """The data sets that tasks are of now, and their rows."""
+        """Current data sets, and the lookup of their rows."""
         self._calls: Counter[str] = Counter()
         self._unacknowledged: list[str] = []
         self._trainer: Any = None
@@ -164,21 +164,21 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         """Return this process's rows, in the order of its prompts. GRPOTrainer calls it."""
         self.check(trainer)
         mode: Mode = "train" if trainer.model.training else "eval"
-        asked = gather_object(prompts)
+        all_prompts = gather_object(prompts)
         step = int(trainer.state.global_step)
         call = self._calls[f"{step} {mode}"]
         self._calls[f"{step} {mode}"] += 1
         tasks: list[Task] = []
         batch_id = self._batch_id(step, mode, call)
-        if mode == "eval":  # of any data set, perhaps by hand
-            batch_id += f"-{sha256(prompt_key(asked)).hexdigest()[:8]}"
+        if mode == "eval":  # several data sets may be evaluated at one step
+            batch_id += f"-{sha256(prompt_key(all_prompts)).hexdigest()[:8]}"
 
         def version() -> int | None:
-            tasks.extend(self._tasks(asked, mode, trainer))
+            tasks.extend(self._tasks(all_prompts, mode, trainer))
             return None if find_batch(self.client, batch_id, tasks) else missing_version(self.client, step)
 
         self._serve(version)
-        rows = self._on_main(lambda: self._played(batch_id, tasks, mode))
+        rows = self._on_main(lambda: self._play(batch_id, tasks, mode))
         if mode == "train":
             self._unacknowledged.append(batch_id)
         first = trainer.accelerator.process_index * len(prompts)
@@ -186,43 +186,43 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     @property
     def client(self) -> RolloutClient:
-        """The client of the system, in the first process; connected when it is first needed.
+        """Client of the system, in the first process; connects on first use.
 
-        Raises NotRunning; AlreadyRunning where another process trains on this store: one trainer's engines have no
-        place for another's weights.
+        Raises NotRunning; AlreadyRunning if another process trains on this store, since engines serve the weights of
+        one trainer.
         """
         if self._client is None:
-            self._client = self._connected(None)
+            self._client = self._connect(None)
         return self._client
 
     def _batch_id(self, step: int, mode: Mode, call: int) -> str:
         return f"{step}/{self.name}-{mode}-{call}"
 
-    def _connected(self, step: int | None) -> RolloutClient:
+    def _connect(self, step: int | None) -> RolloutClient:
         hold(self.config, "trainer")
         return connect(self.config, resumed_at=step)
 
     def close(self) -> None:
-        """Let go of the system, which goes on."""
+        """Disconnect from the system, which keeps running."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
     def check(self, trainer: Any) -> None:
-        """Look whether this can serve the trainer and its data, as its first step does; before engines load, say.
+        """Check that the rollouts suit the trainer and its data. The first step does it, too; call it to fail earlier.
 
-        Raises ConfigError, DataError; AlreadyRunning where another process trains on this store.
+        Raises ConfigError, DataError; AlreadyRunning if another process trains on this store.
         """
         if self._trainer is trainer:
             return
         if trainer.use_vllm:
             raise ConfigError("GRPOConfig has use_vllm: TRL would start an engine of its own; leave it out")
         if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-            raise ConfigError("the trainer's model has PEFT's adapter, and whole weights are published: train those")
+            raise ConfigError("the trainer's model has PEFT's adapter, but whole weights are published: train those")
         if any(isinstance(fn, torch.nn.Module) for fn in trainer.reward_funcs):
             raise ConfigError(
-                "reward_funcs has a model, which would reward runs that failed, too: call it in a function, or have "
-                "it as an auxiliary model"
+                "reward_funcs has a model, which would reward runs that failed, too: call it in a function, or make it "
+                "an auxiliary model"
             )
         if getattr(trainer, "tools", None):
             raise ConfigError("the trainer has tools, which TRL itself would call: have a workflow call them")
@@ -238,67 +238,67 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._trainer = trainer
 
     def _require_columns(self, trainer: Any) -> None:
-        """Refuse rewards that ask for what no row has. Raises ConfigError."""
-        there = getattr(trainer.train_dataset, "column_names", None)
-        if there is None:  # a stream may not know
+        """Raise ConfigError if a reward function needs a column that its rows won't have."""
+        columns = getattr(trainer.train_dataset, "column_names", None)
+        if columns is None:  # a stream may not know
             return
         for fn in trainer.reward_funcs:
-            require_columns(fn, there)
+            require_columns(fn, columns)
         own, arguments = self._reward, self._task["reward_fn_args"]
         if self._task["workflow"] == PROMPTS and inspect.isfunction(own) and has_trl_form(own, arguments):
-            require_columns(own, there, given=arguments, tasks_get=self._columns)
+            require_columns(own, columns, given=arguments, tasks_get=self._columns)
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """Have the first process do this; all get what came of it, or raise what it raised."""
-        told: list[Any] = [None, None]
+        """Run `work` in the first process; return its result, or raise its error, in all of them."""
+        outcome: list[Any] = [None, None]
         if self._trainer.accelerator.is_main_process:
             try:
-                told = [work(), None]
+                outcome = [work(), None]
             except Exception as e:
                 if self._trainer.accelerator.num_processes == 1:
                     raise
-                told = [None, e]
+                outcome = [None, e]
         if self._trainer.accelerator.num_processes > 1:
-            told = broadcast_object_list(told)
-        if told[1] is not None:
-            raise told[1]
-        return told[0]  # type: ignore[no-any-return]  # it went through a broadcast
+            outcome = broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]  # type: ignore[no-any-return]  # it went through a broadcast
 
-    def _tasks(self, asked: list[Any], mode: Mode, trainer: Any) -> list[Task]:
-        """Return a task for each group of prompts. Raises DataError for groups that are none."""
+    def _tasks(self, prompts: list[Any], mode: Mode, trainer: Any) -> list[Task]:
+        """Return a task for each group of prompts. Raises DataError if a group's prompts differ."""
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        wrong = next((i for i in range(len(asked)) if asked[i] != asked[i - i % group]), None)
-        if wrong is not None or len(asked) % group:
+        wrong = next((i for i in range(len(prompts)) if prompts[i] != prompts[i - i % group]), None)
+        if wrong is not None or len(prompts) % group:
             raise DataError(
-                f"{len(asked)} prompts are no groups of {group} equal ones: prompt {wrong} differs from its group's "
+                f"{len(prompts)} prompts are no groups of {group} equal ones: prompt {wrong} differs from its group's "
                 "first. TRL's own samplers repeat each prompt num_generations times"
             )
-        rows, made = self._rows_of(mode, trainer), []
-        for prompt in asked[::group]:
+        rows, tasks = self._rows_of(mode, trainer), []
+        for prompt in prompts[::group]:
             raw_task, index = rows.task_row(prompt)
-            made.append(Task(
+            tasks.append(Task(
                 **self._task, repeat_times=group, raw_task=raw_task, index=index,
                 rollout_args={**self._sampling, **self._rollout_args},
             ))
-        return made
+        return tasks
 
     def _rows_of(self, mode: Mode, trainer: Any) -> PromptRows:
-        """Return the rows of the data that the trainer goes through now: an eval may be of any."""
+        """Return the rows of the trainer's current data; each eval may use another data set."""
         data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
         named = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
         named = {name: rows for name, rows in named.items() if rows is not None}
         used = getattr(trainer.callback_handler.eval_dataloader, "dataset", None) if mode == "eval" else None
         if used is not None and not any(used is rows for rows in named.values()):
             named = {f"{self.name}-{mode}": getattr(used, "dataset", used)}  # a stream's part for this process
-        known, found = self._rows.get(mode, ([], None))
-        if found is None or [id(rows) for rows in known] != [id(rows) for rows in named.values()]:
-            found = PromptRows(named, self._columns)
-            self._rows[mode] = list(named.values()), found
-        return found
+        datasets, prompt_rows = self._rows.get(mode, ([], None))
+        if prompt_rows is None or [id(rows) for rows in datasets] != [id(rows) for rows in named.values()]:
+            prompt_rows = PromptRows(named, self._columns)
+            self._rows[mode] = list(named.values()), prompt_rows
+        return prompt_rows
 
-    def _played(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
+    def _play(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
         runs = play_batch(self.client, batch_id, tasks, mode)
-        if not self._several and any(len(found) > 1 for found in runs.values()):
+        if not self._several and any(len(experiences) > 1 for experiences in runs.values()):
             self._several = True
             _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
         eos = int(self._trainer.processing_class.eos_token_id)
@@ -307,9 +307,9 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def _serve(self, wanted: Callable[[], int | None]) -> None:
-        """Have the engines serve the trainer's weights as the version that is wanted; None: it is none.
+        """Publish the trainer's weights as the version that `wanted` returns in the first process, unless it is None.
 
-        All processes call it, since the weights may be in parts.
+        All processes call it, since the weights may be sharded.
         """
         if (version := self._on_main(wanted)) is not None:
             state = self._trainer.accelerator.get_state_dict(self._trainer.model_wrapped)
@@ -317,25 +317,25 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
         if self.config.synchronizer.sync_method == "checkpoint":
-            self.client.sync_weights(version, self._written(version, state))
+            self.client.sync_weights(version, self._write_weights(version, state))
         else:
             publish_tensors(self.client, version, state)
 
-    def _written(self, version: int, state: Mapping[str, Any]) -> Path:
-        """Write a folder that engines load, and remove older ones; the newest are kept, as many as checkpoints."""
+    def _write_weights(self, version: int, state: Mapping[str, Any]) -> Path:
+        """Write a folder that engines load; keep only the newest `trainer.keep_checkpoints` folders."""
         folder = Path(self.config.run_dir) / f"{self.name}-weights"
         target, half = folder / f"version_{version}", folder / f".version_{version}-{uuid4().hex[:8]}"
         for path in (target, *folder.glob(".version_*")):
             shutil.rmtree(path, ignore_errors=True)
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         try:
-            with _no_progress_bar():  # one for each version
+            with _no_progress_bar():
                 model.save_pretrained(half, state_dict=dict(state))
             self._trainer.processing_class.save_pretrained(half)
             half.rename(target)
         except OSError as e:
             raise SyncError(
-                f"version {version} was not published: {target} can't be written ({e}). Where another trainer named "
+                f"version {version} was not published: {target} can't be written ({e}). If another trainer named "
                 f"{self.name!r} writes there, end it, or give one of them another run_dir"
             ) from e
         written = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
@@ -345,7 +345,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Connect as a trainer that is at this step, and have data go on where a new process of TRL would not."""
+        """Connect as a trainer at this step, and move the data's sampler to its epoch, which TRL does not do."""
         per_generation = args.steps_per_generation * args.num_iterations
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)
@@ -356,29 +356,29 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         if done % per_generation:
             raise ConfigError(
                 f"the checkpoint of step {step} lies within a generation, which serves {per_generation} batches of "
-                "gradients: what of it was trained on can't be told apart any more; resume from an earlier one"
+                "gradients, so the part that was trained on can't be identified: resume from an earlier one"
             )
         _reach_epoch(get_sampler(loader), step // epoch_steps)
         self._calls.clear()
         self._unacknowledged.clear()
         if state.is_world_process_zero:
             self.close()
-            self._client = self._connected(step)
-            self._tell_where(step, per_generation, per_step)
+            self._client = self._connect(step)
+            self._tell_start(step, per_generation, per_step)
 
-    def _tell_where(self, step: int, per_generation: int, per_step: int) -> None:
-        """Say where the trainer begins, and up to which step the log has all that it will ask for."""
+    def _tell_start(self, step: int, per_generation: int, per_step: int) -> None:
+        """Log where the trainer begins, and up to which step the log already has its batches."""
         calls: Counter[int] = Counter()
-        known = step
-        while has_result(self.client, self._batch_id(known, "train", calls[known])):
-            calls[known] += 1
-            known = step + calls.total() * per_generation // per_step
+        until_step = step
+        while has_result(self.client, self._batch_id(until_step, "train", calls[until_step])):
+            calls[until_step] += 1
+            until_step = step + calls.total() * per_generation // per_step
         begins = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
-        until = f": up to step {known} it trains on what the log has" if known > step else ""
+        until = f": up to step {until_step} it trains on what the log has" if until_step > step else ""
         tell(_log, f"trainer {self.name} {begins}{until}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Acknowledge the batches that are used up."""
+        """Acknowledge the batches of a generation at its end."""
         if self._trainer is None or self._trainer._step % (args.steps_per_generation * args.num_iterations):
             return
         batches, self._unacknowledged = self._unacknowledged, []
@@ -387,7 +387,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
                 self.client.acknowledge(batch_id, int(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Have the engines serve what was learned."""
+        """Publish the final weights."""
         if self._trainer is not None:
             self._serve(lambda: missing_version(self.client, int(state.global_step)))
 
@@ -404,7 +404,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:
-    """Refuse checkpoints within a generation, which TRL can't go on from. Raises ConfigError."""
+    """Raise ConfigError if checkpoints would fall within a generation: TRL can't resume from those."""
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps" or args.save_steps < 1:
         return
     if args.save_steps * per_step % per_generation:
@@ -415,9 +415,9 @@ def _require_whole_generations(args: Any, per_generation: int, per_step: int) ->
 
 
 def _reach_epoch(sampler: Any, epoch: int) -> None:
-    """Bring a new sampler of TRL to the order of this epoch: it draws a new one for each, and begins with the first.
+    """Advance a new sampler of TRL to the order of this epoch: it draws an order for each epoch, from the first on.
 
-    One that was used, or is of another kind, stays as it is.
+    A sampler that was used already, or of another kind, stays unchanged.
     """
     generator = getattr(sampler, "generator", None)
     if generator is None or getattr(sampler, "seed", None) is None or hasattr(sampler, "set_epoch"):

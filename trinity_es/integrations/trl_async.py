@@ -1,13 +1,12 @@
-"""TRL's AsyncGRPOTrainer (trl 1.16) on our engines: `AsyncRollouts` is its rollout worker, its weight transfer, and a
-callback of it.
+"""TRL's AsyncGRPOTrainer (trl 1.16) on our engines: `AsyncRollouts` is its worker, weight transfer and callback.
 
     rollouts = AsyncRollouts("config.yaml", dataset, reward_fn="rewards:letters")
     trainer = AsyncGRPOTrainer(..., rollout_worker=rollouts, weight_transfer=rollouts, callbacks=[rollouts])
 
-Batches of prompts are submitted in the order of the data, some ahead of what the trainer has taken; each experience of
-theirs is a sample, with the advantage that the pipeline gave it. A batch is acknowledged when its samples were surely
-trained on; a trainer that goes on from a checkpoint gets those again that were acknowledged later or never, as they
-were. So nothing is lost, and what lay in the trainer's own queues is trained on again.
+Batches of prompts are submitted in the order of the data, some ahead of the trainer. Each of their experiences becomes
+a sample, with its advantage from the pipeline. A batch is acknowledged once its samples were surely trained on. A
+trainer that resumes from a checkpoint gets all batches again that were acknowledged after it or never. So no sample is
+lost, and the samples in the trainer's own queues are trained on again.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from trinity_es.system.run_lock import hold
 __all__ = ["AsyncRollouts"]
 
 STEPS_BEHIND = 2
-"""How many steps of the trainer later its samples were surely trained on: it takes some ahead."""
+"""Number of steps after which samples taken by the trainer were surely trained on: it prefetches some."""
 STOP_SECONDS = 10.0
-"""How long a worker that is stopped may take to end."""
+"""Time limit for the worker's thread to end."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +53,13 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     - `dataset`: rows with a `prompt`; tasks get all of their columns
     - `batch_size`: prompts a batch; `num_generations`: runs of each; `ahead`: batches that are in flight at a time
-    - `seed`: of the order, another one in each epoch; None: as the data set has it. Epochs have no end: the trainer has
-    - `name`: of this trainer, in the ids of its batches
-    - `task`: what else a `Task` has (workflow, reward_fn, rollout_args, ...). Sampling and `chat_template_kwargs` are
-      the trainer's, with `rollout_args` over them; a prompt that is a text is one as it stands
+    - `seed`: seed of the order, which differs in each epoch; None: the data set's order. Epochs repeat until the
+      trainer ends
+    - `name`: name of this trainer in the ids of its batches
+    - `task`: further fields of `Task` (workflow, reward_fn, rollout_args, ...). Sampling and `chat_template_kwargs` are
+      the trainer's, overridden by `rollout_args`; a prompt that is a text is sent unchanged
 
-    Raises ConfigError where `synchronizer.sync_method` is checkpoint: weights come as tensors.
+    Raises ConfigError if `synchronizer.sync_method` is checkpoint: TRL sends weights as tensors.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}
-        """Samples of a batch that the trainer has not taken."""
+        """Number of samples that the trainer has not taken yet, by batch."""
         self._taken: deque[list[str]] = deque([[]])
-        """Batches that were taken whole, by the steps in which that was so; the newest last."""
+        """Ids of the batches that were taken completely in each of the last steps; the current step is last."""
         self._done = 0
-        """Batches taken whole since the start."""
-        self._order = functools.lru_cache(maxsize=2)(self._drawn)
+        """Number of batches taken completely since the start."""
+        self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stopping = False
@@ -93,9 +93,9 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     @property
     def client(self) -> RolloutClient:
-        """The client of the system; connected when it is first needed.
+        """Client of the system; connects on first use.
 
-        Raises NotRunning; AlreadyRunning where another process trains on this store.
+        Raises NotRunning; AlreadyRunning if another process trains on this store.
         """
         if self._client is None:
             hold(self.config, "trainer")
@@ -119,7 +119,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread that submits and waits. What is in flight stays in the log."""
+        """End the worker's thread. Batches in flight stay in the log."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -131,13 +131,14 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError where nothing more comes: with what the worker failed of, or what its batch waits for."""
+        """Raise RuntimeError with the worker's error, or if no sample came for so long with what its batch waits for.
+        """
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the rollouts do not run: start() them")
         if time.monotonic() - self._moved > stale_after_s and self.rollout_buffer.empty():
-            waiting = "\n".join(str(told) for told in self.client.log.why_open())
+            waiting = "\n".join(str(reason) for reason in self.client.log.why_open())
             raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")
 
     def _work(self, first: int) -> None:
@@ -161,23 +162,22 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def _id(self, n: int) -> str:
         return f"{n}/{self.name}"
 
-    def _drawn(self, epoch: int) -> list[int]:
-        """Return the rows of an epoch in the order in which they are played."""
+    def _epoch_order(self, epoch: int) -> list[int]:
         order = list(range(len(self.dataset)))
         if self.seed is not None:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
     def _tasks(self, n: int) -> list[Task]:
-        """Return the tasks of a batch: rows `n * batch_size` and on of epochs one after the other."""
-        size, made = len(self.dataset), []
+        """Return the tasks of batch `n`: `batch_size` rows from `n * batch_size` on, counted across epochs."""
+        size, tasks = len(self.dataset), []
         for i in range(n * self.batch_size, (n + 1) * self.batch_size):
             row = self._order(i // size)[i % size]
-            made.append(Task(
+            tasks.append(Task(
                 **self._task, repeat_times=self.num_generations, raw_task=dict(self.dataset[row]),
                 index={"taskset": self.name, "index": row},
             ))
-        return made
+        return tasks
 
     def _deliver(self, n: int) -> None:
         """Wait for a batch, and put its samples into the buffer."""
@@ -188,7 +188,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
                 experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task,
                 self._version(experience),
             )
-            for (task, _), found in runs.items() for experience in found if _trained(experience).any()
+            for (task, _), experiences in runs.items() for experience in experiences if _trained(experience).any()
         ]
         self.metrics_queue.put({"rollout/failed_total": float(len(tasks) * self.num_generations - len(runs))})
         with self._changed:
@@ -200,12 +200,12 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._moved = time.monotonic()
 
     def _version(self, experience: Experience) -> int:
-        """Return the version of a sample as TRL counts: 1 for the weights that a process begins with."""
+        """Return the version of a sample as TRL counts: 1 for the weights with which a process begins."""
         step = step_of(int(experience.info.get("model_version", 0)))
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
     def _took(self, sample: Any, batch: int | None = None) -> None:
-        """Take note that the trainer has a sample, or all of a batch that had none."""
+        """Count a sample that the trainer took; `batch` is given for a batch without samples."""
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
             self._left[n] -= sample is not None
@@ -222,10 +222,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self.client.wait_ready()
 
     def pause(self) -> None:
-        """Do nothing: engines pause, with their requests kept, when they load."""
+        """Do nothing: engines pause themselves while they load, and keep their requests."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Have the engines serve these tensors as those of this step. Raises SyncError, which names what is wrong."""
+        """Publish these tensors as the weights of this step. Raises SyncError."""
         state = {name: tensor.detach().cpu() for name, tensor in iterator}
         if (version := missing_version(self.client, self._step)) is not None:
             publish_tensors(self.client, version, state)
@@ -234,15 +234,15 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Do nothing: see `pause`."""
 
     def destroy(self) -> None:
-        """Let go of the system, which goes on."""
+        """Disconnect from the system, which keeps running."""
         if self._client is not None:
             self._client.close()
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Take note of how it samples, and of the step that it goes on from; nothing is known of one before.
+        """Take over the trainer's sampling and its step, and reset the state of an earlier training.
 
-        Raises ConfigError for settings that the rollouts can't have.
+        Raises ConfigError for settings that the engines don't have.
         """
         self._task["workflow_args"] = {
             **self._task.get("workflow_args", {}), **template_args(self._task["workflow"], args)}
@@ -251,7 +251,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
         self._left, self._taken, self._done = {}, deque([[]]), 0
         with self.rollout_buffer.mutex:
-            self.rollout_buffer.queue.clear()  # of a training before this one
+            self.rollout_buffer.queue.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches that were surely trained on."""
@@ -266,37 +266,38 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
 
 class _Buffer(queue.Queue[Any]):
-    """A queue that tells what was taken out of it."""
+    """Queue that calls `took` with each item that is taken out."""
 
     def __init__(self, took: Any) -> None:
         super().__init__()
-        self._told = took
+        self._took = took
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         sample = super().get(block, timeout)
-        self._told(sample)
+        self._took(sample)
         return sample
 
 
 def _trained(experience: Experience) -> np.ndarray[Any, Any]:
-    """Return where the loss is taken over the response: bool [R]."""
+    """Return the mask of the response's tokens that are trained on: bool [R]."""
     count = len(experience.tokens) - experience.prompt_length
     return np.ones(count, bool) if experience.action_mask is None else np.asarray(experience.action_mask, bool)
 
 
 def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
-    """Return TRL's sample of an experience. Raises DataError where it lacks what that has."""
+    """Return TRL's sample of an experience. Raises DataError without logprobs, or without one advantage for all tokens.
+    """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     mask = _trained(experience)
     if experience.advantages is None or experience.logprobs is None:
         raise DataError(
-            f"experience {experience.eid.uid} has no advantages or no logprobs, which a sample of TRL's has: see "
+            f"experience {experience.eid.uid} has no advantages or no logprobs, which TRL needs: see "
             "buffer.pipeline.operators (grpo) and rollout_args"
         )
     advantages = np.unique(experience.advantages[mask])
     if len(advantages) != 1:
-        raise DataError(f"experience {experience.eid.uid} has an advantage a token, and a sample of TRL's has one")
+        raise DataError(f"experience {experience.eid.uid} has different advantages per token, but TRL takes only one")
     before = np.zeros(experience.prompt_length)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     return RolloutSample(

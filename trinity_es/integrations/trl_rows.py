@@ -1,4 +1,4 @@
-"""What TRL gets of a batch's runs: a row for each completion that it asked for, also for those that failed."""
+"""Rows that TRL gets for a batch: one for each completion that it requested, failed runs included."""
 
 from __future__ import annotations
 
@@ -16,47 +16,45 @@ __all__ = ["COLUMNS", "require_columns", "result_rows", "sparing"]
 
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
-"""What a row has: the first three go into the trainer, the fourth masks the loss, the others reach reward functions."""
-
-
+"""Columns of a row: the first three go to the trainer, the fourth masks the loss, the rest go to reward functions."""
 _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What a reward function gets beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
+"""Arguments of a reward function beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
 
 
 def require_columns(
     fn: Callable[..., Any], columns: Collection[str], *, given: Iterable[str] = COLUMNS,
     tasks_get: Sequence[str] | None = None,
 ) -> None:
-    """Refuse a reward function that asks for what no row has. Raises ConfigError.
+    """Raise ConfigError if a reward function needs an argument that it will not get.
 
-    `columns`: of the data; `given`: what else it gets; `tasks_get`: the columns that tasks get, None: all. What has no
-    signature is not looked at.
+    `columns`: columns of the data; `given`: further arguments; `tasks_get`: the columns that tasks get, None: all. A
+    function without a signature is not checked.
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return
-    got = columns if tasks_get is None else ["prompt", *tasks_get]
-    there = {*got, *given, *_OF_TRL}
+    row_columns = columns if tasks_get is None else ["prompt", *tasks_get]
+    available = {*row_columns, *given, *_OF_TRL}
     for p in parameters:
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if named and p.default is p.empty and p.name not in there:
-            asked = f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}"
+        if named and p.default is p.empty and p.name not in available:
+            need = f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}"
             if p.name in columns:
-                raise ConfigError(f"{asked}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
+                raise ConfigError(f"{need}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
                                   f"{p.name!r} to columns, or leave columns out: tasks get all then")
-            raise ConfigError(f"{asked}, which no row has: the data has the columns {', '.join(sorted(columns))}"
-                              f"{did_you_mean(p.name, there)}")
+            raise ConfigError(f"{need}, which no row has: the data has the columns {', '.join(sorted(columns))}"
+                              f"{did_you_mean(p.name, available)}")
 
 
 def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
-    """Return a row for each run of each task, in order, also for those that failed."""
+    """Return a row for each run of each task, in order, failed runs included."""
     rows = []
     for task in range(tasks):
         prompt = next((_prompt(runs[task, run][-1]) for run in range(group) if (task, run) in runs), [eos])
         for run in range(group):
-            found = runs.get((task, run))
-            row = _failed(prompt, eos) if found is None else _row(found[-1], eos)
+            experiences = runs.get((task, run))
+            row = _failed(prompt, eos) if experiences is None else _row(experiences[-1], eos)
             rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
     return rows
 
@@ -66,8 +64,7 @@ def _prompt(experience: Experience) -> list[int]:
 
 
 def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
-    """Return a row that nothing is learned from: TRL leaves out of a group's mean what every reward function left out.
-    """
+    """Return a row without training signal: TRL ignores a row in its group's mean if all its rewards are None."""
     return {
         "prompt_ids": prompt, "completion_ids": [eos], "logprobs": [0.0], "env_mask": [0], "reward": None,
         "rollout_failed": True, "rollout_version": None,
@@ -76,20 +73,20 @@ def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
 
 def _row(experience: Experience, eos: int) -> dict[str, Any]:
     ids = [int(token) for token in experience.tokens[experience.prompt_length :]]
-    given = {"reward": experience.reward, "rollout_failed": False,
-             "rollout_version": experience.info.get("model_version")}
-    if not ids:  # TRL looks at the last token of each completion
-        return {**_failed(_prompt(experience), eos), **given}
+    outcome = {"reward": experience.reward, "rollout_failed": False,
+               "rollout_version": experience.info.get("model_version")}
+    if not ids:  # TRL reads the last token of each completion, so there has to be one
+        return {**_failed(_prompt(experience), eos), **outcome}
     mask = [1] * len(ids) if experience.action_mask is None else [int(own) for own in experience.action_mask]
     logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
-    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **given}
+    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **outcome}
 
 
 def sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that gives runs that failed no reward, whatever this one says of their empty answer."""
+    """Return the reward function with None for failed runs, whatever it gives for their empty answers."""
 
-    def spared(said: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
-        return [None if lost else reward for reward, lost in zip(said, failed, strict=True)]
+    def spared(rewards: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
+        return [None if lost else reward for reward, lost in zip(rewards, failed, strict=True)]
 
     if _is_async(fn):
 

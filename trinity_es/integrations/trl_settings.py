@@ -1,4 +1,4 @@
-"""What TRL's configs say of prompts and of sampling, in our words."""
+"""Translation of the prompt and sampling settings in TRL's configs into ours."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["sampling_args", "template_args"]
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
-"""Our names of a config's own fields."""
+"""Our names of a config's fields."""
 GENERATION = {**{name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "stop", "ignore_eos", "seed",
 )}, "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
-"""Our names of what its `generation_kwargs` may say, in vLLM's words or transformers'."""
+"""Our names of the keys of its `generation_kwargs`, which are vLLM's or transformers'."""
 
 
 def sampling_args(args: Any) -> dict[str, Any]:
-    """Return the `rollout_args` that a config asks for. Raises ConfigError for what no engine of ours does."""
-    found = {ours: getattr(args, theirs, None) for theirs, ours in SAMPLING.items()}
+    """Return the `rollout_args` of a config. Raises ConfigError for a setting that our engines don't have."""
+    sampling = {ours: getattr(args, theirs, None) for theirs, ours in SAMPLING.items()}
     for name, value in (getattr(args, "generation_kwargs", None) or {}).items():
         if name == "do_sample" and value is True:
             continue
@@ -30,24 +30,24 @@ def sampling_args(args: Any) -> dict[str, Any]:
                 f"generation_kwargs of the trainer's config has {name}={value!r}, which the engines don't know: leave "
                 f"it out; known are {', '.join(GENERATION)}"
             )
-        found[GENERATION[name]] = value
-    if found["top_k"] == 0:  # TRL's word for all tokens
-        found["top_k"] = -1
-    return {name: value for name, value in found.items() if value is not None}
+        sampling[GENERATION[name]] = value
+    if sampling["top_k"] == 0:  # TRL's value for all tokens
+        sampling["top_k"] = -1
+    return {name: value for name, value in sampling.items() if value is not None}
 
 
 def template_args(workflow: Any, args: Any) -> dict[str, Any]:
-    """Return the `workflow_args` by which a workflow renders chats as the config has it.
+    """Return the `workflow_args` with the config's `chat_template_kwargs`.
 
-    Raises ConfigError for a workflow that renders them itself.
+    Raises ConfigError for a workflow that renders chats itself.
     """
     template = getattr(args, "chat_template_kwargs", None)
     if not template:
         return {}
     if workflow not in (PROMPTS, ANSWERS):
         raise ConfigError(
-            f"the trainer's config has chat_template_kwargs, which don't reach the workflow {workflow}: leave them out "
-            "and have the engines render so (vLLM's default_chat_template_kwargs, in "
-            "explorer.rollout_model.server_args), or use the default workflow"
+            f"the trainer's config has chat_template_kwargs, which don't reach the workflow {workflow}: set them for "
+            "the engines instead (vLLM's default_chat_template_kwargs, in explorer.rollout_model.server_args), or use "
+            "the default workflow"
         )
     return {"chat_template_kwargs": dict(template)}

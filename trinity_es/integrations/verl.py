@@ -1,4 +1,4 @@
-"""verl's agent loop (verl 0.9.1) on our engines: its prompts are played here, and it gets exact experiences back.
+"""Agent loop for verl 0.9.1: plays verl's prompts on our engines, and returns exact experiences.
 
     # agent_loops.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
     - name: trinity_es
@@ -8,8 +8,8 @@
       reward_fn: rewards:letters
 
 and `actor_rollout_ref.rollout.agent.default_agent_loop: trinity_es`. verl makes a loop for each rollout, in its
-workers, and awaits `run`; each is a batch of one task here, of the kind that no trainer of ours is given. What weights
-the engines serve is not verl's to say: docs/integrations/VERL.md.
+workers, and awaits `run`. Each rollout is an eval batch of one task, which no trainer of ours gets. verl does not
+control which weights the engines serve: docs/integrations/VERL.md.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from trinity_es.integrations.step_batches import play_batch
 __all__ = ["RolloutLoop", "output_fields"]
 
 SAMPLING = "temperature", "top_p", "top_k", "repetition_penalty", "logprobs"
-"""What verl's worker says of sampling, in our names."""
+"""Sampling parameters from verl's worker that are passed on."""
 ROLLOUTS = 256
-"""Maximum of rollouts that one worker of verl's waits for at a time."""
+"""Maximum number of rollouts that a verl worker waits for at a time."""
 _connecting = threading.Lock()
 _threads = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="verl-rollouts")
 
 
 class RolloutLoop:
-    """What verl's `AgentLoopWorker` makes and runs: the interface of its `AgentLoopBase`, whose tokenizer is not used.
+    """Agent loop with the interface of verl's `AgentLoopBase`, for verl's `AgentLoopWorker`.
 
-    - `config`: of the running system, whose store it joins
+    - `config`: config of the running system, whose store it joins
     - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `format_args`, `rollout_args`: as in a `Task`; by
-      default one answer, rewarded by `reward_fn`, and without one by verl
-    - `others`: what verl gives besides; of `trainer_config` the lengths count, and of `data_config` the template's
-      variables
+      default one answer, rewarded by `reward_fn`, or by verl without one
+    - `trainer_config`: only its lengths are used; `data_config`: only its chat template's variables; `others`: verl's
+      further arguments, which are ignored
 
-    Raises ConfigError for a chat template's variables and `format_args` that the workflow would not heed.
+    Raises ConfigError for chat template variables and `format_args` that the workflow would ignore.
     """
 
     def __init__(
@@ -77,32 +77,32 @@ class RolloutLoop:
         require_no_format(self._task["workflow"], self._task["format_args"])
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """Return verl's `AgentLoopOutput` of one rollout of `kwargs["raw_prompt"]`, the other fields of whose row are
-        the task's; its answer is `reward_model.ground_truth`, where the row has no `answer`.
+        """Play `kwargs["raw_prompt"]` once, and return verl's `AgentLoopOutput`.
 
-        Raises WorkflowError where the run failed for good, DataError for an experience that verl has no room for.
+        The other fields of the row become the task's; `reward_model.ground_truth` is its `answer` if it has none.
+        Raises WorkflowError if the run failed for good, DataError if the prompt is longer than verl allows.
         """
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
         began = time.monotonic()
-        task = self._made(sampling_params, kwargs)
-        experience = await asyncio.get_running_loop().run_in_executor(_threads, self._played, task)
+        task = self._task_of(sampling_params, kwargs)
+        experience = await asyncio.get_running_loop().run_in_executor(_threads, self._play, task)
         fields = output_fields(experience, self._prompt_length, self._response_length)
         metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - began)
         return AgentLoopOutput(metrics=metrics, **fields)
 
-    def _made(self, sampling: Mapping[str, Any], row: Mapping[str, Any]) -> Task:
-        asked = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
+    def _task_of(self, sampling: Mapping[str, Any], row: Mapping[str, Any]) -> Task:
+        sampling_args = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
         raw_task = {key: _plain(key, value) for key, value in row.items() if key != "raw_prompt"}
-        judged = raw_task.get("reward_model")  # where verl's data sets have the answer
-        if isinstance(judged, dict) and "ground_truth" in judged:
-            raw_task.setdefault("answer", judged["ground_truth"])
+        reward_model = raw_task.get("reward_model")  # verl's data sets have the answer in it
+        if isinstance(reward_model, dict) and "ground_truth" in reward_model:
+            raw_task.setdefault("answer", reward_model["ground_truth"])
         return Task(
             **self._task, repeat_times=1, raw_task={**raw_task, "prompt": _plain("raw_prompt", row["raw_prompt"])},
-            rollout_args={"max_tokens": self._response_length, **asked, **self._rollout_args},
+            rollout_args={"max_tokens": self._response_length, **sampling_args, **self._rollout_args},
         )
 
-    def _played(self, task: Task) -> Experience:
+    def _play(self, task: Task) -> Experience:
         with _connecting:
             client = _client(self._config)
         runs = play_batch(client, f"verl/{uuid4().hex}", [task], "eval")
@@ -110,13 +110,13 @@ class RolloutLoop:
 
 
 def output_fields(experience: Experience, prompt_length: int, response_length: int) -> dict[str, Any]:
-    """Return the fields of an `AgentLoopOutput`, but its metrics: lists as long as the response, cut at its maximum.
+    """Return the fields of an `AgentLoopOutput` without its metrics; lists are cut at `response_length`.
 
-    Raises DataError for a prompt of more than `prompt_length` tokens: verl would cut what the engine has read.
+    Raises DataError for a prompt of more than `prompt_length` tokens, which verl would cut.
     """
     if experience.prompt_length > prompt_length:
         raise DataError(
-            f"a prompt has {experience.prompt_length} tokens, and rollout.prompt_length is {prompt_length}: raise it, "
+            f"a prompt has {experience.prompt_length} tokens, but rollout.prompt_length is {prompt_length}: raise it, "
             "or set data.filter_overlong_prompts"
         )
     tokens = [int(token) for token in experience.tokens]
@@ -139,13 +139,13 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
 
 
 def _turns(experience: Experience) -> int:
-    """Return the messages of the conversation but the system's; of one prompt and its answer, 2."""
-    messages = experience.messages or [{}, {}]
+    """Return the number of messages of the conversation without the system's."""
+    messages = experience.messages or [{}, {}]  # one prompt and its answer
     return sum(message.get("role") != "system" for message in messages)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a field of verl's row, which numpy holds, as plain JSON."""
+    """Return a field of verl's row, perhaps a numpy value, as plain JSON."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     try:
         return plain(list(value) if name == "raw_prompt" and not isinstance(value, str) else value)

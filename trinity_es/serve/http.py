@@ -1,4 +1,4 @@
-"""The proxy's requests and responses: JSON in, JSON out, errors as OpenAI's or Anthropic's, by their route."""
+"""Requests and responses of the proxy: JSON, with errors in OpenAI's or Anthropic's form, depending on the route."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["conversation_keys", "error_response", "message_of", "read_object", "refused", "require_local"]
+__all__ = ["api_error", "conversation_keys", "error_response", "message_of", "read_object", "require_local"]
 
 MOST_SESSION = 100
-"""Maximum length of a session's name that is remembered as it is; of a longer one its digest is."""
+"""Maximum length of a session's name that is kept as it is; a longer one is replaced by its digest."""
 _log = logging.getLogger(__name__)
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
-    """Return a request's JSON object; where `fields` are given, with no others, each once. Raises ApiError."""
+    """Return a request's JSON object. With `fields`, refuses other fields and duplicates. Raises ApiError."""
     body = json_object(raw)
     if fields is None:
         return body
@@ -44,9 +44,9 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
 
 
 def require_local(request: Request) -> None:
-    """Refuse what a browser sends for a page that is not of this machine: by its origin, or by the name it asked for.
+    """Raise ApiError if the request's Origin or Host is not this machine: a browser sent it for a foreign page.
 
-    Who asks is on this machine all the same, since nobody else reaches a loopback address. Raises ApiError.
+    The client itself is on this machine, since the proxy without a key listens on a loopback address.
     """
     for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
@@ -60,8 +60,8 @@ def _host(origin: str | None) -> str | None:
     return None if origin is None else urlsplit(origin).hostname or origin
 
 
-def refused(error: Exception) -> ApiError:
-    """Return what a client is told of an error."""
+def api_error(error: Exception) -> ApiError:
+    """Return the error that a client gets for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AnswerNotFound):
@@ -72,7 +72,7 @@ def refused(error: Exception) -> ApiError:
         return ApiError(str(error), status=502, code="engine_failed")
     if isinstance(error, PipelineError):
         return ApiError(f"nothing was committed: {error}", status=500, code="pipeline_failed")
-    if isinstance(error, TrinityError):  # the log is away, or the whole system
+    if isinstance(error, TrinityError):  # the log or the whole system can't be reached
         return ApiError(f"not recorded: {error}", status=503, code="not_recorded")
     _log.error("a request failed", exc_info=error)
     return ApiError(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
@@ -82,7 +82,7 @@ def error_response(error: ApiError, path: str) -> Response:
     """Return an error in the form of this route's API."""
     response = json_response(body_of(error, path), error.status)
     if error.code == "engines_lost":
-        response.headers["x-should-retry"] = "false"  # else openai's and Anthropic's clients ask twice again
+        response.headers["x-should-retry"] = "false"  # else openai's and Anthropic's clients retry twice
     return response
 
 
@@ -93,10 +93,10 @@ def message_of(data: bytes) -> str:
 
 
 def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[list[str], list[str]]:
-    """(by what an earlier request of this conversation may be known, by what a later one will know this one).
+    """Return the keys that an earlier request of the conversation may have left, and the keys that this one leaves.
 
-    A conversation is a session where the client names one; else it is known by its messages: those before the last
-    answer in it were a request once.
+    The key is the client's session if it names one, else a hash of the messages: those before the last answer were
+    an earlier request.
     """
     if session:
         session = session if len(session) <= MOST_SESSION else hashlib.sha256(session.encode()).hexdigest()

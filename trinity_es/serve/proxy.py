@@ -1,13 +1,13 @@
 """Mode `serve`: an OpenAI-compatible proxy over the engines, whose answers become experiences.
 
-docs/SERVING.md has the routes. The key is `Proxy.api_key`, as `Authorization: Bearer <key>` or `x-api-key`; with
-`explorer.proxy_without_key` none is asked for, but what a browser sends from a page of another site is refused. The id
-of a response (`chatcmpl-...`) is its message id. A client gets the end of an answer when it is recorded: from then on a
-reward can be posted for it, whatever dies.
+docs/SERVING.md lists the routes. Clients send `Proxy.api_key` as `Authorization: Bearer <key>` or `x-api-key`. With
+`explorer.proxy_without_key` no key is needed, but requests from pages of other sites are refused. The id of a response
+(`chatcmpl-...`) is its message id. An answer is recorded before its client gets the end of it, so a reward can be
+posted for it even after a crash.
 
-A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
-names one; else its messages do). Nothing new goes to an engine that loads weights. Where an engine dies before the
-first byte of an answer, another one is asked, but no third one; where there is none, the request waits for one.
+A request goes to the least busy engine, and a conversation to the engine that served it before (identified by the
+header `X-Session-Id`, else by its messages). An engine that is loading weights gets no new requests. If an engine dies
+before the first byte of an answer, the request goes to a second engine, but not to a third; without an engine it waits.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import EngineError, NotRunning, TrinityError
 from trinity_es.events.experience import LARGEST_REWARD
 from trinity_es.serve.http import (
+    api_error,
     conversation_keys,
     error_response,
     message_of,
     read_object,
-    refused,
     require_local,
 )
-from trinity_es.serve.recorder import CompletionRecorder, given
+from trinity_es.serve.recorder import CompletionRecorder, recorded_completion
 from trinity_es.system import running_system
 
 if TYPE_CHECKING:
@@ -73,39 +73,35 @@ T = TypeVar("T")
 
 
 def api_key(config: Config) -> str:
-    """Return the key for clients of this config's proxy: made of the system's key, which can't be made of it.
-
-    Raises WrongKey.
-    """
+    """Return the key for clients of this config's proxy, derived one-way from the system's key. Raises WrongKey."""
     return "sk-" + hmac.digest(read_key(running_system.key_file(config)), b"trinity-es proxy", "sha256").hex()
 
 
 class Proxy:
-    """The proxy of a running system, on the event loop on which it is started."""
+    """Proxy of a running system, on the event loop on which it is started. Making one raises WrongKey."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
-        """Make a proxy, which `start` starts. Raises WrongKey."""
         self.config, self.api_key = config, api_key(config)
         self.base_url = ""
-        """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
+        """Base URL for clients, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
         self.engines = EnginePool()
         self.requests = self.answered = self.failed = self.commits = 0
-        """Requests for answers; those that had a whole one, and those that had none: the rest goes on."""
+        """Requests for answers; those with a whole answer, and those that failed: the rest is in flight."""
         self._answers = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
         self._headers = {"authorization": f"Bearer {engine_token(read_key(running_system.key_file(config)))}"}
         self._patience = config.explorer.max_timeout
         self._attempts = 1 + config.explorer.max_retry_times
         self._working: set[asyncio.Task[Any]] = set()
-        self._asking: set[asyncio.Task[Any]] = set()
-        """Those of requests that engines answer."""
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        """Tasks of requests that engines are answering."""
         self._cut_off = False
         self._http: httpx.AsyncClient
         self._server: Any = None
 
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Listen; returns when requests are answered. Raises StartupError."""
+        """Listen; return when requests can be answered. Raises StartupError."""
         explorer = self.config.explorer
         tls = tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
@@ -124,17 +120,17 @@ class Proxy:
         task.add_done_callback(self._working.discard)
 
     async def finished(self) -> None:
-        """Wait until the proxy ends by itself, which it does not."""
+        """Wait until the server's task ends, which it does only after `stop` or an error."""
         await asyncio.wait({self._serving})
 
     async def stop(self) -> None:
         """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
         if self._server is not None:
             end(self._server)
-            _, going = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
-            if going:
+            _, pending = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
+            if pending:
                 self._cut_off_requests()
-                await asyncio.wait(going, timeout=5)
+                await asyncio.wait(pending, timeout=5)
             self._server = None
             await self._http.aclose()
         for task in list(self._working):
@@ -143,16 +139,16 @@ class Proxy:
         self._answers.close()
 
     def _cut_off_requests(self) -> None:
-        """End what goes on: `_guarded` answers those of whom nothing was sent, a stream gets its error."""
+        """Cancel the requests in flight: each client gets an error, as a response or at the end of its stream."""
         self._cut_off = True
-        for task in self._asking:
+        for task in self._in_flight:
             task.cancel()
-        if self._asking:
-            _log.warning("the proxy ends: %d requests that went on were cut off after %d s", len(self._asking),
+        if self._in_flight:
+            _log.warning("the proxy ends: %d requests in flight were cut off after %d s", len(self._in_flight),
                          STOP_SECONDS)
 
-    def _was_cut_off(self, error: asyncio.CancelledError) -> ApiError:
-        """Return what a client is told whose request was cancelled by `stop`; else raises the error again."""
+    def _cut_off_error(self, error: asyncio.CancelledError) -> ApiError:
+        """Return the error for a client whose request `stop` cancelled; raise `error` again if it was not `stop`."""
         task = asyncio.current_task()
         if not self._cut_off or task is None:
             raise error
@@ -160,32 +156,32 @@ class Proxy:
         return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
     async def _watch(self) -> None:
-        """Keep the table of engines as the coordinator has it; while there is no coordinator, as it was."""
-        knows = -1
+        """Keep the table of engines equal to the coordinator's; without a coordinator it stays as it is."""
+        number = -1
         while True:
             try:
-                found = await self._answers.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=knows))
+                routes = await self._answers.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=number))
             except Exception as e:
                 if isinstance(e, NotRunning):
                     self.engines.update([])
                 _log.warning("the coordinator does not say which engines serve: %s", e)
                 await asyncio.sleep(1.0)
                 continue
-            knows = found["number"]
-            self.engines.update(found["engines"])
+            number = routes["number"]
+            self.engines.update(routes["engines"])
 
     # --- routes -----------------------------------------------------------------------------------------------------
     def _routes(self) -> Iterator[tuple[str, str, Any]]:
         yield "/health", "GET", self._health
         for path, method, handler in (
-            *((path, method, self._asked if method == "POST" else self._read) for method, path in ROUTES),
+            *((path, method, self._generate if method == "POST" else self._read) for method, path in ROUTES),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
             yield path, method, self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        """Return the handler for who has the key; its errors as those of its API."""
+        """Return a handler that checks the key first, and answers errors in the form of the route's API."""
         expected = f"Bearer {self.api_key}".encode()
 
         async def handle(request: Request) -> Response:
@@ -198,9 +194,9 @@ class Proxy:
                                    code="invalid_api_key")
                 return await handler(request)
             except asyncio.CancelledError as e:
-                return error_response(self._was_cut_off(e), request.url.path)
+                return error_response(self._cut_off_error(e), request.url.path)
             except Exception as e:
-                return error_response(refused(e), request.url.path)
+                return error_response(api_error(e), request.url.path)
 
         return handle
 
@@ -208,10 +204,10 @@ class Proxy:
         serving = sum(w.serving for w in self.engines.all())
         server = self._server
         full = server.taken >= server.most
-        well = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
-        told = {"status": well if serving else "no engine serves", "engines": serving, "connections": server.taken,
-                "most_connections": server.most}
-        return json_response(told, 200 if serving else 503)
+        status = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
+        health = {"status": status if serving else "no engine serves", "engines": serving, "connections": server.taken,
+                  "most_connections": server.most}
+        return json_response(health, 200 if serving else 503)
 
     async def _stats(self, request: Request) -> Response:
         engines = [
@@ -226,15 +222,15 @@ class Proxy:
 
     async def _metrics(self, request: Request) -> Response:
         counts = await self._answers.ask(CountAnswers())
-        told: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "rollout/total_experience_count": sum(counts.values()),
             "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
             "explore_step_num": self.commits,
         }
-        for i, way in enumerate(self.engines.all()):
-            told[f"rollout/model_{i}/total_request_count"] = way.answered + way.failed + way.busy
-            told[f"rollout/model_{i}/model_version"] = way.model_version
-        return json_response(told)
+        for i, engine in enumerate(self.engines.all()):
+            metrics[f"rollout/model_{i}/total_request_count"] = engine.answered + engine.failed + engine.busy
+            metrics[f"rollout/model_{i}/model_version"] = engine.model_version
+        return json_response(metrics)
 
     async def _feedback(self, request: Request) -> Response:
         body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
@@ -252,7 +248,7 @@ class Proxy:
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
             raise wrong("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
-            if any("\0" in given for given in texts):  # PostgreSQL has no NUL in a text
+            if any("\0" in value for value in texts):  # PostgreSQL has no NUL in a text
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
@@ -274,7 +270,7 @@ class Proxy:
 
         return await self._on_an_engine(ask, [])
 
-    async def _asked(self, request: Request) -> Response:
+    async def _generate(self, request: Request) -> Response:
         try:
             raw = await read_body(request)
         except Gone:
@@ -284,11 +280,11 @@ class Proxy:
         path = request.url.path
         body = read_object(raw)
         dumped(body)
-        known, later = conversation_keys(body, request.headers.get("x-session-id"))
+        earlier, later = conversation_keys(body, request.headers.get("x-session-id"))
         headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
 
         async def ask(engine: Backend) -> Response:
-            # A runner of this system has the answer in its memory already, within what its engine may answer.
+            # No limit on the answer's size: the runner has limited it already and holds it in memory.
             sent = self._http.build_request(
                 "POST", engine.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
             )
@@ -300,32 +296,32 @@ class Proxy:
                     raise EngineFailed("its server answered in another way than a runner's")
                 if _failed(status):
                     raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
-                kept = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
+                passed = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
                 if status < 400:
                     self.engines.remember(later, engine)
-                if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, kept, engine, path)
+                if passed.get("content-type", "").startswith("text/event-stream") and status == 200:
+                    stream = await self._stream(response, answer, passed, engine, path)
                     streaming = True
                     return stream
-                told = [frame async for frame in answer]
-                parts = [data for kind, data in told if kind == "b"]
+                received = [frame async for frame in answer]
+                parts = [data for kind, data in received if kind == "b"]
                 if not parts:
                     raise EngineFailed("its answer has no body")
-                for kind, data in told:  # now that it is whole: what is asked again is recorded once
+                for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
                     if kind == "r":
                         await self._record(data, engine)
                 engine.answered += 1
-                return _response(b"".join(parts), status, kept)
+                return _response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
                     await response.aclose()
 
         self.requests += 1
         if (task := asyncio.current_task()) is not None:
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)  # when all is sent
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)  # when all is sent
         try:
-            answer = await while_listening(request.receive, self._on_an_engine(ask, known))
+            answer = await while_listening(request.receive, self._on_an_engine(ask, earlier))
         except BaseException:
             self.failed += 1
             raise
@@ -333,16 +329,16 @@ class Proxy:
         return answer
 
     async def _record(self, data: bytes, engine: Backend) -> None:
-        """Record what an engine's server told of an answer. Raises EngineError for what is no record."""
+        """Record an answer from its engine's record frame. Raises EngineError if the frame is malformed."""
         try:
-            answer = given(*recorded(data), engine)
+            answer = recorded_completion(*recorded(data), engine)
         except (LookupError, TypeError, ValueError) as e:
             raise EngineError(f"the answer of {engine.runner} can't be recorded: {type(e).__name__}: {e}") from e
         await self._answers.record(answer)
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
-        """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises ApiError."""
+        """Return the result of `ask` for an engine; if that engine fails, for another one. Raises ApiError."""
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
         except NoEngine as e:
@@ -372,8 +368,8 @@ class Proxy:
                 try:
                     await super().__call__(scope, receive, send)
                 except asyncio.CancelledError as e:
-                    await send({"type": "http.response.body", "body": place.last_event(proxy._was_cut_off(e))})
-                finally:  # here, since a generator that was never begun has no end
+                    await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
+                finally:  # not in the generator: one that never started runs no finally
                     engine.busy -= 1
                     proxy.answered += whole.is_set()
                     proxy.failed += not whole.is_set()
@@ -383,7 +379,7 @@ class Proxy:
         return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
 
     async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
-        """Yield the parts of an answer's body; none that tell its end before it is recorded."""
+        """Yield the parts of an answer's body, and record the answer before its last part."""
         async for kind, data in answer:
             if kind == "r":
                 await self._record(data, engine)
@@ -406,16 +402,15 @@ class Proxy:
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__})")
-            yield place.last_event(refused(e))
+            yield place.last_event(api_error(e))
 
 
 def _failed(status: int) -> bool:
-    """Return True for the status of an answer that another engine may give instead."""
-    return status >= 500 or status == 401
+    return status >= 500 or status == 401  # another engine may do better
 
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
-"""Headers of an engine's answer that its client gets."""
+"""Headers of an engine's answer that are passed on to the client."""
 
 
 def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:

@@ -1,7 +1,7 @@
-"""What the proxy of mode `serve` tells the coordinator: its answers, as experiences with exact token ids, and rewards.
+"""Recorder of the proxy of mode `serve`: it sends answers, as experiences with exact token ids, to the coordinator.
 
-An answer is recorded before its client gets the end of it, many in one group: the experiences as one payload, and one
-command that names them. So whoever has a message id can post a reward for it, whatever died meanwhile.
+Answers are written in groups: one payload with all experiences, and one command that refers to it. An answer is
+recorded before its client gets the end of it, so a client that has a message id can always post a reward for it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from trinity_es.events.errors import EngineError, TrinityError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import Answer, PayloadRef
 
-__all__ = ["CompletionRecorder", "RecordedCompletion", "given"]
+__all__ = ["CompletionRecorder", "RecordedCompletion", "recorded_completion"]
 
 GROUP = 256
-"""Answers in one command, at most: it stays well under the limit of a message."""
+"""Maximum number of answers in a command, which keeps it well under the limit of a message."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCompletion:
-    """An answer as it is to be recorded; its payload is not known yet."""
+    """Answer to record, whose payload is not written yet."""
 
     answer: Answer
     experiences: list[Experience]
 
 
 class CompletionRecorder:
-    """The coordinator's commands for answers, from an event loop. `run` has to be running."""
+    """The coordinator's commands for answers, for an event loop on which `run` is running."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="proxy")
-        self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # they wait for the pipeline: nothing else may
+        self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # commits wait for the pipeline
         self._queue: asyncio.Queue[tuple[RecordedCompletion, asyncio.Future[None]]] = asyncio.Queue()
 
     async def ask(self, command: Command[T]) -> T:
-        """Return the coordinator's answer to a command. Raises what it answers."""
+        """Return the coordinator's answer to a command. Raises the coordinator's errors."""
         pool = self._slow if isinstance(command, DeliverAnswers) else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: self._client.request(command))
 
-    async def record(self, given: RecordedCompletion) -> None:
-        """Record an answer; returns when it is durable. Raises what the log does."""
+    async def record(self, completion: RecordedCompletion) -> None:
+        """Record an answer; return when it is durable. Raises the log's errors."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((given, done))
+        self._queue.put_nowait((completion, done))
         await done
 
     async def run(self) -> None:
-        """Write what is to be recorded, group by group: while one is written the next one gathers."""
+        """Write the queue, group by group: while one group is written the next one gathers."""
         while True:
             group = [await self._queue.get()]
             while len(group) < GROUP and not self._queue.empty():
@@ -78,9 +78,9 @@ class CompletionRecorder:
         digest = self._client._payloads.put(Experience.serialize_many(experiences)) if experiences else ""
         rows, first = [], 0
         for g in group:
-            lie = PayloadRef(digest=digest, first=first, count=len(g.experiences)) if g.experiences else None
+            payload = PayloadRef(digest=digest, first=first, count=len(g.experiences)) if g.experiences else None
             first += len(g.experiences)
-            rows.append(replace(g.answer, payload=lie))
+            rows.append(replace(g.answer, payload=payload))
         self._client.request(RecordAnswers(answers=rows))
 
     def close(self) -> None:
@@ -88,22 +88,22 @@ class CompletionRecorder:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def given(record: Record, payload: bytes, way: Backend) -> RecordedCompletion:
-    """Return what is recorded of an engine's answer: what its server told beside it. Raises EngineError."""
+def recorded_completion(record: Record, payload: bytes, engine: Backend) -> RecordedCompletion:
+    """Return an engine's answer to record, from the record that its server sent with it. Raises EngineError."""
     try:
         experiences = Experience.deserialize_many(payload) if payload else []
     except TrinityError as e:
-        raise EngineError(f"the answer of {way.runner} can't be recorded: {e}") from e
+        raise EngineError(f"the answer of {engine.runner} can't be recorded: {e}") from e
     message = record["message"]
     for index, experience in zip(record["choices"], experiences, strict=True):
         oldest, newest = experience.model_versions
         experience.eid = EID(batch=BATCH, task=message, suffix=message if index == 0 else f"{message}-{index}")
         experience.info = {
-            **experience.info, "message_id": message, "runner": way.runner, "model_version": oldest,
+            **experience.info, "message_id": message, "runner": engine.runner, "model_version": oldest,
             "model_version_drift": newest - oldest, "use_count": 0,
         }
     answer = Answer(
-        message=message, runner=way.runner, incarnation=way.incarnation, model_version=min(record["versions"]),
+        message=message, runner=engine.runner, incarnation=engine.incarnation, model_version=min(record["versions"]),
         model_version_end=max(record["versions"]), payload=None, prompt_tokens=record["prompt_tokens"],
         response_tokens=record["response_tokens"],
     )

@@ -46,10 +46,10 @@ class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
 
 @functools.cache
 def http() -> httpx.AsyncClient:
-    """Return what all episodes ask by: making one reads every certificate of the machine, which takes 40 ms of a CPU.
+    """Return the client of all episodes: making one reads all certificates of the machine, which takes 40 ms of a CPU.
 
-    It keeps no connection, which its server might close while it is taken again. Without a timeout of its own it
-    waits 5 s for a connection, which a busy machine exceeds.
+    It keeps no idle connections, since the server might close one just as it is reused. The default of 5 s for a
+    connection is too short on a busy machine.
     """
     return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
 

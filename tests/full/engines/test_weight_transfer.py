@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.engines import Live
-from tests.helpers.weight_transfer import PROMPT, free_port, state_of
+from tests.helpers.servers import free_port
+from tests.helpers.weight_transfer import PROMPT, state_of
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
 from trinity_es.config.config import Config

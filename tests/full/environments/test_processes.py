@@ -77,7 +77,7 @@ async def test_an_environment_that_does_not_write_its_tasks_is_ended_with_what_i
     odd = environment(tmp_path / "odd", HANGS.format(note=note))
     monkeypatch.setattr(verifiers_tasks, "find", lambda name: odd)
     monkeypatch.setattr(verifiers_tasks, "TASKS_SECONDS", 5.0)
-    with pytest.raises(TasksetError, match="they were not there after 5 s"):
+    with pytest.raises(TasksetError, match="it was not done after 5 s"):
         made_tasks({"env": "odd", "config": {"taskset": {"key": "hush"}}})
     assert "verifiers_main.py tasks" in note.with_suffix(".command").read_text()
     assert "hush" not in note.with_suffix(".command").read_text()
@@ -97,7 +97,7 @@ async def test_a_process_that_is_not_understood_fails_what_it_played_and_is_ende
     await server.start()
     with pytest.raises(EnvironmentFailed, match="the process of environment odd has ended"):
         await asyncio.wait_for(server.ask({"run": {}}), 20)
-    assert "the process of environment odd can't be understood" in caplog.text
+    assert "the process of environment odd sent a malformed message" in caplog.text
     await until(lambda: not psutil.pid_exists(server.pid), "the process to be reaped")
 
 
@@ -112,7 +112,7 @@ async def test_a_process_that_does_not_hear_that_a_run_is_over_is_ended_and_one_
     others = asyncio.create_task(server.ask({"run": "on"}))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.ask({"run": "on"}), 0.1)
-    await until(lambda: not server._unheard, "an answer to the cancel")
+    await until(lambda: not server._unconfirmed, "an answer to the cancel")
     assert not server.ended
     monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.3)
     with pytest.raises(TimeoutError):

@@ -69,7 +69,7 @@ def test_so_does_the_look_for_what_a_runner_was_given(url: str) -> None:
 
     try:
         with EventLog.open(url, read_only=True) as log:
-            log.query(lambda c: runner_history._dispatched(c, "batch/none", 0))
+            log.query(lambda c: runner_history._dispatch_times(c, "batch/none", 0))
     finally:
         event.remove(Engine, "before_cursor_execute", listen)
     [(words, given)] = said

@@ -137,7 +137,7 @@ def test_who_follows_a_log_that_comes_back_shorter_is_told(urls: tuple[str, str]
         following = log.follow(stop=lambda: False, interval=0.01, trouble=away)
         assert [next(following).position for _ in range(3)] == [1, 2, 3]
         wire.cut()
-        with pytest.raises(LogRewound, match="without position 3"):
+        with pytest.raises(LogRewound, match="no longer has the event read at position 3"):
             next(following)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.hosts import KEY, Head, StartHead, free_port, head_of
+from tests.helpers.hosts import KEY, Head, StartHead, head_of
+from tests.helpers.servers import free_port
 
 
 @pytest.fixture

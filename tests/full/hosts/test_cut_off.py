@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tests.helpers.hosts import free_port
 from tests.helpers.namespaces import lacks, made_network, made_postgres
 from tests.helpers.paths import ROOT
+from tests.helpers.servers import free_port
 from trinity_es.events.store.log import EventLog
 from trinity_es.testing import wait_until
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.certificates import Authority
-from tests.helpers.hosts import KEY, free_port, head_of, host_joins, ready
+from tests.helpers.hosts import KEY, head_of, host_joins, ready
 from tests.helpers.namespaces import Postgres, made_postgres
 from tests.helpers.postgres_tls import in_tls
+from tests.helpers.servers import free_port
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import EventLog

@@ -19,10 +19,11 @@ import pytest
 import yaml
 
 from tests.helpers.deployed import has_ended, made_run
-from tests.helpers.hosts import KEY, free_port
+from tests.helpers.hosts import KEY
 from tests.helpers.namespaces import made_postgres
 from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.paths import ROOT
+from tests.helpers.servers import free_port
 from trinity_es.config.config import Config
 from trinity_es.testing import wait_until
 

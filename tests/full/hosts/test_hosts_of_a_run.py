@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.hosts import Head, StartHead, free_port, has_settled, host_joins, ready, with_host
+from tests.helpers.hosts import Head, StartHead, has_settled, host_joins, ready, with_host
 from tests.helpers.links import Network, network
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.servers import free_port
 from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es import Task
 from trinity_es.client import health

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import KEY, Head, JoinedHost, free_port, head_of, host_joins, ready
+from tests.helpers.hosts import KEY, Head, JoinedHost, head_of, host_joins, ready
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
 from tests.helpers.of_the_day import FAULTS, by_turns
 from tests.helpers.paths import ROOT
+from tests.helpers.servers import free_port
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 

@@ -16,9 +16,10 @@ import yaml
 
 import trinity_es
 from tests.helpers.client_packages import installed
-from tests.helpers.hosts import KEY, Head, free_port
+from tests.helpers.hosts import KEY, Head
 from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.ray_nodes import PACKAGES, RayNodes, ray_nodes
+from tests.helpers.servers import free_port
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev

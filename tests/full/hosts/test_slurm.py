@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.deployed import has_ended, made_run
-from tests.helpers.hosts import free_port
 from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.paths import ROOT
+from tests.helpers.servers import free_port
 from tests.helpers.slurm import lacks, slurm
 
 pytestmark = [

@@ -11,9 +11,10 @@ import pytest
 
 from tests.helpers.capture import captured
 from tests.helpers.certificates import Authority
-from tests.helpers.hosts import KEY, free_port, head_of, host_joins, ready
+from tests.helpers.hosts import KEY, head_of, host_joins, ready
 from tests.helpers.namespaces import Network, lacks, made_network, made_postgres
 from tests.helpers.postgres_tls import in_tls
+from tests.helpers.servers import free_port
 from trinity_es import Task
 from trinity_es.actors.system_key import engine_token
 from trinity_es.testing import SleepWorkflow
