@@ -73,8 +73,8 @@ def test_a_server_that_freezes_is_a_pause_and_is_told(own_server: Server, start_
             why = pool.submit(client.why, 1)
             looked = pool.submit(health.look, client.config)  # what `trinity-es status` does, as a client of its own
             explained = pool.submit(health.explain, client.config, "1", find_batch)
-            assert "does not answer" in why.result(30)
-            assert any("does not answer" in problem for problem in looked.result(60)["problems"])
+            assert "has not answered" in why.result(30)
+            assert any("has not answered" in problem for problem in looked.result(60)["problems"])
             assert looked.result()["up"]
             assert looked.result()["coordinator"]["epoch"] == 1
             assert [w.cause for w in explained.result(60)] == ["no_database"]
