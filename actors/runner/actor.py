@@ -1,8 +1,8 @@
-"""A runner: one inference engine, and the workflows that play on it. The actor's side.
+"""A runner: one inference engine and the workflows that play on it. This is the actor's side.
 
-It only passes things on: units, weights and endpoints to the engine's side (`engine_thread.py`, a thread of its own),
-and what comes of them to the coordinator. A group of outcomes is kept until the coordinator says that it is in the log,
-and is sent again to whichever coordinator comes next.
+It only forwards: units, weights and endpoints to the engine's side (`engine_thread.py`, in its own thread), and
+outcomes to the coordinator. It keeps each group of outcomes until the coordinator confirms that the log has it, and
+sends it again to the next coordinator.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ __all__ = ["Runner", "import_ahead"]
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
-"""Interval between two RunnerStatus messages, in beats; from them a coordinator sees what was lost on the way."""
+"""Interval between two RunnerStatus messages, in heartbeats; from them a coordinator sees which messages were lost."""
 ASK_SECONDS = 5.0
 """Interval between two requests for another life in this slot."""
 HANG_SHARE = 0.8
-"""Share of `system.hang_timeout` after which a workflow that lets nobody else on the loop is failed by its runner."""
+"""Share of `system.hang_timeout` after which a runner fails a workflow that blocks its loop."""
 LEASE_SECONDS = 0.1
-"""How long what runs tell of their leases waits for more of it, where nobody waits for that."""
+"""How long lease changes wait for more of them, if no run waits for them."""
 GIVE_UP_SECONDS = 30.0
-"""How long a runner that is to end waits for the coordinator to have the outcome of the unit that it ends for."""
+"""How long a runner that ends because of a unit waits for the coordinator to have that unit's outcome."""
 
 
 def import_ahead() -> None:
-    """Import all that a runner's endpoint needs: in the process that runners are forked from, so that they share it."""
+    """Import everything that a runner's endpoint needs, in the process from which runners are forked, so that they
+    share it.
+    """
     make_server(make_app([]))
 
 
 class Runner(BaseActor):
-    """See the module. Started by the guardian with StartRunner."""
+    """Actor of a runner. The guardian starts it with StartRunner."""
 
     lease_waited_for = False
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
-        """Refuse what is meant for another life: an address may be given to another actor."""
+        """Refuse messages for another life, because an address may be given to another actor."""
         return not hasattr(self, "incarnation") or getattr(message, "incarnation", self.incarnation) == self.incarnation
 
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
@@ -70,8 +72,8 @@ class Runner(BaseActor):
             options = {**engine.options, "url": message.url, "weights": message.weights}
             engine = replace(engine, options=options)
         size = engine.tensor_parallel_size
-        # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
-        # and the memory of it, in each of vLLM's processes, for nothing.
+        # A process that the engine spawns imports its parent's main module. Ours is the launcher's, whose imports would
+        # cost each of vLLM's processes a second and memory for nothing.
         sys.modules["__main__"] = ModuleType("__main__")
         os.environ.update(place(message.first_place, size, message.places))
         self.guardian = sender
@@ -90,14 +92,14 @@ class Runner(BaseActor):
         self.beats = 0
         self.answered = self.beaten = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
-        """What it has, or keeps the outcome of."""
+        """Units that it has, or whose outcomes it keeps."""
         self.given_up: int | None = None
         self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
         self.engine_side.start()
 
     def crashed(self, error: BaseException) -> None:
-        """Tell the guardian where this life could not begin: nothing would ever be heard of it."""
+        """Tell the guardian if this life could not begin, since it would never be heard of otherwise."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(
                 self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.how.engine_type,
@@ -105,18 +107,18 @@ class Runner(BaseActor):
             ))
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
-        """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
+        """Report to a new coordinator: identity, units, and everything that was never confirmed."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
         self.send_due(anew=True)
 
     def send_due(self, *, anew: bool = False) -> None:
-        """Send what stayed unacknowledged, or (`anew`) all that is."""
+        """Send everything that stayed unconfirmed for long, or with `anew` everything unconfirmed."""
         for group in (*self.leases.due(self.now(), anew=anew), *self.outbox.due(self.now(), anew=anew)):
             self.tell(group)
 
     def beat(self) -> None:
-        """Tell that this process lives and whether its engine's loop does; send again what may have been lost."""
+        """Send a sign of life of this process and of its engine's loop; send again what may have been lost."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         now, asked = self.now(), self.beaten
         if now - asked > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
@@ -130,7 +132,7 @@ class Runner(BaseActor):
         silent = 0.0 if self.answered >= asked else max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.loop.playing()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
-        if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
+        if self.given_up is not None:  # it is ending for that unit: the guardian must not do it and blame all
             silent = 0.0
         trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
         alive = messages.Heartbeat(
@@ -175,7 +177,7 @@ class Runner(BaseActor):
         if self.given_up in message.acks:
             self.after(0.0, "give up", self.end)
         if self.state != "ready" or self.given_up is not None:
-            return  # nothing could run it; what this runner says when it is ready brings it again
+            return  # it could not run them; its report when it is ready brings them again
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
             had = self.units.get(key)
@@ -187,7 +189,8 @@ class Runner(BaseActor):
             self.engine_side.begin(key, item)
 
     def trusts(self, end: Mark | None) -> bool:
-        """Say whether who tells this end of the log knows what this runner knows; where not, tell it what that is."""
+        """Return True if the sender knows as much of the log as this runner; otherwise tell it what this runner knows.
+        """
         wrong = told_less(self.known, end)
         if wrong is not None:  # or it was under way while another took its place
             self.log.error("refused what a coordinator sent: %s", wrong)
@@ -233,17 +236,17 @@ class Runner(BaseActor):
     # --- what the engine's side tells -------------------------------------------------------------------------------
     def become(self, state: str, reason: str, seconds: float) -> None:
         if self.state == "retired":
-            return  # it was told to stop while its engine loaded
+            return  # it got the order to stop while its engine loaded
         self.state, self.reason, self.load_seconds = state, reason, seconds
         self.announce()
 
     def report(self, outcomes: list[messages.UnitOutcome]) -> None:
-        """Tell the coordinator of a group that is safe in the payload store, and of leases before that."""
+        """Send the coordinator a group that is safe in the payload store, and before it the lease changes."""
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
     def lease_changed(self, change: messages.LeaseChange, recorded: Future[None]) -> None:
-        """Tell the coordinator of a lease: at once where somebody waits, else in a moment."""
+        """Send the coordinator a lease change: at once if a run waits for it, otherwise soon."""
         self.leases.put(change, recorded)
         if change.what == "taken":
             self.lease_waited_for = True
@@ -251,7 +254,7 @@ class Runner(BaseActor):
             self.after(LEASE_SECONDS, "leases", self.send_leases)
 
     def after_message(self) -> None:
-        """Send, with all that came in this turn, what somebody waits for."""
+        """Send changes for which a run waits, with all others of this turn."""
         if self.lease_waited_for:
             self.send_leases()
 
@@ -265,7 +268,8 @@ class Runner(BaseActor):
         self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
-        """Fail a unit that can't be ended, and end this life for it: the others in it are attempted again, unblamed."""
+        """Fail a unit that can't be ended, and end this life for it. Its other units are attempted again without blame.
+        """
         item = self.units.get(key)
         if self.given_up is not None or item is None or self.state != "ready":
             return
@@ -275,7 +279,7 @@ class Runner(BaseActor):
         self.after(GIVE_UP_SECONDS, "give up", self.end)
 
     def end(self) -> None:
-        """Ask for another life in this slot, at once and for no fault of what is in this one, until it is given."""
+        """Ask for another life in this slot, at once and without blame for its units, until it is granted."""
         self.after(ASK_SECONDS, "give up", self.end)
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.ended_for))
 
@@ -284,7 +288,7 @@ class Runner(BaseActor):
             self.loading = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
         if error is None:
-            self.announce()  # one that failed for want of them may be ready now
+            self.announce()  # a runner that failed without weights may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
         self.tell(messages.AdaptersLoadResult(
@@ -292,7 +296,7 @@ class Runner(BaseActor):
             adapters=self.engine_side.adapters,
         ))
         if done.loaded or done.errors:
-            self.announce()  # one that failed for want of adapters may be ready now
+            self.announce()  # a runner that failed without adapters may be ready now
 
     def group_joined(self, id: str, error: str | None) -> None:
         self.tell(messages.GroupJoinResult(self.name, self.incarnation, id, error))

@@ -1,4 +1,4 @@
-"""What a runner does with an order to serve LoRA adapters, on the engine's loop."""
+"""A runner's reaction to an order to serve LoRA adapters, on the engine's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdaptersLoaded:
 async def serve_adapters(
     engine: Engine | None, wanted: Sequence[AdapterPublished], failed: Callable[[str, BaseException], str]
 ) -> AdaptersLoaded:
-    """Have the engine serve these adapters and no others. `failed` makes the text of an error."""
+    """Have the engine serve exactly these adapters. `failed` makes the text of an error."""
     done = AdaptersLoaded()
     serving = cast(ServesAdapters, engine)
     names = {event.adapter for event in wanted}

@@ -1,8 +1,8 @@
-"""How many units a runner runs at once: places that can become more and fewer, and when they should.
+"""Number of units that a runner runs at once, and its adjustment to the engine's load.
 
-`AdaptivePlaces` decides as TCP does about its window: twice as many while there is room, then more by a little, and
-fewer by a share. It is pure, and has no clock: it counts units that finish, so it goes slowly where answers are long,
-whose KV cache fills late.
+`AdaptivePlaces` decides as TCP does about its window: twice as many while there is room, then slightly more, and fewer
+by a share. It is pure and has no clock. It counts finished units, so it changes slowly if answers are long, because
+their KV cache fills late.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from trinity_es.actors.rollout.workers.pool import WorkerPool
 __all__ = ["MOST", "START", "AdaptivePlaces", "Places"]
 
 START = 64
-"""Number of places that a runner begins with; one whose engine does not tell its load keeps to it."""
+"""Number of places that a runner begins with, and keeps if its engine does not report its load."""
 MOST = 256
-"""Maximum number of places: a unit may hold a sandbox, connections and memory, which no engine knows of."""
+"""Maximum number of places: a unit may hold a sandbox, connections and memory that the engine does not see."""
 MOST_GROWTH, STEP_SHARE = 2.0, 0.125
-"""The places that come after a round, as a share of those there are: while the KV cache would hold them, and else."""
+"""Growth after a round, as a factor: while the KV cache has room, and otherwise."""
 ROOM = 0.9
-"""Share of an engine's KV cache, or of its running requests, from which on it is full."""
+"""Share of an engine's KV cache, or of its running requests, at which it counts as full."""
 QUEUE_FOR_MORE, QUEUE_AFTER, QUEUE_MOST = 1.0, 3.0, 4.0
-"""Requests that wait in the engine for each that runs: at most, for more places; after a cut; and that bring a cut."""
+"""Waiting requests for each running one: the limit for more places, the aim of a cut, and the limit for a cut."""
 AGAIN_FOR_MORE, AGAIN_MOST = 0.1, 0.5
-"""Tokens computed again for each that is made: at most, for more places; and from which on there are fewer."""
+"""Recomputed tokens for each generated one: the limit for more places, and the limit for fewer."""
 CUT = 0.75
-"""Share of the places that stays where too much is computed again."""
+"""Share of the places that stays if too much is recomputed."""
 MOST_CUT = 0.5
 """Least share of the places that stays after a round."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """Sums over the steps of an engine; what is of no step with requests weighs nothing."""
+    """Sums over the steps of an engine. Steps without requests count nothing."""
 
     begun: int = 0
     """Number of units that had finished before."""
     running: float = 0.0
-    """Of all steps; each makes a token for each request that runs."""
+    """Sum over all steps; each makes a token for each running request."""
     waiting: float = 0.0
     full: float = 0.0
-    """How full it was, for each token made: a batch's last requests, for which there is room, are few."""
+    """Fill level, weighted by generated tokens, so a batch's last few requests count little."""
     again: float = 0.0
     taken: bool = False
-    """Whether all places were taken in any step."""
+    """True if all places were in use in any step."""
 
     def add(self, load: EngineLoad, all_taken: bool) -> None:
         self.running += load.running
         self.waiting += load.waiting
         self.full += load.share * load.running
-        if load.kv_share >= ROOM:  # else it is a change of weights, after which an engine reads all requests again
+        if load.kv_share >= ROOM:  # otherwise it is a change of weights, after which an engine reads all requests again
             self.again += load.again
         self.taken |= all_taken
 
 
 class AdaptivePlaces:
-    """The number of places, as the engine's steps tell. Give it all of them, in order.
+    """Number of places, derived from the engine's steps, all of them in order.
 
-    A round is over when as many units have finished as there are places, and after each the places change once at most.
-    They become more where all were taken, the engine's queue was shorter than what ran, and little was computed again:
-    as many as its KV cache would hold, twice as many at most; or, where it is full, an eighth. They become fewer where
-    requests that were put back for want of room cost it too much, or where its queue is long: whoever waits there can
-    go to no other engine, and the time limit of its task runs. A queue itself costs an engine nothing: from it, it goes
-    on at once when a request ends (docs/DECISIONS.md, 84). So many places as were too many are tried again when the KV
-    cache would hold them.
+    A round ends when as many units have finished as there are places, and after it the places change at most once. They
+    grow after a round in which all were used, the queue was shorter than the running set, and few tokens were
+    recomputed: to as many as the KV cache would hold, at most twice; if it is full, by an eighth. They shrink if
+    requests that were put back for lack of room cost too much, or if the queue is long: a queued request can go to no
+    other engine while the time limit of its task runs. A short queue costs an engine nothing, since the next request
+    starts at once when one ends (docs/DECISIONS.md, 84). A number that was too large is tried again when the KV cache
+    would hold it.
     """
 
     def __init__(self, start: int = START, most: int = MOST) -> None:
@@ -80,7 +80,7 @@ class AdaptivePlaces:
     def after_step(self, load: EngineLoad, taken: int, finished: int) -> int:
         """Return the number of places after one more step of the engine.
 
-        `taken`: places that are taken now; `finished`: units that have finished since the start.
+        `taken`: places in use now; `finished`: units finished since the start.
         """
         self._round.add(load, taken >= self.places)
         if finished - self._round.begun >= self.places and self._round.running:
@@ -100,28 +100,28 @@ class AdaptivePlaces:
         growth = min(MOST_GROWTH, ROOM / full if full else MOST_GROWTH)
         wanted = max(int(self.places * growth), self.places + max(1, int(self.places * STEP_SHARE)))
         if self._too_many is not None and full * self._too_many < ROOM * self.places:
-            self._too_many = None  # it would hold them: it is another load
+            self._too_many = None  # the cache would hold them: the load has changed
         most = self.most if self._too_many is None else min(self.most, self._too_many - 1)
         return max(self.places, min(wanted, most))
 
 
 class Places:
-    """A semaphore whose size can change: it follows the engine's load where `given` is auto.
+    """A semaphore whose size can change: it follows the engine's load if `given` is auto.
 
-    Where it shrinks, whoever is in stays.
+    If it shrinks, units that are inside stay.
     """
 
     def __init__(self, given: int | Literal["auto"]) -> None:
         self.adaptive = given == "auto"
         self.count, self.taken = START if given == "auto" else given, 0
         self.finished = 0
-        """Number of units that went out by themselves."""
+        """Number of units that left by themselves."""
         self.kv_share, self.waiting = 0.0, 0
-        """The engine's, when the count changed last."""
+        """The engine's number when the count last changed."""
         self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        if self.taken < self.count:  # nobody waits then
+        if self.taken < self.count:  # no unit waits then
             self.taken += 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -138,9 +138,9 @@ class Places:
         self._leave()
 
     def watch(self, engine: Engine, tell: Callable[[], None], workers: WorkerPool | None) -> None:
-        """Follow the load of an engine that tells it; `tell` is called when there are more places now, or fewer.
+        """Follow the load of an engine that reports it; call `tell` when the number of places has changed.
 
-        There are no more of them while units wait for a process of `workers`.
+        It does not grow while units wait for a process of `workers`.
         """
         decide = AdaptivePlaces(self.count)
 

@@ -1,12 +1,12 @@
 """The engine's side of a runner: the engine, the workflows that play on it, and the asyncio loop under both.
 
-The loop has a thread of its own. What the actor calls returns at once, from the actor's thread: it reads, or is left to
-the loop (`_on_loop`). All the rest runs there, and what it has to tell goes into the actor's own loop (`tell`).
+The loop has its own thread. Methods that the actor calls return at once: they read, or leave the work to the loop
+(`_on_loop`). Everything else runs in the loop and reports to the actor's own loop (`tell`).
 
-The loop is shared with workflows (`engine_loop.py` says what these may do there), so whatever this side lives on is
-watched, at each heartbeat: the task that reports is made anew; where the endpoint or the engine ended, so does the
-runner; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that lets nobody
-else on the loop, is failed, and the runner is ended for it without blame for the others.
+Workflows share this loop (`engine_loop.py` says what they may do there), so the thread watches every task that the
+engine depends on, at each heartbeat. The reporting task is restarted; if the endpoint or the engine ended, the runner
+ends; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that blocks the
+loop, is failed, and the runner ends without blame for the others.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = ["EngineThread"]
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 LAST_WORDS_SECONDS = 1.0
-"""How long a runner with a dead engine may take to hand in what is finished."""
+"""How long a runner with a dead engine may take to report finished units."""
 LATE_SECONDS = 5.0
-"""How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
+"""How long a run may continue after its timeout, while the loop runs, before the runner ends for it."""
 
 _P = ParamSpec("_P")
 
 
 def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
-    """Have a method, a coroutine perhaps, run on the loop: whoever calls it does not wait."""
+    """Run a method or coroutine on the loop; the caller does not wait."""
 
     @functools.wraps(work)
     def left(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -71,7 +71,7 @@ def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Con
 
 
 class EngineOwner(Protocol):
-    """The runner, as this side tells it: `post` is for any thread, the others for its own loop."""
+    """The runner as this side sees it: `post` may be called from any thread, the others from its own loop."""
 
     state: str
 
@@ -87,9 +87,9 @@ class EngineOwner(Protocol):
 
 
 class EngineThread:
-    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's.
+    """The engine's side for `model`; `how` has its engine's class and settings, `config` is the system's.
 
-    From here the owner's state is read, and what it is told is left to its own loop (`tell`).
+    The thread reads the owner's state directly, and leaves reports to the owner's loop (`tell`).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EngineThread:
         self.workflows: WorkflowRunner | None = None
         self.ending = False
         self.patience = config.synchronizer.sync_timeout
-        """Seconds that the trainer's weights are waited for."""
+        """Seconds of waiting for the trainer's weights."""
         self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
@@ -134,12 +134,12 @@ class EngineThread:
 
     @property
     def waits_for(self) -> str:
-        """The thing that somebody else has to do before the engine can start, or answers again; empty: nothing."""
+        """External action that the engine needs before it can start or answer again; empty if none."""
         return getattr(self.engine, "waits_for", "")
 
     @property
     def runs_wait(self) -> str:
-        """The thing that runs wait for outside of the system, in words, as they or the engine tell it; empty: none."""
+        """What runs wait for outside of the system, as they or the engine report it; empty if nothing."""
         return self.played.waits() or getattr(self.engine, "runs_wait", "")
 
     @property
@@ -152,7 +152,7 @@ class EngineThread:
 
     # --- on the loop ------------------------------------------------------------------------------------------------
     def tell(self, say: Callable[..., None], *what: Any) -> None:
-        """Have the actor say this, in its own loop."""
+        """Have the actor run this in its own loop."""
         self.owner.post(functools.partial(say, *what))
 
     def run_loop(self) -> None:
@@ -161,14 +161,14 @@ class EngineThread:
         self.starting = self.loop.create_task(self.start_engine())
         try:
             self.loop.run()
-        finally:  # nothing would ever be answered again: better a new runner
+        finally:  # nothing would ever be answered again, so a new runner is better
             os._exit(EXIT_ENGINE_DEAD)
 
     @_on_loop
     def ping(self, answer: Callable[[], None]) -> None:
-        """Have the actor call `answer`, as long as the loop is not blocked.
+        """Have the actor call `answer` while the loop is not blocked.
 
-        What the loop is for is looked at then: it is mended where it ended, or this runner ends.
+        On the way, check the tasks that the loop needs: restart them if they ended, or end this runner.
         """
         self.tell(answer)
         if self.ending or self.workflows is None:
@@ -219,8 +219,8 @@ class EngineThread:
     def warm_workers(self) -> WorkerPool:
         """Return the pool of worker processes.
 
-        Where it is known what they will need, that is imported while the engine loads. Beside vLLM there is torch,
-        which takes seconds to import and which most rewards need.
+        Modules that they are known to need are imported while the engine loads. Beside vLLM that includes torch, which
+        takes seconds to import and which most rewards need.
         """
         log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
         pool = WorkerPool(self.places.count, log_file=log_file)
@@ -230,7 +230,7 @@ class EngineThread:
         return pool
 
     async def serve(self, engine: Engine) -> EngineServer:
-        """Return the engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
+        """Return the engine's HTTP endpoint. If it can't start, stop the engine, since no client could reach it."""
         try:
             name = self.how.model_path or "rollout" if self.model == "rollout" else self.model
             server = EngineServer(
@@ -245,17 +245,17 @@ class EngineThread:
 
     @_on_loop
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Ask auxiliary models there: URL by runner, by model."""
+        """Take the URLs of auxiliary models, by runner and by model."""
         self.endpoints = endpoints
         for name, engine in self.auxiliary.items():
             engine.update(endpoints.get(name, {}))
 
     @_on_loop
     async def stop(self, stopped: Callable[[], None]) -> None:
-        """End all that plays, and the engine; have the actor call `stopped`."""
+        """End all units and the engine; then have the actor call `stopped`."""
         self.ending = True
         for key in list(self.units):
-            self._stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
+            self._stop_unit(key)  # errors that a closing engine or a killed worker causes are no outcomes
         try:
             if self.workers is not None:
                 await self.workers.close()
@@ -273,7 +273,7 @@ class EngineThread:
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
 
     def _unit_over(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
-        """Take the end of a unit's task as an outcome, unless it was stopped, or said what came of the unit."""
+        """Turn the end of a unit's task into an outcome, unless it was stopped or has reported one."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return
@@ -310,7 +310,7 @@ class EngineThread:
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
-                lacks = isinstance(e, DataError)  # a secret that is not kept here
+                lacks = isinstance(e, DataError)  # a secret that this host does not have
                 done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs], lacks=lacks)
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
@@ -320,7 +320,8 @@ class EngineThread:
             self.end_with_engine(dead)
 
     def end_with_engine(self, reason: str) -> None:
-        """Say that the engine is gone for good, hand in what is finished, and end; the guardian starts another."""
+        """Report that the engine is gone for good, report finished units, and end; the guardian starts another runner.
+        """
         if self.owner.state != "ready" or self.ending:
             return
         self.ending = True
@@ -345,14 +346,14 @@ class EngineThread:
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:
-        """Serve the adapters that an order names, one order after the other; `adapters_done` says how that went."""
+        """Serve the adapters of an order one after another; `adapters_done` gets the result."""
         async with self.ordering:
             done = await serve_adapters(self.engine, message.adapters, self.not_changed)
         self.tell(self.owner.adapters_done, message.number, done)
 
     @_on_loop
     async def join_group(self, message: JoinGroup) -> None:
-        """Join a trainer's group; `group_joined` says how that went."""
+        """Join a trainer's group; `group_joined` gets the result."""
         error = None
         try:
             engine = cast(ReceivesWeights, self.engine)
@@ -366,7 +367,9 @@ class EngineThread:
         self.tell(self.owner.group_joined, message.id, error)
 
     def not_changed(self, what: str, error: BaseException) -> str:
-        """Log that weights did not come in, and return what the coordinator is told. A dead engine ends this runner."""
+        """Log that weights could not be loaded, and return the message for the coordinator. A dead engine ends this
+        runner.
+        """
         self.log.error(what, exc_info=error)
         said = _said(error)
         if isinstance(error, EngineError) and error.details.get("dead"):

@@ -1,9 +1,9 @@
-"""What runs tell of their leases, on its way into the log.
+"""Lease changes of runs, on their way into the log.
 
-Changes go out in numbered groups, in their order, and a group is kept, and given out again, until the coordinator says
-that it is in the log. A lease that is taken is waited for, so it goes at once, with all that was told before it; the
-rest waits a moment for company. Texts are cleaned, and values looked at, where they are told (`UnitLeases`): later
-there is nobody to refuse them to.
+Changes go out in numbered groups, in order. A group is kept and sent again until the coordinator confirms that the log
+has it. A run waits for a lease that it takes, so that change goes at once, with all earlier ones; others wait a moment
+for company. Texts are cleaned and values checked when a run reports them (`UnitLeases`), because later there is no
+caller to refuse them to.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["LeaseReports", "UnitLeases"]
 
 
 class LeaseReports(NumberedGroups[LeaseReport]):
-    """See the module. Pure, with the time as an argument."""
+    """Groups of lease changes. Pure, with the time as an argument."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._waiting: list[LeaseChange] = []
         self._futures: dict[str, Future[None]] = {}
-        """Of leases that are taken and not in the log yet."""
+        """Changes for leases that were taken and are not in the log yet."""
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Have a change sent with the next group; `recorded` is done when a lease that is taken is in the log."""
+        """Send a change with the next group; `recorded` is done when a taken lease is in the log."""
         if change.what in ("released", "left") and change.lease in self._futures:
             self._take_back(change.lease)
         self._waiting.append(change)
@@ -47,9 +47,9 @@ class LeaseReports(NumberedGroups[LeaseReport]):
             recorded.set_result(None)
 
     def _take_back(self, lease: str) -> None:
-        """Ask no more for a lease that is not known to be in the log: nothing was made, and nobody waits for it.
+        """Give up a lease that is not known to be in the log: nothing was made, and no run waits for it.
 
-        It may be there all the same, and be released by now: sent again, it would be taken once more.
+        It may be in the log all the same and released by now, so sending it again would take it once more.
         """
 
         def wanted(changes: list[LeaseChange]) -> list[LeaseChange]:
@@ -60,7 +60,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
     def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return what waits, as groups to be sent now."""
+        """Return waiting changes as groups to send now."""
         if not self._waiting:
             return []
         parts = grouped(self._waiting, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
@@ -72,7 +72,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         return groups
 
     def acknowledge(self, reply: LeaseReply) -> None:
-        """Forget a group that is in the log, and tell who waits. One that is named twice is fine."""
+        """Forget a group that is in the log, and wake the runs that wait for it. A second confirmation is fine."""
         group = self.drop(reply.number)
         if group is None:
             return
@@ -87,17 +87,19 @@ class LeaseReports(NumberedGroups[LeaseReport]):
 
 
 class UnitLeases:
-    """Takes what the runs of one attempt tell of their leases (a `LeaseRecorder`), from any thread."""
+    """Reporter of the leases of one attempt's runs (a `LeaseRecorder`), usable from any thread."""
 
     def __init__(
         self, changed: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
-        """Tell `changed` what is to be recorded, from any thread. `secrets`: of tasks, which must not stand in the log.
+        """Call `changed` with each change, from any thread. `secrets` are those of tasks, which must not be in the log.
         """
         self._changed, self._item, self._secrets = changed, item, secrets
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
-        """Have the runner tell its coordinator. Raises WorkflowError for what can't, or must not, be recorded."""
+        """Have the runner report to its coordinator. Raises WorkflowError for values that can't or must not be
+        recorded.
+        """
         for name in more.keys() & {"args", "handle"}:
             self._require(f"the {name} of a lease", more[name])
         if "reason" in more:
@@ -107,7 +109,7 @@ class UnitLeases:
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
         )
         recorded: Future[None] = Future()
-        recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
+        recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer is fine
         self._changed(change, recorded)
         return recorded
 

@@ -1,7 +1,7 @@
-"""What a runner has done, on its way into the log: pure, with the time as an argument.
+"""Outcomes of a runner, on their way into the log. Pure, with the time as an argument.
 
-Outcomes go out in numbered groups. A group is kept, and given out again, until the coordinator acknowledges its number:
-it is in the log then. Of what is there it is remembered for long which units it was, since a unit may be sent twice.
+Outcomes go out in numbered groups. A group is kept and sent again until the coordinator confirms its number, when the
+log has it. The units of confirmed groups are remembered for long, because a unit may arrive twice.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trinity_es.events.values import BatchId
 __all__ = ["RESEND_SECONDS", "Key", "NumberedGroups", "Outbox", "key_of"]
 
 RESEND_SECONDS = 5.0
-"""How long outcomes may stay unacknowledged before they are sent again."""
+"""How long outcomes may stay unconfirmed before they are sent again."""
 REMEMBERED_UNITS = 20_000
-"""Maximum number of units, whose outcome is in the log, that are not run again if they come again."""
+"""Maximum number of remembered units whose outcome is in the log and which are not run again."""
 
 Key = tuple[BatchId, str, int, int]
-"""Which unit: batch, submission, task, first run."""
+"""Identity of a unit: batch, submission, task, first run."""
 
 
 def key_of(outcome: UnitOutcome) -> Key:
@@ -33,22 +33,22 @@ _G = TypeVar("_G")
 
 
 class NumberedGroups(Generic[_G]):
-    """What one life of a runner tells in groups, each kept until its number is acknowledged."""
+    """Reports of one life of a runner, in groups that are kept until their number is confirmed."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
         self.number = 0
-        """The newest group's."""
+        """Number of the newest group."""
         self.unacked: dict[int, _G] = {}
         self._sent: dict[int, float] = {}
 
     def keep(self, group: _G, now: float) -> _G:
-        """Keep a group under the newest number, which is sent now."""
+        """Keep a group under the newest number; the caller sends it now."""
         self.unacked[self.number], self._sent[self.number] = group, now
         return group
 
     def due(self, now: float, *, anew: bool = False) -> list[_G]:
-        """Return the groups to send now: those that stayed unacknowledged, all of them (`anew`) to a new coordinator.
+        """Return groups to send now: those unconfirmed for too long, or with `anew` all of them, for a new coordinator.
 
         They count as sent.
         """
@@ -57,7 +57,7 @@ class NumberedGroups(Generic[_G]):
         return [self.unacked[n] for n in numbers]
 
     def drop(self, number: int) -> _G | None:
-        """Forget a group; return it, unless it is forgotten."""
+        """Forget a group; return it, or None if it is forgotten already."""
         self._sent.pop(number, None)
         return self.unacked.pop(number, None)
 
@@ -68,12 +68,12 @@ class Outbox(NumberedGroups[OutcomeReport]):
         self._settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
 
     def put(self, outcomes: list[UnitOutcome], known: Mark | None, now: float) -> OutcomeReport:
-        """Make a group of these outcomes, to be sent now."""
+        """Make a group of these outcomes, to send now."""
         self.number += 1
         return self.keep(OutcomeReport(self.name, self.incarnation, self.number, outcomes, known), now)
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
-        """Forget these groups, which are in the log; return their outcomes. One that is named twice is fine."""
+        """Forget these groups, which are in the log; return their outcomes. A second confirmation is fine."""
         found = [outcome for n in numbers if (group := self.drop(n)) for outcome in group.outcomes]
         for outcome in found:
             self._settled[key_of(outcome), outcome.unit.attempt] = None
@@ -82,5 +82,5 @@ class Outbox(NumberedGroups[OutcomeReport]):
         return found
 
     def has_settled(self, key: Key, attempt: int) -> bool:
-        """Return True if the outcome of this attempt is in the log, as far as it is remembered."""
+        """Return True if this attempt's outcome is in the log, as far as it is remembered."""
         return (key, attempt) in self._settled

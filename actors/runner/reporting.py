@@ -1,7 +1,7 @@
-"""What a runner reports of units that it ran: their experiences in the payload store, and an outcome for each.
+"""Reports of a runner about its units: their experiences in the payload store, and an outcome for each.
 
-What is finished is written and reported in groups: the next one gathers while one is written. Whatever is wrong with a
-unit's experiences or numbers is that unit's failure, not its group's.
+Finished units are written and reported in groups; the next group gathers while one is written. A fault in a unit's
+experiences or numbers fails that unit, not its group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trinity_es.events.vocabulary import PayloadRef, Unit
 __all__ = ["Reporter", "failed", "runs_of", "written"]
 
 STORE_SECONDS = 2.0
-"""How long each of many tries waits for the payload store."""
+"""Time limit of one attempt at the payload store."""
 FULL_SECONDS = 0.5, 5.0
 """Pause before a payload store that can't be written is tried again: the first, and the longest."""
 
@@ -40,14 +40,15 @@ class Reporter:
     ) -> None:
         self.store, self.report, self.log = store, report, log
         self.trouble = ""
-        """Why what is finished can't be stored now."""
+        """Reason why finished units can't be stored now."""
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self._group: list[tuple[UnitAssignment, UnitResult]] = []
-        """What is being written."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
+        """Units that are being written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # works even while every workflow hangs
 
     def open(self) -> None:
-        """Open the payload store. A database that is away is waited for, here and in each call: what is done is dear.
+        """Open the payload store. Here and in each call, wait for a database that is away, because finished work is
+        expensive.
         """
         store = self.store
         opened = patiently(
@@ -58,11 +59,11 @@ class Reporter:
         self.payloads = patient(opened, store.retry_for)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what a call to the payload store returns, made by the thread that makes them all."""
+        """Call the payload store in the one thread that uses it, and return its answer."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def run(self) -> None:
-        """Write and report what is finished, until cancelled. Called again, it goes on with what it was at."""
+        """Write and report finished units until cancelled. A further call continues where the earlier one stopped."""
         while True:
             if not self._group:
                 self._group.append(await self.finished.get())
@@ -80,10 +81,11 @@ class Reporter:
                 self.report(part)
 
     async def _stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
-        """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
+        """Write finished units. If the store can't be written, for instance because its disk is full, wait without
+        limit.
 
-        It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
-        are places, and every beat says what is waited for.
+        It is no unit's failure, and generating again costs more than keeping. Meanwhile the runner takes no more units
+        than it has places, and every heartbeat says what it waits for.
         """
         pauses = Backoff(*FULL_SECONDS)
         while True:
@@ -102,14 +104,14 @@ class Reporter:
 
 
 def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
-    """Write one payload for all experiences of the group, and one for the results of a unit that has many; return an
-    outcome for each unit.
+    """Write one payload for all experiences of the group, and one for the results of a unit with many of them; return
+    an outcome for each unit.
     """
     kept = [done.experiences if item.keep_experiences else [] for item, done in group]
     broken: dict[int, str] = {}
     try:
         data = Experience.serialize_many([e for part in kept for e in part])
-    except TrinityError:  # one of them can't be written: find it, keep the others
+    except TrinityError:  # one of them can't be written: find it, and keep the others
         for index, part in enumerate(kept):
             try:
                 Experience.serialize_many(part)
@@ -151,7 +153,7 @@ def runs_of(unit: Unit) -> range:
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """Return the first message of each kind, which is the one that is recorded, fit for a message and the log."""
+    """Return the first message of each kind, fit for a message and the log; that one is recorded."""
     told: set[FailureKind] = set()
     out = []
     for run, kind, message in failures:
