@@ -1,18 +1,17 @@
-"""An engine's HTTP server, on the event loop that the engine runs on.
+"""An engine's HTTP server, on the engine's event loop.
 
-What it speaks is vLLM's API: vLLM's own application for its engine, and for others the part of it in `small_api.py`.
-In front of that stands what only a runner does, which is here:
+It speaks vLLM's API: vLLM's own application for its engine, for others the part of it in `small_api.py`. In front of
+that are the duties of a runner:
 
-- every request has the token, as `Authorization: Bearer <token>` or `x-api-key`, else it is 401; `GET /health` alone
-  has none;
-- `/s/{session}/...` are the same routes for the clients of one run. A session belongs to a `Model`: its sampling holds
-  where a request says nothing, it counts the tokens, and it keeps every answer that was complete as an Experience,
-  exact ids, logprobs and versions; with the run its requests end. Answers have their token ids there
-  (`return_token_ids`) unless a request says no;
-- limits on bodies, prompts, answers and tokens;
-- each answer has the header `x-model-version`: the version that was served when the request came;
-- a request whose client goes away is aborted in the engine;
-- the proxy of mode `serve` asks for what was recorded beside the answer (`recorded_frames.py`).
+- Every request needs the token, as `Authorization: Bearer <token>` or `x-api-key`, or gets 401. `GET /health` is free.
+- `/s/{session}/...` are the same routes for the clients of one run. A session belongs to a `Model`. Its sampling
+  applies if a request says nothing, it counts tokens, and it keeps every complete answer as an Experience with exact
+  ids, logprobs and versions. Its requests end with the run. Answers there have their token ids (`return_token_ids`)
+  unless a request says no.
+- Bodies, prompts, answers and tokens have limits.
+- Each answer has the header `x-model-version`, the version served when the request came.
+- A request is aborted in the engine when its client disconnects.
+- The proxy of mode `serve` gets the record of an answer beside it (`recorded_frames.py`).
 
 Starlette and uvicorn are imported in `start`, not here.
 """
@@ -86,9 +85,9 @@ class _Session:
     model: Model
     working: set[_Exchange] = field(default_factory=set)
     kept: bool = True
-    """The model keeps the answers."""
+    """True if the model keeps the answers."""
     over: bool = False
-    """Its run is over."""
+    """True if its run is over."""
 
     def abort(self) -> None:
         for exchange in list(self.working):
@@ -96,11 +95,11 @@ class _Session:
 
 
 class EngineServer:
-    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. With `exact` it
-    has `token_id_routes`, too: it is an auxiliary model's.
+    """HTTP server of an engine. `name` is the model's name for clients, `defaults` the sampling outside of sessions.
+    With `exact` it also has `token_id_routes`, as an auxiliary model's.
 
-    `on_dead` is told why when a request finds that the engine will never answer again.
-    Everything is called on the engine's loop; `open` and `url` may be used from any thread.
+    `on_dead` gets the reason when a request finds that the engine will never answer again. Everything is called on the
+    engine's loop; `open` and `url` may be used from any thread.
     """
 
     def __init__(
@@ -109,11 +108,11 @@ class EngineServer:
     ) -> None:
         self.exact = token_id_routes(engine) if exact else {}
         self.load = 0
-        """Requests that are being answered."""
+        """Open requests."""
         self.engine, self.name, self.token = engine, name, token
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
-        """Such as `http://127.0.0.1:41234`, once it is started."""
+        """URL such as `http://127.0.0.1:41234`, once the server is started."""
         self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
@@ -123,7 +122,7 @@ class EngineServer:
 
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> str:
-        """Serve; returns the URL. Raises StartupError where it can't."""
+        """Start serving and return the URL. Raises StartupError."""
         server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
         listening = listen(self.address, self.port)
         self._server, self._serving = server, await begin(server, listening)
@@ -131,19 +130,19 @@ class EngineServer:
         return self.url
 
     async def stop(self) -> None:
-        """Serve nothing any more; requests in flight are aborted. Idempotent."""
+        """Stop serving and abort open requests. Idempotent."""
         for session in list(self.sessions):
             self.forget(session)
         self.plain.abort()
         while self._playing:
-            await asyncio.sleep(0.01)  # nothing goes on in the engine
+            await asyncio.sleep(0.01)  # nothing continues in the engine
         if self._serving is not None:
             end(self._server)
             await asyncio.wait({self._serving})
             self._serving = None
 
     def serves(self) -> bool:
-        """Return True if its task still runs, once it was started."""
+        """Return True if the server's task, once started, still runs."""
         return self._serving is None or not self._serving.done()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class EngineServer:
         return session
 
     def forget(self, session: str) -> None:
-        """Abort the requests of a run that is over. Fine where there is no such session."""
+        """Abort the requests of a run that is over. A missing session is fine."""
         found = self.sessions.pop(session, None)
         if found is not None:
             found.over = True
@@ -162,7 +161,7 @@ class EngineServer:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: the ASGI application. What fails is an answer in the form of its route's API."""
+        """Answer one request, as an ASGI application. Errors have the form of their route's API."""
         from starlette.requests import Request
 
         request = Request(scope, receive)
@@ -214,7 +213,7 @@ class EngineServer:
             if isinstance(named, str) and named in adapters:
                 adapter, body["model"] = named, self.name
             elif named not in (None, "", self.name):
-                # vLLM would say it as well, but takes a name that is a path out of what it says
+                # vLLM would say it too, but hides a name that is a path
                 served = ", ".join(map(repr, [self.name, *adapters]))
                 raise ApiError(f"the model {brief(named)} does not exist; GET /v1/models tells those that do: {served}",
                                status=404, param="model", code=404)
@@ -227,7 +226,7 @@ class EngineServer:
             record.number = session.model.numbered()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
-        if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server asks for it by itself
+        if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server requires it by itself
             headers.append((b"authorization", f"Bearer {key}".encode()))
         scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
         application = await self._app()
@@ -251,11 +250,11 @@ class EngineServer:
             self._fail(self.plain, e)
             raise
         told |= {"model_version": self.engine.model_version, "load": self.load}
-        # Not orjson: a logprob may be -inf, which it would write as null.
+        # not orjson, which writes a logprob of -inf as null
         await Response(json.dumps(told), media_type="application/json")(request.scope, request.receive, send)
 
     async def _app(self) -> Any:
-        """Return what answers: the engine's own application, made when it is first asked for, or the small one."""
+        """Return the application: the engine's own, made at its first use, or the small one."""
         if self._application is None or (self._application.done() and self._application.exception() is not None):
             made = getattr(self.engine, "application", None)
             making = made(self.name, REQUEST.get) if made else small_api.application(self.engine, self.name)
@@ -269,18 +268,18 @@ class EngineServer:
 
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
-"""Headers that end here. A request's id is made in here: no two answers have the same."""
+"""Headers that are not forwarded. The request's id is made here, so that no two answers share one."""
 _WANTED = WANTED.encode()
 _METHODS = {path: method for method, path in ROUTES}
 
 
 class _Exchange:
-    """A request, and what an application sends for it, in the task that it came in.
+    """A request and its application's answer, in the task in which the request came.
 
-    What the engine generated is kept as experiences before the end of the answer goes out. The status waits for the
-    first part of the body, so that an engine that fails before has its own. If the client goes away, or `abort` is
-    called, the application is told that the client is gone: vLLM's server ends a request for that, and for nothing
-    else. One that goes on for longer than LEAVING_SECONDS is cancelled.
+    Generated tokens are kept as experiences before the end of the answer goes out. The status waits for the first part
+    of the body, so an engine that fails earlier has its own status. If the client leaves or `abort` is called, the
+    application hears that the client is gone, the only reason for which vLLM's server ends a request. If the request
+    continues longer than LEAVING_SECONDS, it is cancelled.
     """
 
     def __init__(self, receive: Receive, send: Send, path: str, framed: bool) -> None:
@@ -290,17 +289,18 @@ class _Exchange:
         self._record: RequestRecord | None = None
         self._version, self._message, self._place = 0, "", StreamPlace(path)
         self._several = path == RESPONSES
-        """The engine may be asked again after an answer."""
+        """True if the engine may be asked again after an answer."""
         self._start: Any = None
         self._held: Any = None
-        """The newest part of an answer after which the engine may be asked again."""
+        """Newest part of an answer after which the engine may be asked again."""
         self._begun = self._ended = self._stored = self._left = self._aborted = self._late = False
         self._listening: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     async def play(self, application: Any, scope: Scope, body: bytes, record: RequestRecord) -> None:
-        """Have the request answered. Raises ApiError if it was aborted or its client left, EngineError if nothing was
-        answered."""
+        """Answer the request. Raises ApiError if it was aborted or its client left, EngineError if nothing was
+        answered.
+        """
         self._body, self._record, self._version = body, record, record.model.engine.model_version
         try:
             await application(scope, self.receive, self.send)
@@ -322,7 +322,7 @@ class _Exchange:
             raise record.failed or EngineError("the engine's server gave no answer")
 
     async def receive(self) -> Any:
-        """Return the body, and then that the client is gone, when it is: ASGI's `receive`."""
+        """Return the body, and later the client's departure: ASGI's `receive`."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -342,7 +342,7 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     def abort(self) -> None:
-        """End it, since its run is over. Its answer is 503."""
+        """End the request with 503, since its run is over."""
         if not self._aborted:
             self._aborted = True
             self._leave()
@@ -360,7 +360,7 @@ class _Exchange:
         self._task.cancel()
 
     async def send(self, message: Any) -> None:
-        """Send on what the application sends: ASGI's `send`."""
+        """Forward what the application sends: ASGI's `send`."""
         assert self._record is not None
         if message["type"] == "http.response.start":
             self._start = message
@@ -378,10 +378,10 @@ class _Exchange:
         if not self._begun:
             version = (b"x-model-version", str(self._version).encode())
             await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
-            self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
+            self._begun = True  # not earlier: a task that is cancelled while it waits for the client has sent nothing
         if frame is not None and isinstance(self._send, Framed):
             await self._send.record(frame)
-        if self._several:  # its last part waits until it is recorded
+        if self._several:  # the last part waits until it is recorded
             self._held, message = message, self._held
             if message is not None:
                 self._place.pass_by(message.get("body", b""))
@@ -392,22 +392,22 @@ class _Exchange:
             await self._send(message)
 
     def _kept_now(self) -> list[Experience] | None:
-        """Keep what was generated, before the client knows that it is complete. Raises EngineError where it can't."""
+        """Keep the generated tokens before the client knows that the answer is complete. Raises EngineError."""
         assert self._record is not None
         self._stored = True
         if not self._record.wanted:
             return None
         try:
             return self._record.experiences()
-        except Exception as e:  # an application makes another error of what `send` raises
+        except Exception as e:  # an application turns an error of `send` into another one
             failed = e if isinstance(e, EngineError) else EngineError(f"the answer can't be kept: {e}")
             self._record.fail(failed)
             raise failed from e
 
     async def failed(self, error: Exception) -> None:
-        """Answer with an error: its status where nothing was sent, else as a stream's last event.
+        """Answer with an error: by its status if nothing was sent, otherwise as a stream's last event.
 
-        The rest of another answer is not sent, for which uvicorn closes the connection: its client sees that it broke.
+        The rest of any other answer is dropped, and uvicorn closes the connection, so its client sees that it broke.
         """
         error = (self._record.failed if self._record is not None else None) or error
         refused = refusal(error)

@@ -1,4 +1,4 @@
-"""Errors as clients of an HTTP server get them: OpenAI's JSON and statuses, Anthropic's JSON on its routes. Pure."""
+"""Errors for clients of an HTTP server: OpenAI's JSON and statuses, and Anthropic's JSON on its routes. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ApiError", "StreamPlace", "body_of", "event", "json_object", "refusa
 
 _ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
-"""Status -> what Anthropic calls such an error; others are `api_error`."""
+"""Anthropic's name for an error, by status; others are `api_error`."""
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 
 
 class ApiError(Exception):
-    """A request that gets an error: OpenAI's status, type, `param` and `code`."""
+    """An error response: OpenAI's status, type, `param` and `code`."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None,
                  code: str | int | None = None) -> None:
@@ -32,7 +32,7 @@ class ApiError(Exception):
 
 
 def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    """Return the error for a field whose value can't be."""
+    """Return the error for a field with an impossible value."""
     return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
 
 
@@ -48,7 +48,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> ApiError:
-    """Return the answer to a client for an error of ours."""
+    """Return the response for an error of ours."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, WorkflowError | DataError):
@@ -66,7 +66,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def body_of(error: ApiError, path: str) -> dict[str, Any]:
-    """Return an error as the clients of this route know it: Anthropic's under `/v1/messages`, else OpenAI's."""
+    """Return an error in the form of this route: Anthropic's under `/v1/messages`, otherwise OpenAI's."""
     if not path.startswith("/v1/messages"):
         return error.body()
     kind = _ANTHROPICS.get(error.status, "api_error")
@@ -74,7 +74,7 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
 
 
 class StreamPlace:
-    """How far a stream of this route is: what an error would be as its last event."""
+    """State of a stream on this route, for the form of an error as its last event."""
 
     def __init__(self, path: str) -> None:
         self.path, self.number = path, 0
@@ -86,11 +86,11 @@ class StreamPlace:
     def last_event(self, error: ApiError) -> bytes:
         """Return an error as the event that ends the stream here.
 
-        Anthropic's client takes any event without a name for none, and the end of the stream for a normal one.
+        Anthropic's client ignores an event without a name, and takes the end of the stream for a normal one.
         """
         body = body_of(error, self.path)
         if self.path == "/v1/responses":
-            # OpenAI's event is flat. Its Python client raises only where there is an `error` too.
+            # OpenAI's event is flat, and its Python client raises only if there is an `error` too.
             body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
                      "sequence_number": self.number}
         return (b"event: error\n" if "type" in body else b"") + event(body)

@@ -1,7 +1,7 @@
-"""What an engine's endpoint and the proxy of mode `serve` have in common: an HTTP server on the event loop that runs.
+"""HTTP server on the running event loop, for an engine's endpoint and for the proxy of mode `serve`.
 
-It leaves the process's signals alone, answers what it does not know in OpenAI's form, and a request whose client goes
-away is cancelled. Starlette and uvicorn are imported in the functions, not here.
+It leaves the process's signals alone, answers unknown routes in OpenAI's form, and cancels a request whose client
+disconnects. Starlette and uvicorn are imported in the functions, not here.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ START_SECONDS = 30.0
 STOP_SECONDS = 5
 """How long open connections may take to end with the server."""
 DATE_SECONDS = 1.0
-"""How long an answer's header may tell the same date."""
+"""How long a response header may repeat the same date."""
 KEEP_ALIVE_SECONDS = 60
-"""How long an idle connection is kept: well above what clients keep it for, who must be the first to close."""
+"""How long an idle connection is kept: much longer than clients keep it, because they must close first."""
 
 BODY_LIMIT = 32 * 2**20
-"""Maximum size of a request's body, in bytes: ten million tokens do not fit, and no model has room for them."""
+"""Maximum size of a request's body, in bytes. Ten million tokens do not fit, and no model has room for them."""
 MOST_CONNECTIONS = 16_384
-"""Maximum of connections at the same time; those beyond wait. Fewer where this process may open fewer files."""
+"""Maximum number of connections; further ones wait. It is lower if this process may open fewer files."""
 SPARE_FILES = 256
-"""Files that are left for what is no client: engines that are asked, the log, actors."""
+"""Files reserved for other uses: engines, the log, actors."""
 FULL_SECONDS = 0.05
-"""Pause before it is looked again whether there is room for another connection."""
+"""Pause before the next check for room for another connection."""
 IDLE_SECONDS = 1.0
-"""How long a connection may be idle, where others wait, before it is ended."""
+"""How long a connection may be idle while others wait, before it is closed."""
 TELL_SECONDS = 60.0
-"""Interval between two lines of a text log that say that there is no room."""
+"""Interval between two log lines that say that there is no room."""
 BODY_SECONDS = 300.0
 """How long a request's body may take."""
 
@@ -64,14 +64,14 @@ _T = TypeVar("_T")
 
 
 class Gone(ApiError):
-    """Nobody is there any more who would read the answer."""
+    """The client that would read the answer is gone."""
 
 
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError: 413, at once where its length is announced, before more is kept, or 408 for one that does not end;
-    Gone where its client is.
+    Raises ApiError: 413 if it is too large, at once if its length is announced, or 408 if it does not end; Gone if its
+    client left.
     """
     from starlette.requests import ClientDisconnect
 
@@ -99,7 +99,7 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
 
 
 def bearer(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the key of a request as `Bearer <key>`, also where it came as Anthropic's clients give it."""
+    """Return the key of a request as `Bearer <key>`, also if it came in the form of Anthropic's clients."""
     return headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
@@ -117,7 +117,7 @@ def listen(address: str, port: int, who: str = "the HTTP server", remedy: str = 
 
 
 def url_of(listening: socket.socket, tls: bool = False) -> str:
-    """Such as `http://127.0.0.1:41234`."""
+    """Return the URL, such as `http://127.0.0.1:41234`."""
     host, port = listening.getsockname()[:2]
     if host == "0.0.0.0":
         host = "127.0.0.1"
@@ -125,15 +125,15 @@ def url_of(listening: socket.socket, tls: bool = False) -> str:
 
 
 def tls_options(cert: str, key: str) -> dict[str, Any]:
-    """Return uvicorn's options for HTTPS with these files of a certificate; none where there are none.
+    """Return uvicorn's options for HTTPS with these certificate files; none without files.
 
-    Raises StartupError where they can't be used.
+    Raises StartupError if they can't be used.
     """
     if not cert:
         return {}
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ValueError) as e:  # SSLError is an OSError, whose own text tells it best
+    except (OSError, ValueError) as e:  # SSLError is an OSError whose own text is the clearest
         said = getattr(e, "reason", None) or getattr(e, "strerror", None) or e
         raise StartupError(
             f"the certificate {cert} with the private key {key} can't be used ({said}): give two PEM files that belong "
@@ -143,7 +143,7 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
 
 
 def limited_http() -> Any:
-    """Return uvicorn's `http`, whose connections give way where others wait, and keep nothing of what was answered."""
+    """Return uvicorn's `http`, whose connections give way to waiting ones and keep nothing of an answered request."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -151,10 +151,10 @@ def limited_http() -> Any:
 
     class Limited(HttpToolsProtocol):
         _playing: Any = None
-        """The request that is answered now; uvicorn's own `cycle` is the last that was read."""
+        """The request in work; uvicorn's own `cycle` is the last one read."""
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._unset_keepalive_if_required()  # uvicorn leaves it where the connection was reset
+            self._unset_keepalive_if_required()  # uvicorn leaves it after a reset of the connection
             self.pipeline.clear()
             if self._playing is not None and not self._playing.response_complete:
                 self._playing.disconnected = True
@@ -162,17 +162,17 @@ def limited_http() -> Any:
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
-            # What begins in here (a timer, the next request) would keep this request's context, and all that is in it.
+            # Work that begins here (a timer, the next request) would keep this request's context with everything in it.
             Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             self._playing = cycle
             if getattr(self.server_state, "full", False):
-                cycle.keep_alive = False  # its client is told so, and its place is another's
+                cycle.keep_alive = False  # its client hears so, and its place is free
             super()._start_asgi_task(cycle, app)
 
         def give_way(self) -> None:
-            """End this connection where it has been idle for long."""
+            """Close this connection if it has been idle for long."""
             idle = self.timeout_keep_alive_task
             if idle is not None and idle.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
                 self.transport.close()
@@ -181,7 +181,7 @@ def limited_http() -> Any:
 
 
 def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
-    """Return the error for a request to none of these routes (path -> method); it names the one that was meant."""
+    """Return the error for a request to none of these routes (path -> method); it names the likely one."""
     if path in routes:
         return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
     rest = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
@@ -209,14 +209,14 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections a server takes whose process may open so many files: each may ask an engine."""
+    """Return the number of connections for a process that may open so many files: each may need one to an engine."""
     return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
 
 
 def server_class() -> Any:
     """Return uvicorn's server that leaves connections waiting for which there is no room.
 
-    asyncio's own would accept them until the process can open no file, for its requests either, and log each failure.
+    asyncio's own would accept them until the process can open no file, not even for its requests, and log each failure.
     """
     import uvicorn
 
@@ -224,11 +224,11 @@ def server_class() -> Any:
         arriving = 0
         """Connections that are accepted and not served yet."""
         files = most = 0
-        """Files that this process may open; connections that are served at the same time."""
+        """Files that this process may open, and connections that are served at once."""
 
         @property
         def taken(self) -> int:
-            """Connections that are there now."""
+            """Number of open connections."""
             return len(self.server_state.connections) + self.arriving
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -276,7 +276,7 @@ def server_class() -> Any:
 
             try:
                 await asyncio.get_running_loop().connect_accepted_socket(protocol, sock=end, ssl=self.config.ssl)
-            except OSError:  # its client is gone, or speaks no TLS
+            except OSError:  # its client left, or speaks no TLS
                 end.close()
             finally:
                 self.arriving -= 1
@@ -290,8 +290,9 @@ def server_class() -> Any:
 
 
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
-    """Return a server of an ASGI application, which cancels what goes on for so long after its end. May be called in a
-    thread. `tls`: what `tls_options` returned.
+    """Return a server of an ASGI application, which cancels what continues for so long after its end.
+
+    May be called in a thread. `tls` is the result of `tls_options`.
     """
     import uvicorn
 
@@ -299,11 +300,11 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
         ending: asyncio.Event
 
         @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
+        def capture_signals(self) -> Iterator[None]:  # signals are the process's own affair
             yield
 
         async def main_loop(self) -> None:
-            """Wait for the end: uvicorn looks ten times a second, most of what a runner does that has nothing to do."""
+            """Wait for the end. uvicorn checks ten times a second, which is most of the work of an idle runner."""
             while not await self.on_tick(0):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), DATE_SECONDS)
@@ -320,15 +321,15 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
 
 
 def end(server: Any) -> None:
-    """Have a server end, in its own loop: it takes nothing more, and its task ends when all is answered."""
+    """Have a server end, in its own loop: it accepts nothing more, and its task ends when all requests are answered."""
     server.should_exit = True
     server.ending.set()
 
 
 async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
-    """Serve on this socket; returns when requests are answered. Raises StartupError.
+    """Serve on this socket until requests are answered. Raises StartupError.
 
-    To end it: `end`, and await the task.
+    To end it, call `end` and await the task.
     """
     serving: asyncio.Task[None] = asyncio.create_task(server.serve([listening]))
     deadline = time.monotonic() + START_SECONDS
@@ -342,7 +343,7 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
 
 
 async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what `work` gives; it is cancelled when the client goes away, which raises Gone."""
+    """Return the result of `work`, or cancel it when the client disconnects, which raises Gone."""
     gone = False
 
     async def listen_on() -> None:
@@ -355,7 +356,7 @@ async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(listen_on())
     try:
-        found = await working  # a request costs two tasks, and nothing that waits for both
+        found = await working  # a request costs two tasks, and no third one that waits for both
     except asyncio.CancelledError:
         own = asyncio.current_task()
         if not gone or own is None or own.cancelling():
@@ -371,5 +372,5 @@ def json_response(value: Any, status: int = 200) -> Response:
     """Return any JSON value as a response."""
     from starlette.responses import Response
 
-    left = {"connection": "close"} if status == 408 else {}  # the rest of the body comes yet
+    left = {"connection": "close"} if status == 408 else {}  # the rest of the body is still to come
     return Response(orjson.dumps(value), status_code=status, media_type="application/json", headers=left)

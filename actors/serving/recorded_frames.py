@@ -30,26 +30,27 @@ _ID = re.compile(rb'"(?:id|request_id)"\s*:\s*"([^"\\]{1,200})"')
 
 
 class Record(TypedDict):
-    """What is recorded of an answer, beside its experiences, which follow it in the frame."""
+    """Record of an answer, beside its experiences, which follow it in the frame."""
 
     message: str
     """The response's id, as its client gets it."""
     versions: list[int]
-    """Those that were served when the engine was asked, and those of the tokens."""
+    """Versions served when the engine was asked, and versions of the tokens."""
     prompt_tokens: int
     response_tokens: int
     choices: list[int]
-    """Which of the answers the experiences are: one without a token is none, since nothing could be learned from it."""
+    """Indexes of the answers with an experience: one without a token has none, since there is nothing to learn from it.
+    """
 
 
 def id_in(body: bytes) -> str:
-    """Return the response's id, where the first parts of an answer have it."""
+    """Return the response's id, if the first parts of an answer have it."""
     found = _ID.search(body)
     return found[1].decode() if found else ""
 
 
 class Framed:
-    """An ASGI `send` that puts what it sends into frames."""
+    """An ASGI `send` that wraps everything in frames."""
 
     def __init__(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         self._send = send
@@ -63,7 +64,7 @@ class Framed:
 
     @staticmethod
     def recorded(record: RequestRecord, experiences: list[Experience], message: str) -> bytes:
-        """Return what is recorded, as its frame has it; `message` is the response's id."""
+        """Return the record as its frame has it; `message` is the response's id."""
         versions = [g.before for g in record.generations]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
         answers = [c for g in record.generations for c in g.completions or ()]
@@ -85,7 +86,7 @@ def _frame(kind: bytes, data: bytes) -> bytes:
 
 
 async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes]]:
-    """Yield (kind, data) of each frame of a body. Raises EOFError where it ends in the middle of one."""
+    """Yield (kind, data) of each frame of a body. Raises EOFError if it ends inside a frame."""
     rest = bytearray()
     async for part in parts:
         rest += part
@@ -97,7 +98,7 @@ async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes
 
 
 def recorded(data: bytes) -> tuple[Record, bytes]:
-    """Return a frame's record, and its experiences, serialized; empty where there are none."""
+    """Return a frame's record and its serialized experiences; empty if there are none."""
     end = 8 + int.from_bytes(data[:8], "big")
     told: Record = orjson.loads(data[8:end])
     return told, data[end:]

@@ -1,7 +1,7 @@
-"""Requests to an engine's server, whatever API they speak: which there are, what they may ask, what they leave out.
+"""Limits of requests to an engine's server, for every API: routes, sizes, defaults. Pure.
 
-Pure. What a request means is the business of who answers it; this knows of it where the sampling stands, and how much
-of something is too much.
+The application interprets a request; this module knows only where its sampling is, and how much of something is too
+much.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ _ASKED = frozenset({
     "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
 })
 ROUTES = [*(("GET", path) for path in sorted(_READ)), *(("POST", path) for path in sorted(_ASKED))]
-"""The routes of an engine's server that clients may ask: (method, path)."""
+"""Routes of an engine's server that clients may use: (method, path)."""
 
 
 def allowed(method: str, path: str) -> bool:
-    """Return True for a route that clients may ask. What changes the engine, or others' requests, is none of them."""
+    """Return True for a route that clients may use. Routes that change the engine or others' requests are not among
+    them.
+    """
     return path in (_READ if method in ("GET", "HEAD") else _ASKED if method == "POST" else ())
 
 
 def checked(path: str, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request, if no number in it is absurd. Raises ApiError."""
+    """Return the JSON object of a request without absurd numbers. Raises ApiError."""
     body = json_object(raw)
-    body.pop("request_id", None)  # a request's id is made in here: no two answers have the same
+    body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
     asked = _sampling_of(path, body)
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
                        ("min_tokens", MOST_TOKENS)):
@@ -61,7 +63,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
     adapter = asked.get("adapter", body.get("adapter"))
-    if adapter is not None:  # passed on, it would change nothing, and another model than was asked for would answer
+    if adapter is not None:  # forwarded, it would change nothing, and another model than the requested one would answer
         raise ApiError(f'adapter: {brief(adapter)} was given: name an adapter as the model ("model": "NAME")',
                        param="adapter", code="unsupported_value")
     for name in ("background", "previous_response_id"):
@@ -76,7 +78,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                            param=field, code="invalid_value")
     for name in ("messages", "tools"):
         try:
-            plain(body.get(name))  # an answer is recorded with them
+            plain(body.get(name))  # they are recorded with the answer
         except NotPlain as e:
             raise ApiError(f"{name}: {e.problem}", param=name, code="invalid_value") from e
     prompts = prompts if path == COMPLETIONS else None
@@ -98,7 +100,7 @@ def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a number as vLLM takes it, also from a text; 0 where it is none."""
+    """Return a number as vLLM reads it, also from a text; 0 if it is none."""
     try:
         return float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:
@@ -108,7 +110,7 @@ def _number(value: Any) -> float:
 
 
 def dumped(body: Mapping[str, Any]) -> bytes:
-    """Return a request as JSON. Raises ApiError for one that is nested too deeply."""
+    """Return a request as JSON. Raises ApiError if it is nested too deeply."""
     try:
         return orjson.dumps(body)
     except TypeError as e:
@@ -118,11 +120,11 @@ def dumped(body: Mapping[str, Any]) -> bytes:
 def completed(
     path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
 ) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """Return the request with the run's sampling where it says nothing; the longest answer where it does not say; and
-    what of the sampling its API has no field for.
+    """Return the request with the run's sampling as defaults; the longest answer if it names none; and the sampling for
+    which its API has no field.
 
-    The length is not written into the request: where less room is left it is what is left, and no error. `ids`: and
-    with token ids in the answer.
+    The length is not written into the request: with less room than that, the room is the limit, and it is no error.
+    `ids` asks for token ids in the answer.
     """
     unsaid: dict[str, Any] = {}
     if path not in _SAMPLED:
@@ -147,15 +149,15 @@ def completed(
 
 
 _NOT_SAID = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
-"""Defaults that no request is given: what is shown is its client's affair, length and adapter are the server's."""
+"""Defaults that a request never gets: its client decides about display, the server about length and adapter."""
 _SPOKEN = {MESSAGES: {"stop": "stop_sequences"}}
-"""What an API calls the sampling by another name."""
+"""Other names of sampling fields, by API."""
 _NO_FIELD = {
     RESPONSES: frozenset({"min_tokens"}),
     MESSAGES: frozenset({"seed", "min_p", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
                          "repetition_penalty"}),
 }
-"""Sampling that a request of this API can't ask for: the engine is told."""
+"""Sampling for which this API has no field: the engine gets it directly."""
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -163,13 +165,13 @@ _SCHEMAS = frozenset({
     "response_format", "structured_outputs", "structural_tag", "text", "tools", "functions", "output_format",
     "output_config",
 })
-"""Fields of whatever API that hold what a grammar is made of."""
+"""Fields of any API that hold parts of a grammar."""
 _SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, BATCH})
 """Routes that sample."""
 
 
 def _sampling_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return where a request has its sampling."""
+    """Return the part of a request that has its sampling."""
     if path != GENERATE:
         return body
     asked = body.setdefault("sampling_params", {})

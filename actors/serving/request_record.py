@@ -1,8 +1,8 @@
-"""What an engine generated for one HTTP request: exact token ids, logprobs and version spans, as experiences.
+"""Tokens that an engine generated for one HTTP request: exact ids, logprobs and version spans, as experiences.
 
-A request may ask the engine several times (a list of prompts, a loop over tools). Whatever API it came by, it is
-recorded where the engine is asked: the server sets `REQUEST` for each request, and who asks the engine for it (vLLM's
-own server by `engines/vllm/server.py`, or `small_api.py`) says so there.
+A request may ask the engine several times (a list of prompts, a loop over tools). Whatever its API, it is recorded
+where the engine is called: the server sets `REQUEST` for each request, and the caller of the engine (vLLM's own server
+by `engines/vllm/server.py`, or `small_api.py`) reports there.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ __all__ = ["REQUEST", "RequestRecord"]
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """See the module, and `Recording`. `model` is the run's; `body` what the client asked."""
+    """Record of one request, a `Recording`. `model` is the run's, `body` the client's request."""
 
     model: Model
     body: Mapping[str, Any]
     failed_with: Callable[[EngineError], None]
     kept: bool
-    """The model keeps the answers."""
+    """True if the model keeps the answers."""
     wanted: bool = True
     chat: bool
-    """Its prompt is made of messages by the chat template."""
+    """True if the chat template makes its prompt from messages."""
     longest: int | None = None
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     adapter: str = ""
     number: int = 0
     rendered: str | None = None
-    """The prompt as the chat template gave it."""
+    """The prompt as the chat template returned it."""
     generations: list[Generation] = field(default_factory=list)
     failed: EngineError | None = None
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling that counts where the client says nothing."""
+        """The sampling that applies if the client says nothing."""
         return Sampling(adapter=self.adapter, max_tokens=self.longest or Sampling().max_tokens)
 
     @property
@@ -58,12 +58,12 @@ class RequestRecord:
         if not (self.chat and self.kept):
             return ids
         text = rendered()
-        if self.model.encode(text) != ids:  # a text that does not give these ids again says nothing of them
+        if self.model.encode(text) != ids:  # a text that does not encode to these ids again says nothing about them
             return ids
         return self.exact(text) or ids
 
     def exact(self, text: str) -> list[int] | None:
-        """Return the same for a text that gives a prompt's ids; None where it does not go on."""
+        """Return the same for a text that encodes to a prompt's ids; None if it does not continue it."""
         if not (self.chat and self.kept):
             return None
         self.rendered = text
@@ -81,12 +81,12 @@ class RequestRecord:
         return asked
 
     def fail(self, error: EngineError) -> None:
-        if self.failed is None:  # the first error is the one to tell
+        if self.failed is None:  # the first error is the one to report
             self.failed = error
             self.failed_with(error)
 
     def complete(self) -> bool:
-        """Return True if everything that the engine was asked so far is answered."""
+        """Return True if every call of the engine so far is answered."""
         return bool(self.generations) and all(g.completions is not None for g in self.generations)
 
     def experiences(self) -> list[Experience]:
@@ -113,4 +113,4 @@ class RequestRecord:
 
 
 REQUEST: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request", default=None)
-"""The request that the engine is asked for now."""
+"""The request for which the engine is called now."""

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 __all__ = ["application"]
 
 _LEAST = -9999.0
-"""The logprob that OpenAI gives for a token that could not come; JSON has no infinity."""
+"""OpenAI's logprob for a token that could not occur; JSON has no infinity."""
 
 
 async def application(engine: Engine, name: str) -> Any:
-    """Return the ASGI application of an engine, whose model clients call `name`."""
+    """Return the ASGI application of an engine whose model has this `name` for clients."""
     server = _SmallServer(engine, name)
     return make_app([
         ("/v1/models", "GET", server.models), ("/version", "GET", server.version), ("/ping", "GET", server.nothing),
@@ -67,7 +67,7 @@ class _SmallServer:
         self.engine, self.name, self._created = engine, name, int(time.time())
 
     def told(self, handler: Callable[[dict[str, Any], RequestRecord], Coroutine[Any, Any, Response]]) -> Any:
-        """Return a handler of a request's body and record; what it raises is an answer in OpenAI's form."""
+        """Return a handler of a request's body and record; its errors are answers in OpenAI's form."""
 
         async def answered(request: Request) -> Response:
             record = REQUEST.get()
@@ -191,7 +191,7 @@ class _SmallServer:
         try:
             return list(await asyncio.gather(*asking))
         finally:
-            for task in asking:  # gather leaves the others running, and their requests with them
+            for task in asking:  # gather leaves the others running, with their requests
                 task.cancel()
 
     async def _chunks(
@@ -224,10 +224,10 @@ class _SmallServer:
 
 # --- answers --------------------------------------------------------------------------------------------------------
 class _Answer:
-    """The answer to a request to chat or completions, whole or in chunks.
+    """The answer to a chat or completions request, whole or in chunks.
 
     `shown`: with logprobs; `ids`: with token ids; `named_by_id`: tokens are called `token_id:N` in logprobs; `usage`: a
-    stream tells it at its end.
+    stream reports it at its end.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Answer:
         return {**head, "choices": choices, "usage": _usage(*self._used)}
 
     def chunk(self, new: Completion, index: int, new_prompt: bool = True) -> bytes:
-        """Return what is new of an answer in a stream."""
+        """Return the new part of an answer in a stream."""
         said: dict[str, Any] = {"delta": {"content": new.text}} if self.chat else {"text": new.text}
         body, choice = dict(self._head), {"index": index, **said, **self._choice(new, self._offsets.get(index, 0))}
         if index not in self._begun:
@@ -316,7 +316,7 @@ def _entry(token: int, logprob: float) -> dict[str, Any]:
 
 
 def _rows(c: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """Return each token with its logprob and the likeliest ones there."""
+    """Return each token with its logprob and the likeliest alternatives."""
     return list(zip(c.token_ids, c.logprobs or [], c.top_logprobs or [[] for _ in c.token_ids], strict=True))
 
 
@@ -325,7 +325,9 @@ def _usage(prompt: int, response: int) -> dict[str, int]:
 
 
 async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
-    """Return server-sent events, once the first is there: what fails before has its status, else it is the last one."""
+    """Return server-sent events, once the first exists: an earlier failure has its status, a later one is the last
+    event.
+    """
     from starlette.responses import StreamingResponse
 
     first = await anext(chunks)

@@ -1,4 +1,4 @@
-"""Requests to the small API of an engine (`small_api.py`), read: sampling, prompts, messages. Pure."""
+"""Parser of requests to the small API of an engine (`small_api.py`): sampling, prompts, messages. Pure."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TEMPLATES_OWN = frozenset({
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })
-"""What the server itself says to a chat template."""
+"""Arguments of a chat template that the server itself sets."""
 
 
 def check_fields(body: Any) -> None:
-    """Refuse what would change an answer and is not honoured. Raises ApiError, as all of these."""
+    """Refuse fields that would change an answer and are not supported. Raises ApiError, as all functions here."""
     if not isinstance(body, dict):
         raise wrong("sampling_params", body, "an object")
     for name, fine in _REFUSED.items():
@@ -43,7 +43,7 @@ def check_fields(body: Any) -> None:
 
 
 def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> Sampling:
-    """Return `sampling` as it is asked for; the first of `lengths` that is given is the longest answer."""
+    """Return `sampling` with the request's values; the first of `lengths` that it has is the longest answer."""
     for name in (*SHARED, "top_k", "stop"):
         if body.get(name) is not None:
             sampling = merged_into(sampling, {name: body[name]}, name)
@@ -56,7 +56,7 @@ def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> S
 
 
 def merged_into(base: Sampling, chosen: dict[str, Any], name: str) -> Sampling:
-    """Return `base` with what the field `name` asked for."""
+    """Return `base` with the value of the field `name`."""
     try:
         return merged(base, chosen, DataError, "the request")
     except DataError as e:
@@ -98,7 +98,7 @@ def prompts_of(given: Any) -> list[str | list[int]]:
 
 
 def ids_of(name: str, given: Any) -> list[int]:
-    """Return token ids that the field `name` gives."""
+    """Return the token ids of the field `name`."""
     if not isinstance(given, list) or not given or not all(type(t) is int and 0 <= t < 2**31 for t in given):
         raise wrong(name, given, "a list of token ids" if name != "prompt" else "a text or a list of token ids, or "
                      "several of them")
@@ -106,14 +106,14 @@ def ids_of(name: str, given: Any) -> list[int]:
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them."""
+    """Return messages in the form of chat templates."""
     if not isinstance(given, list) or not given:
         raise wrong("messages", given, "a list of one message or more")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
-    """Return a message as chat templates expect it: its content a text, the arguments of tool calls an object."""
+    """Return a message in the form of chat templates: its content a text, the arguments of tool calls an object."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise wrong(where, given, "an object with a role and a content", param="messages")
     message = {name: value for name, value in given.items() if value is not None}
@@ -136,6 +136,6 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(orjson.JSONDecodeError):  # what a model wrote need not be JSON: it stays as it is then
+        with contextlib.suppress(orjson.JSONDecodeError):  # a model need not write JSON: other text stays as it is
             function["arguments"] = orjson.loads(function["arguments"] or "{}")
     return {**call, "function": function}

@@ -1,7 +1,7 @@
-"""What an auxiliary model's runner answers beside vLLM's API: token ids and logprobs as they are, for `RemoteEngine`.
+"""Routes of an auxiliary model's runner beside vLLM's API: exact token ids and logprobs, for `RemoteEngine`.
 
-Why not `/inference/v1/generate`: docs/DECISIONS.md. Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}` gives
-`{"completions": [...]}`, and `{"token_ids": [...], "temperature": t}` gives `{"logprobs": [...]}`.
+Why not `/inference/v1/generate`: docs/DECISIONS.md, 105. Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}`
+returns `{"completions": [...]}`, and `{"token_ids": [...], "temperature": t}` returns `{"logprobs": [...]}`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ask = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
 def token_id_routes(engine: Engine) -> dict[str, Ask]:
-    """Return, by path, what makes an answer of the body of a `POST /engine/generate` or `/engine/logprobs`."""
+    """Return, by path, the function that answers the body of a `POST /engine/generate` or `/engine/logprobs`."""
 
     async def generate(given: dict[str, Any]) -> dict[str, Any]:
         sampling = merged(Sampling(), given["sampling"], DataError, "the request")
