@@ -1,19 +1,18 @@
 """Does anything get lost when hosts die and networks fail? Several hosts, random faults, then an account from the log.
 
-Each host is a network namespace of this machine with an address and processes of its own, made by
-`tests/helpers/namespaces.py`; PostgreSQL is reached over TCP. Two can lead: their launcher says `trinity-es up
---standby` again and again; the others say `trinity-es join`. A trainer on one of these keeps batches in flight on the
-ScriptedEngine, and goes on elsewhere when its host dies. Faults come one after the other, seeded: a host killed, with
-its network or without, and started again later; a link away for up to 20 s, or packets lost one way; hosts that join,
-are drained, get SIGTERM; a runner, a guardian, a host agent, a coordinator killed; the host of the head killed, or its
-link away, so that the other leads; PostgreSQL stopped as by a crash and started. Now and then one comes while another
-goes on.
+Each host is a network namespace of this machine with its own address and processes (`tests/helpers/namespaces.py`);
+PostgreSQL is reached over TCP. Two hosts can lead: their launchers repeat `trinity-es up --standby`; the others run
+`trinity-es join`. A trainer on one of the joined hosts keeps batches in flight on the ScriptedEngine, and moves to
+another one when its host dies. Seeded faults come one after the other, some during another one: a host is killed, with
+or without its network, and started again later; a link is down for up to 20 s, or loses packets in one direction; hosts join, are
+drained, get SIGTERM; a runner, a guardian, a host agent or a coordinator is killed; the head's host is killed or loses
+its link, so that the other leads; PostgreSQL crashes and is restarted.
 
-At the end the log is compared with what the trainer was told, as `benchmarks.chaos` does, and asked for more: was
-anything accepted of an epoch that was over, was an attempt blamed for the loss of a host, was each loss known in 20 s
-(`hosts.timeout` is 15 s by default), did hosts do as much as before while another was away, did each have its share of
-the work, and were all its places busy. `python -m benchmarks.chaos_hosts [--faults 30] [--seed 0] [--json FILE]`. Exit
-code 1 when a promise broke, 0 with the reason where namespaces can't be made.
+At the end the log is compared with the trainer's results, as in `benchmarks.chaos`. It must also show that nothing was
+accepted of an epoch that was over, that no attempt was blamed for the loss of a host, that each loss was noticed within
+20 s (`hosts.timeout` is 15 s by default), that hosts worked as fast as before while another was away, that each had its
+share of the work, and that all its places were busy. `python -m benchmarks.chaos_hosts [--faults 30] [--seed 0]
+[--json FILE]`. Exit code 1 if a promise broke, 0 with the reason if namespaces can't be made.
 """
 
 from __future__ import annotations

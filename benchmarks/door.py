@@ -58,7 +58,7 @@ MORE: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_token_ids
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
 def servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
-    """A process with an engine and its servers: tells where they are, ends when it is told anything."""
+    """Run an engine and its servers in a process: send their addresses, and end at the first message."""
     if uvloop:
         import uvloop as fast
 
@@ -97,7 +97,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
-    """The runner's server and the proxy of a system in mode `serve`: (url, key) of each."""
+    """Return (url, key) of the runner's server and of the proxy of a system in mode `serve`."""
     file = folder / "config.yaml"
     rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
     file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
@@ -123,7 +123,7 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
 
 # --- the client -------------------------------------------------------------------------------------------------------
 def client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
-    """A process that asks: gets (url, key, model, number, more fields), tells (seconds, its own seconds of a core)."""
+    """Run a client in a process: it gets (url, key, model, number, more fields), and sends (seconds, CPU seconds)."""
     import uvloop
 
     while (asked := pipe.recv()) is not None:
@@ -217,7 +217,7 @@ def main() -> int:
 
 
 def wait_until_idle() -> None:
-    """Wait until what the one before left to do is done: the log of a system is written, its runs are finalized."""
+    """Wait until the work of the previous case is done: the system's log is written, its runs are finalized."""
     deadline = time.monotonic() + 30
     time.sleep(0.3)
     while psutil.cpu_percent(0.5) > 5:
@@ -226,7 +226,7 @@ def wait_until_idle() -> None:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """What a process has computed, without those that it started: vLLM's engine is one of them."""
+    """Return the CPU seconds of a process without its children, which include vLLM's engine."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
@@ -235,7 +235,7 @@ def told(
     options: argparse.Namespace, rounds: int, speeds: dict[str, list[float]], shares: dict[str, list[float]],
     cores: dict[str, list[float]], watch: Watch,
 ) -> int:
-    """Print the figures. CPU time is steadier than the clock's where others compute on the same cores."""
+    """Print the figures. CPU time is steadier than wall time if other processes use the same cores."""
     figures: dict[str, Any] = about(watch) | {
         "connections": options.connections, "tokens": options.tokens, "uvloop": options.uvloop, "speeds": speeds,
         "server_ms": {name: cores[name] for name in OF_ONE_PROCESS},

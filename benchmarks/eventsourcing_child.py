@@ -24,7 +24,7 @@ def id_of(name: str) -> UUID:
 
 
 class Stream(Aggregate):  # type: ignore[misc]  # as above
-    """A stream; all that it keeps is its last event and how many of each type there were."""
+    """A stream that keeps only its last event and the number of events by type."""
 
     def __init__(self, name: str, kind: str, data: dict[str, Any]) -> None:
         self.name, self.last, self.counts = name, data, {kind: 1}
@@ -46,7 +46,7 @@ class Child:
         self.environment: dict[str, str] = {}
 
     def append(self, environment: dict[str, str], size: int, events: int) -> dict[str, float]:
-        """Write a new store, so many events a transaction; the seconds of that."""
+        """Write a new store, so many events a transaction; return the seconds."""
         self.environment = environment
         application, streams = Application(env=environment), dict[str, Stream]()
         started = time.perf_counter()
@@ -64,7 +64,7 @@ class Child:
         return {"seconds": seconds}
 
     def replay(self, events: int) -> dict[str, float]:
-        """Make every batch's aggregate again from its events."""
+        """Rebuild every batch's aggregate from its events."""
         names = list(dict.fromkeys(name for name, _, _ in self.run[:events] if name.startswith("batch/")))
         application = Application(env=self.environment)
         started = time.perf_counter()
@@ -74,7 +74,7 @@ class Child:
         return {"seconds": seconds, "events": folded}
 
     def check(self, events: int) -> dict[str, int]:
-        """Count the events that are there with the right type and data, stream by stream."""
+        """Count the events that have the right type and data, stream by stream."""
         streams: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for name, kind, data in self.run[:events]:
             streams.setdefault(name, []).append((kind, data))

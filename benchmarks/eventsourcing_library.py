@@ -37,11 +37,11 @@ GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
 """Events of one repeat, by the size of a group."""
 REPEATS, AHEAD = 7, 1.0
 PATIENCE = 120
-"""Seconds that one answer of the library's process may take."""
+"""Time limit in seconds for one answer of the library's process."""
 
 
 def environment() -> Path:
-    """Return the Python that has the library; made where it is not there yet. Raises CalledProcessError."""
+    """Return the Python with the library; make it first if it does not exist. Raises CalledProcessError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trinity_es" / f"{PINS[0].replace('==', '-')}-python{sys.version_info[0]}.{sys.version_info[1]}"
     python, ready = folder / "bin" / "python", folder / "ready"
@@ -67,7 +67,7 @@ class Library:
             raise SystemExit("the library's process has not read the whole run")
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Have it do something, and return its answer."""
+        """Send it a command, and return its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{json.dumps(order)}\n")
@@ -87,7 +87,7 @@ class Library:
 
 
 def variables(url: str) -> dict[str, str]:
-    """Return what tells the library to keep its events there."""
+    """Return the settings that make the library keep its events there."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return {"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": str(parsed.database)}
@@ -103,7 +103,7 @@ def variables(url: str) -> dict[str, str]:
 def measure(
     places: Databases, kind: str, library: Library, run: list[Appended], size: int, repeats: int
 ) -> tuple[Row, Row]:
-    """Measure appends in groups of this size on one database, and the replay of what they wrote."""
+    """Measure appends in groups of this size on one database, and the replay of these events."""
     groups, events = groups_of(run, size), len(run)
     replayed: dict[str, list[float]] = {"ours": [], "theirs": []}
 

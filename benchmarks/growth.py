@@ -44,7 +44,7 @@ OPERATORS = [{"name": "grpo"}]
 
 
 def system(stack: ExitStack, places: int = 8, **more: Any) -> Bench:
-    """Start a system that is ended with `stack`, and warm it up."""
+    """Start a system that ends with `stack`, and warm it up."""
     bench = stack.enter_context(Bench(places, "power", OPERATORS, **more))
     for _ in range(5):
         bench.one(8)
@@ -78,7 +78,7 @@ def in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict
 
 @contextmanager
 def log_of(events: int) -> Iterator[str]:
-    """Give the URL of a log of so many old events."""
+    """Return the URL of a log with so many old events."""
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         config = config_in(Path(folder), runners=1, places=8)
         Path(config.store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True)
@@ -103,7 +103,7 @@ def long_log(part: int, events: int, verify: bool) -> list[Row]:
 
 
 def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
-    """Measure beside batches that are open."""
+    """Measure with other batches open."""
     rows = []
     for count in counts[1:]:
         with ExitStack() as stack:
@@ -121,7 +121,7 @@ def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def places(counts: Sequence[int]) -> list[Row]:
-    """Measure tasks a second of a place."""
+    """Measure tasks per second and place."""
     with ExitStack() as stack:
         systems = {str(n): system(stack, n) for n in counts}
         found = in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
@@ -135,7 +135,7 @@ def places(counts: Sequence[int]) -> list[Row]:
 
 
 def engines(part: int, counts: Sequence[int]) -> list[Row]:
-    """Measure with many engines of others."""
+    """Measure with many third-party engines."""
     from benchmarks.stand_ins import model_folder, stand_ins
 
     rows = []
@@ -154,7 +154,7 @@ def engines(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def hosts(quick: bool) -> list[Row]:
-    """Measure what a task costs the coordinator with hosts that joined."""
+    """Measure the coordinator's cost of a task with joined hosts."""
     from benchmarks.scale_real import measured
     from tests.helpers.hosts import KEY
 

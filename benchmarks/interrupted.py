@@ -35,9 +35,9 @@ from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 STEP_SECONDS = 30.0
-"""No step of the demo takes longer; a run that stands still for so long is given up."""
+"""Time limit of a step of the demo; a run without progress for so long is given up."""
 LOAD_SECONDS = 180.0
-"""... and while its engine loads for so long."""
+"""The same limit while its engine loads."""
 
 
 def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
@@ -47,7 +47,7 @@ def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
 
 
 def submitted(config: Config) -> int:
-    """Train steps in the log so far."""
+    """Return the number of train steps in the log."""
     try:
         with trinity_es.open_log(config.store.url) as log:
             return sum(b.batch_type == "train" for b in log.batches())
@@ -56,7 +56,7 @@ def submitted(config: Config) -> int:
 
 
 def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> None:
-    """Until this step is in the log. Raises RuntimeError where the run ended or stood still before."""
+    """Wait until this step is in the log. Raises RuntimeError if the run ends or makes no progress."""
     first = seen = submitted(config)
     since = time.monotonic()
     while (now := submitted(config)) < step:
@@ -70,7 +70,7 @@ def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> 
 
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
-    """kill -9 of everything at once; how many processes that were."""
+    """kill -9 of everything at once; return the number of processes."""
     kept = running_system.keeper(config)
     everybody = {psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True),
                  *leftovers(config), *([psutil.Process(kept)] if kept else [])}
@@ -83,7 +83,7 @@ def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
 
 
 def account(config: Config) -> dict[str, Any]:
-    """What the log tells of a run."""
+    """Figures of a run, from its log."""
     with trinity_es.open_log(config.store.url) as log:
         trained = [int(r.stream.split("/")[1]) for r in log.read(types=["BatchTrained"])]
         finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
@@ -102,7 +102,7 @@ def account(config: Config) -> dict[str, Any]:
 
 
 def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tuple[int, float]]) -> dict[str, Any]:
-    """One run of the demo in `folder`, killed at each of `moments`: (step, seconds after it was submitted)."""
+    """Run the demo in `folder`, and kill it at each of `moments`: (step, seconds after its submit)."""
     began, killed = time.monotonic(), []
     first = ["demo", "--dir", folder, "--steps", steps, "--seed", seed, "--engine", engine, "--json"]
     path = folder / "config.yaml"
@@ -130,11 +130,11 @@ def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tupl
 
 SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_finished", "finished_twice", "complaints",
         "evals")
-"""What must not differ."""
+"""Figures that must not differ."""
 
 
 def compare(*, steps: int, kills: int, seed: int, engine: str) -> dict[str, Any]:
-    """Both runs, one after the other, and what differs."""
+    """Run both, one after the other, and compare them."""
     chance = random.Random(seed)
     moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
@@ -147,7 +147,7 @@ def compare(*, steps: int, kills: int, seed: int, engine: str) -> dict[str, Any]
 
 
 def table(found: dict[str, Any]) -> str:
-    """Both accounts side by side."""
+    """Return both accounts side by side."""
     lines = [f"{'':<26}{'undisturbed':>16}{'killed, resumed':>18}"]
 
     def row(name: str, tell: Any) -> None:

@@ -54,7 +54,7 @@ class KnownSystem:
         raise SystemExit(f"the known system ended with exit code {self.process.wait()}")
 
     def one(self, tasks: int, seconds: float, tokens: int, runs: int) -> float:
-        """Return the seconds from submit to the return of finalize; what is delivered is checked."""
+        """Return the seconds from submit to the return of finalize; the delivered experiences are checked."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{tasks} {seconds} {tokens} {runs}\n")
         self.process.stdin.flush()
@@ -69,7 +69,7 @@ class KnownSystem:
 
 @contextmanager
 def known_system(places: int) -> Iterator[KnownSystem | None]:
-    """Give the known system with so many runners while the block runs; None where there is none."""
+    """Give the known system with so many runners during the block; None if it is not installed."""
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return

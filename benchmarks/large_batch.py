@@ -54,7 +54,7 @@ def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.Rollout
 
 
 def large(tasks: int, evals: bool) -> dict[str, float]:
-    """Run one batch in a new system, and check what came of it."""
+    """Run one batch in a new system, and check its result."""
     with system(1) as (config, client):
         coordinator = coordinator_of(client)
         before = resident(coordinator)
@@ -82,7 +82,7 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
 
 
 def resident(pid: int, what: str = "VmRSS") -> float:
-    """Return MB of a process; `VmHWM`: the most that it ever had."""
+    """Return MB of a process; `VmHWM`: its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
 
@@ -93,7 +93,7 @@ def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
 
 
 def idle(seconds: float) -> dict[str, Any]:
-    """Look at a system that has nothing to do."""
+    """Measure an idle system."""
     with system(RUNNERS) as (_, client):
         time.sleep(min(10.0, seconds))  # until what its start left to do is done
         members = members_of(client)

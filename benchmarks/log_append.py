@@ -74,7 +74,7 @@ def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
 
 
 def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
-    """Write a new log; returns the seconds of the appends alone."""
+    """Write a new log; return the seconds of the appends alone."""
     with EventLog.open(url, create=True, durability="power", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", _owner(groups))
         started = time.perf_counter()
@@ -84,7 +84,7 @@ def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
 
 
 def _owner(groups: Sequence[Sequence[Write]]) -> dict[str, Any]:
-    """Return the owner of the lease that the events speak of."""
+    """Return the owner of the lease in the events."""
     started = next(e for writes in groups for w in writes for e in w.events if isinstance(e, CoordinatorStarted))
     return {"pid": started.pid, "host": started.host}
 
@@ -109,16 +109,16 @@ def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) ->
 
 
 class Inserts(Protocol):
-    """A driver's own way to a table of the shape of the log's."""
+    """Driver-level access to a table with the log's columns."""
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert them in one transaction; durable when it returns."""
+        """Insert the rows in one transaction; return when they are durable."""
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
-        """Return all that is there, in order."""
+        """Return all rows, in order."""
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
 
 
 _COLUMNS = [column.name for column in schema.events.columns]
@@ -197,7 +197,7 @@ def digest(rows: Iterable[tuple[Any, ...]]) -> str:
 
 
 def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> float:
-    """Insert all rows, so many in a transaction; returns the seconds. Checks that they are there."""
+    """Insert all rows in transactions of this size, and check them; return the seconds."""
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         driver.insert(rows[first : first + size])

@@ -19,7 +19,7 @@ from trinity_es.events.store.database.urls import parse_url
 AT_ONCE = 100
 """Copies in one transaction."""
 _NUMBERED = {"BatchSubmitted": ("batch_id",), "BatchFinalized": ("result", "batch_id"), "BatchTrained": ("step",)}
-"""Where an event has the number of its batch."""
+"""Path of the batch's number in an event."""
 _MOVED = {
     "es_stream": {"stream": "batch"},
     "rm_batch": {"stream": "batch", "batch_id": "number", "trained_step": "number", "first_position": "position",
@@ -27,11 +27,11 @@ _MOVED = {
     "rm_delivery": {"stream": "batch", "batch_id": "number", "position": "position"},
     "rm_use": {"stream": "batch", "step": "number", "position": "position"},
 }
-"""What is moved on in the rows of each table, by column."""
+"""Columns of each table whose values are shifted."""
 
 
 def lengthen(url: str, events: int) -> int:
-    """Copy a log whose streams are batches, numbered from 1 on, until it has so many events; return how many it has."""
+    """Copy a log whose streams are batches, numbered from 1 on, until it has so many events; return their number."""
     with closing(sqlite3.connect(str(parse_url(url).database), isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=OFF")

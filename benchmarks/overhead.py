@@ -1,18 +1,17 @@
 """What does the whole system cost over the bare engine? The same prompts through vLLM alone and through trinity_es.
 
-Two engines of the same settings are up, each in a process of its own: one is vLLM's own `AsyncLLM`, called with token
-ids; the other is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the
+Two engines have the same settings, each in a process of its own: one is vLLM's own `AsyncLLM`, called with token ids;
+the other is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the
 `single_turn` workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in
-turn, so that a machine whose speed drifts drifts for both; the engine that waits is idle, and who goes first changes
-from pair to pair. Where there are two cores or more, vLLM's worker of each engine has the last one to itself, and all
-else of both sides the others: without that one and the same engine's speed varies by half, by where Linux puts its
-three processes, of which two wait by looking again and again. The figure is the median over the pairs of the ratio of
-tokens per second, with its range, its quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of
-the pairs (bootstrap, fixed seed).
+turn, so that a drift of the machine's speed affects both; the waiting engine is idle, and each pair swaps which goes
+first. With two cores or more, both engines' vLLM workers are pinned to the last core, and all other processes to the
+rest: otherwise the speed of one engine varies by half, depending on where Linux puts its three processes, two
+of which busy-wait. The figure is the median over the pairs of the ratio of tokens per second, with its range, its
+quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
 
-The cases, each pair after pair: `single`, one turn and several runs a task; `conversation`, four turns of a quarter of
-the tokens each, after each of which the user goes on; `door`, where the workflow of `single` asks its runner over HTTP
-with the OpenAI client, as an agent does. Before it prints: every run has all of its tokens, and the log is sound.
+The cases are `single`, one turn and several runs a task; `conversation`, four turns of a quarter of the tokens each,
+with a user's message after each; and `door`, in which the workflow of `single` asks its runner over HTTP with the
+OpenAI client, as an agent does. It first checks that every run has all of its tokens and that the log is sound.
 
 `python -m benchmarks.overhead [CASE ...] [--json FILE] [--quick] [--model DIR]`. Without a model a tiny one is made.
 """

@@ -40,7 +40,7 @@ REPEATS, ROUNDS = 11, 3
 """Measurements, and reads of the batch in each."""
 AIM, STORED_AIM = 0.7, 1.3
 BYTES = 4
-"""What a token and a logprob take at least."""
+"""Minimum bytes of a token and of a logprob."""
 
 
 class Store:
@@ -57,11 +57,11 @@ class Store:
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
     def read(self, digests: Sequence[str]) -> int:
-        """Read these files; returns their bytes."""
+        """Read these files; return their bytes."""
         return sum(len(self.path(d).read_bytes()) for d in digests)
 
     def read_checked(self, digests: Sequence[str]) -> int:
-        """Read these files and check that each is what its name says; returns their bytes."""
+        """Read these files and check each against the digest in its name; return their bytes."""
         size = 0
         for digest in digests:
             data = self.path(digest).read_bytes()
@@ -76,7 +76,7 @@ def reward_of(task: int) -> float:
 
 
 def check_advantages(found: Sequence[Experience]) -> None:
-    """See that each has the advantage that the pipeline gives a task of one run."""
+    """Check that each has the advantage that the pipeline gives a task of one run."""
     for e in found:
         assert e.advantages is not None  # `check_experiences` has seen it
         if not np.array_equal(e.advantages, np.full(len(e.advantages), e.reward / (1 + 1e-6), np.float32)):
@@ -89,7 +89,7 @@ def numbers_of(count: int, tokens: int) -> int:
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Run one batch through the system, and read it in turn."""
+    """Run one batch through the system, and read it in each way in turn."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)

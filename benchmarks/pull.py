@@ -37,7 +37,7 @@ FILES = 4
 
 
 def head(folder: str, pipe: Connection) -> None:
-    """Give a folder to whoever asks, and one file of it over a plain socket."""
+    """Serve a folder, and one file of it over a plain socket."""
     def hello(said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
         answer(Admission(folder=folder))
 

@@ -1,9 +1,9 @@
-"""How soon does it go on? A dead coordinator under load, and a start on logs of different age.
+"""How long does a recovery take? After a coordinator's death under load, and at a start on logs of different age.
 
-- `coordinator`: 8 runners busy on tasks of 5 s, the coordinator killed with SIGKILL again and again: from its death to
-  the next TasksDispatched of its successor, by the log's clock; and how many of the running tasks were run again.
-- `history`: a log with 1 thousand and one with 1 million old events, in turn: from the start of the system to the first
-  dispatch, `rounds` times each; the ratio of the medians. Recovery reads what is open, not what has ever been.
+- `coordinator`: 8 runners work on tasks of 5 s and the coordinator is killed with SIGKILL repeatedly. Measures the time
+  from its death to its successor's next TasksDispatched, by the log's clock, and how many running tasks were run again.
+- `history`: starts on a log with 1 thousand and one with 1 million old events, in turn, `rounds` times each. Measures
+  the time from the start to the first dispatch, as a ratio of medians: recovery reads only what is still open.
 
 `python -m benchmarks.recovery [coordinator] [history] [--kills 20] [--events 1000000] [--rounds 5] [--json FILE]`
 """

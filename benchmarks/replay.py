@@ -44,13 +44,13 @@ _DATA, _METADATA = 5, 6
 
 
 class Floor:
-    """Reads the rows of a log by its driver alone."""
+    """Reader of a log's rows through the database driver alone."""
 
     def __init__(self, kind: str, url: str) -> None:
         self.kind, self.url = kind, url
 
     def __call__(self) -> int:
-        """Return how many rows were read and decoded."""
+        """Return the number of rows that were read and decoded."""
         if self.kind == "sqlite":
             with closing(sqlite3.connect(str(parse_url(self.url).database))) as lite:
                 return self._read(lite.execute(_ALL))
@@ -70,7 +70,7 @@ class Floor:
 
 
 def replay_all(url: str) -> int:
-    """Replay every batch, and check each state; returns the events that were folded."""
+    """Replay every batch, and check each state; return the number of folded events."""
     folded = 0
     with open_log(url) as log:
         for row in log.batches():
@@ -83,7 +83,7 @@ def replay_all(url: str) -> int:
 
 
 def check_results(url: str) -> int:
-    """See that every final result is what the events before it give; returns how many there are."""
+    """Check that every final result follows from the events before it; return their number."""
     with open_log(url) as log:
         ended = [row.batch_id for row in log.batches() if row.state in ("finalized", "aborted")]
         for batch_id in ended:
@@ -94,7 +94,7 @@ def check_results(url: str) -> int:
 
 
 def tables(url: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every read model, in an order of its own."""
+    """Return all rows of all read models, sorted."""
     with EventLog.open(url, read_only=True) as log:
         def read(connection: Any) -> dict[str, list[tuple[Any, ...]]]:
             names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
@@ -105,13 +105,13 @@ def tables(url: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def rebuild(url: str) -> int:
-    """Make the read models again; returns the events applied."""
+    """Rebuild the read models; return the number of applied events."""
     with EventLog.open(url, projectors=projectors()) as log:
         return log.rebuild()
 
 
 def verify(url: str) -> int:
-    """Verify everything; returns the events that were checked. Ends the benchmark where the log is not sound."""
+    """Verify everything; return the number of checked events. Ends the benchmark if the log is not sound."""
     found = verify_log(url)
     if found.problems:
         raise SystemExit(f"{found.url} is not sound: {found.problems[0]}")

@@ -139,7 +139,7 @@ class EngineThread:
 
     @property
     def runs_wait(self) -> str:
-        """What runs wait for outside of the system, as they or the engine report it; empty if nothing."""
+        """External event that runs wait for, as they or the engine report it; empty if none."""
         return self.played.waits() or getattr(self.engine, "runs_wait", "")
 
     @property

@@ -1,4 +1,4 @@
-"""Every key that a user may set: `Config`, read from a file with `load_config` and checked whole."""
+"""The user's config: `Config`, read from a file with `load_config` and checked whole."""
 
 from trinity_es.config.config import Config, load_config
 

@@ -1,6 +1,6 @@
-"""Arguments that a config gives to a workflow, a reward or a trainer, against what these take.
+"""Check of a config's arguments for a workflow, a reward or a trainer against their parameters.
 
-A wrong one is known without an engine: it is refused before one loads.
+It needs no engine, so a wrong argument is refused before one loads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["call_problems", "reward_problems", "workflow_problems"]
 def workflow_problems(
     key: str, workflow: Any, args: Mapping[str, Any], importing: Callable[[str, str], list[str]]
 ) -> list[str]:
-    """Return what is wrong with the `workflow_args` at `key`, a line each.
+    """Return the problems of the `workflow_args` at `key`, a line each.
 
-    `importing(key, name)` says what is wrong with a "module:name".
+    `importing(key, name)` returns the problems of a "module:name".
     """
     takes = workflow.taken_args() if hasattr(workflow, "taken_args") else None
     if takes is None:
@@ -36,15 +36,15 @@ def workflow_problems(
 
 
 def reward_problems(key: str, reward: Any, args: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the `reward_fn_args` at `key`, a line each."""
-    own = {name: value for name, value in args.items() if name != "grader_timeout"}  # it is any reward's
+    """Return the problems of the `reward_fn_args` at `key`, a line each."""
+    own = {name: value for name, value in args.items() if name != "grader_timeout"}  # any reward takes it
     return call_problems(key, reward, own)
 
 
 def call_problems(key: str, called: Any, args: Mapping[str, Any], *, first: int = 0) -> list[str]:
-    """Return which of the arguments at `key` this has no parameter for, a line each.
+    """Return the arguments at `key` for which this callable has no parameter, a line each.
 
-    `first`: how many parameters are given by position. What has no signature is not looked at.
+    `first` is the number of positional parameters. A callable without a signature is not checked.
     """
     try:
         parameters = list(inspect.signature(called).parameters.values())

@@ -1,14 +1,13 @@
 """The config: one YAML file, checked whole before anything starts.
 
-`load_config` reads a file (and `--set a.b=c` overrides), `Config.from_dict` a dict; both give a frozen `Config` in
-which every default is filled in, every path is absolute and every `${oc.env:NAME}` resolved, or one `ConfigError` that
-lists all problems, a line each.
-An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
-and names that must be importable. What keys mean is said once, in `trinity_es.actors.config`; docs/CONFIG.md is printed
-from it (`python -m trinity_es.config.config_docs > docs/CONFIG.md`).
+`load_config` reads a file (with `--set a.b=c` overrides), `Config.from_dict` a dict. Both return a frozen `Config` with
+every default filled in, every path absolute and every `${oc.env:NAME}` resolved, or raise one `ConfigError` that lists
+all problems, a line each. An unknown key is refused, with the nearest known one. `check()` checks what depends on the
+machine: files, and names to import. `trinity_es.actors.config` documents the keys, and docs/CONFIG.md is printed from
+it (`python -m trinity_es.config.config_docs > docs/CONFIG.md`).
 
-**Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
-`--set`; those of a `from_dict` without a folder are relative to the working directory.
+**Relative paths are relative to the folder of the config file**, wherever the command runs, also in `--set`. Those of a
+`from_dict` without a folder are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ RENAMED = {
     "explorer.places": "it is explorer.max_concurrency now",
     "hosts.tls": "hosts speak TLS by themselves, leave it out",
 }
-"""Keys of earlier releases, and what stands in their place."""
+"""Keys of earlier releases, and their replacements."""
 
 
 class Config(RunConfig):
@@ -62,16 +61,16 @@ class Config(RunConfig):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
-        """Return the config that this dict says; relative paths are relative to `folder` (default: the working
-        directory). `${oc.env:NAME}` in its texts is resolved as in a file.
+        """Return the config of this dict. Relative paths are relative to `folder` (default: the working directory), and
+        `${oc.env:NAME}` in texts is resolved as in a file.
 
-        Raises ConfigError, which lists every problem; `source` is what it calls the dict.
+        Raises ConfigError, which lists every problem; `source` is its name for the dict.
         """
         return _validate(dict(data), folder, lambda path: source)
 
     @model_validator(mode="after")
     def _resolve(self, info: ValidationInfo) -> Self:
-        """Make every path absolute, and fill in those that follow from others."""
+        """Make every path absolute, and fill in keys that follow from others."""
         folder = Path((info.context or {}).get("folder") or Path.cwd())
         explorer, inputs, hosts, rollout = self.explorer, self.buffer.explorer_input, self.hosts, self.rollout
         if hosts.address and self.synchronizer.sync_method == "nccl":
@@ -86,7 +85,7 @@ class Config(RunConfig):
                 "the trainer's host, to memory"
             )
         run = folder / "runs" / self.project / self.name
-        # A benchmark begins again with the first weights: it has a log of its own.
+        # a benchmark begins again with the first weights, in its own log
         beside = run / "bench" if self.mode == "bench" else run
         url = make_url(self.store.url or file_url(beside / "log.sqlite"))
         if url.get_backend_name() == "sqlite":
@@ -104,7 +103,7 @@ class Config(RunConfig):
             return _with(model, model_path=path, servers=_absolute_in(model.servers, folder, "file"))
 
         system = _absolute_in(self.system, folder, "log_dir", "key_file")
-        self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
+        self.__dict__.update(  # the only write to a frozen config, before any caller has it
             model=_with(self.model, model_path=default),
             run_dir=_absolute(self.run_dir or str(beside), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
@@ -129,23 +128,23 @@ class Config(RunConfig):
 
     @property
     def another_run(self) -> str:
-        """The way to begin another run with this config: another name, where that says where the log lies."""
+        """Way to begin another run with this config: another name, if the log's place depends on it."""
         if f"/runs/{self.project}/{self.name}/" in str(file_of(self.store.url)):
             return "choose another `name` (or `--set name=...`)"
         return "give another `store.url` (or `--set store.url=...`), for this config names its own"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON, from which `from_dict` makes an equal config. It holds every secret; see `masked`."""
+        """Return plain JSON, from which `from_dict` makes an equal config. It contains all secrets; see `masked`."""
         return dict(escaped(self.plain()))
 
     def check(self) -> None:
-        """Look at what a config names on this machine: model, tasksets, and names to import.
+        """Check the parts of a config that depend on this machine: model, tasksets, and names to import.
 
-        Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
-        Importing runs the top level of the user's modules, in this process.
+        Raises ConfigError (UnknownWorkflow if only workflows are wrong) with every problem, a line each. Importing runs
+        the top level of the user's modules in this process.
         """
         from trinity_es.actors.coordinator.delivery.operators import (
-            OPERATORS,  # here, because whoever only reads a log needs none
+            OPERATORS,  # here, because programs that only read a log need none
         )
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
@@ -180,7 +179,7 @@ class Config(RunConfig):
                 wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
                 if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                     wrong = [f"{key}: {missing}"]
-                rows = taskset.format  # where they name their own, the arguments are those'
+                rows = taskset.format  # if rows name their own, the arguments are for those
                 workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
                 own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
                 if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
@@ -223,7 +222,7 @@ class Config(RunConfig):
 
 
 def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return what is wrong with where a taskset is read from, as far as this machine alone can tell."""
+    """Return the problems of a taskset's source, as far as this machine alone can tell."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
         check = None if (problems := _import_problem(f"{key}.path", path)) else getattr(load(path), "check", None)
@@ -247,7 +246,7 @@ def _import_problem(key: str, given: str | None, known: Mapping[str, Any] = {}) 
     module = name.partition(":")[0]
     try:
         load(module)
-    except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
+    except (Exception, SystemExit) as e:  # a user's module may raise anything at its top level
         return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
                 "config file's folder (or code_path), in the working directory, or be installed"]
     missing = lacking(name)
@@ -271,12 +270,14 @@ def _with(section: _Section, **changes: Any) -> _Section:
 
 
 def _absolute_in(section: _Section, folder: Path, *keys: str) -> _Section:
-    """Return a section in which the paths under these keys are absolute; an empty one stays."""
+    """Return a section with the paths under these keys made absolute; an empty path stays."""
     return _with(section, **{key: path and _absolute(path, folder) for key in keys for path in [getattr(section, key)]})
 
 
 def _model_path(path: str, folder: Path) -> str:
-    """Absolute where it looks like a path (./, ../, ~, /, or it or its parent folder exists); else a hub id, as is."""
+    """Return an absolute path if it looks like one (./, ../, ~, /, or it or its parent folder exists), otherwise the
+    hub id.
+    """
     if not path:
         return path
     there = Path(_absolute(path, folder))
@@ -288,8 +289,10 @@ def _validate(
     data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str],
     as_text: Callable[[Path_], tuple[str, str]] = lambda path: ("", ""),
 ) -> Config:
-    """Return the config. `where` says from where a key came; `as_text`, what was written there, and how to write it
-    where it is to be text. Raises ConfigError.
+    """Return the config. `where` says where a key came from; `as_text` has its written form, and how to write it as a
+    text.
+
+    Raises ConfigError.
     """
     plain, problems, texts = resolved(data)
     unresolved = {
@@ -303,7 +306,7 @@ def _validate(
             errors = e.errors(include_url=False)
             if again and _convert(plain, errors, texts):
                 continue
-            from trinity_es.config.trinity_rft import foreign_keys, foreign_values  # which reads a file
+            from trinity_es.config.trinity_rft import foreign_keys, foreign_values  # it reads a file
 
             raise explain(
                 errors, Config, where, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
@@ -316,10 +319,7 @@ def _validate(
 
 
 def _convert(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
-    """Make numbers and flags of the resolved texts that were refused for their type.
-
-    Return True where there were some.
-    """
+    """Convert resolved texts that were refused for their type to numbers and flags. Return True if there were any."""
     done = False
     for error in errors:
         path: Path_ = error["loc"]

@@ -1,4 +1,4 @@
-"""Mistakes in a config as lines that say what to do, and the table of its keys."""
+"""Problems of a config as lines that say what to do, and the table of its keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["config_error", "explain", "key_table"]
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
-    """Return one error for all problems: alone on its line, or a list with a line each.
+    """Return one error for all problems: alone on its line, or as a list with a line each.
 
     `details["problems"]` has them.
     """
@@ -37,13 +37,13 @@ def explain(
     foreign: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
     as_text: Callable[[Path_], tuple[str, str]],
 ) -> TrinityError:
-    """Return all of pydantic's errors as one ConfigError, a line each. `where` says from where a key came, `as_text`
-    what was written there, and how to write it where it is to be text.
+    """Return pydantic's errors as one ConfigError, a line each. `where` says where a key came from; `as_text` has its
+    written form, and how to write it as a text.
 
-    An unknown key gets a pointer: what `foreign` says of it, of a key in it or of the section that it is in, else the
-    nearest known key. A refused value gets what `foreign_values` says of (key, value). `unexpanded` has a line for each
-    value that is to be written out first: it stands instead of what is wrong with that text as a value, and not at all
-    where the key is unknown.
+    An unknown key gets a hint: the text of `foreign` for it, for a key in it or for its section, otherwise the nearest
+    known key. A refused value gets the text of `foreign_values` for (key, value). `unexpanded` has a line for each
+    value that has to be written out. It replaces the problem of that text as a value, and is dropped if the key is
+    unknown.
     """
     known = [row[0] for row in key_table(model)]
     problems = []
@@ -62,7 +62,7 @@ def explain(
 
 
 def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
-    """Yield the longest start that `foreign` answers of the path of each key in a value of an unknown key."""
+    """Yield the longest prefix that `foreign` knows of the path of each key in the value of an unknown key."""
     inner: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         inner = value.items()
@@ -117,7 +117,7 @@ def _documented(model: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _docs(file: str) -> dict[str, dict[str, str]]:
-    """Return the strings under fields, which Python itself throws away, by class."""
+    """Return the docstrings of fields, which Python itself drops, by class."""
     classes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)]
     return {node.name: {name: doc for name, _, doc in documented_fields(node)} for node in classes}
 

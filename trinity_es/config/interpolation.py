@@ -1,8 +1,8 @@
 """`${oc.env:NAME}` and `${oc.env:NAME,default}` in the texts of a config.
 
-What comes of one is a text, also where it looks like a number: a key that wants a number or a flag converts it (see
-`converted`). A default is the text that stands there, a text in quotes, or `null`. `\\${` is the text `${`. Nothing
-else may stand in `${...}` but the name of a task's secret, `${secret:...}`, which is kept.
+The result is a text, even if it looks like a number; a key of a number or flag converts it (see `converted`). A default
+is the following text, a text in quotes, or `null`. `\\${` is the text `${`. Nothing else may be in `${...}` except a
+task's secret, `${secret:...}`, which is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0"
 
 
 class _Refused(Exception):
-    """Why an interpolation can't be resolved, as the rest of a sentence that begins with the key."""
+    """Reason why an interpolation can't be resolved, as the rest of a sentence that begins with the key."""
 
 
 def resolved(value: Any) -> tuple[Any, dict[Path_, str], set[Path_]]:
-    """Return a config's data with its texts resolved, what is wrong at which path, and the paths of resolved texts.
+    """Return a config's data with its texts resolved, the problems by path, and the paths of resolved texts.
 
-    A text for which a variable with the name of a secret was read is a `Secret`.
+    A text that used a variable with the name of a secret is a `Secret`.
     """
     problems: dict[Path_, str] = {}
     texts: set[Path_] = set()
@@ -74,9 +74,9 @@ def escaped(value: Any) -> Any:
 
 
 def converted(text: str, expected: str) -> Any:
-    """Return a resolved text as the number or flag that a key wants; `expected` is the type of pydantic's error.
+    """Return a resolved text as the number or flag of its key; `expected` is the type of pydantic's error.
 
-    Raises ValueError where it is none.
+    Raises ValueError if it is none.
     """
     if expected == "bool_type" and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
@@ -86,7 +86,7 @@ def converted(text: str, expected: str) -> Any:
 
 
 def _read(text: str, *, quotable: bool) -> tuple[str | None, bool]:
-    """Return what a text stands for, and whether it has a variable in it. `quotable`: an error may quote it."""
+    """Return the value of a text, and whether it contains a variable. `quotable`: an error may quote it."""
     names: list[str] = []
 
     def one(found: re.Match[str]) -> str:
@@ -116,7 +116,7 @@ def _read(text: str, *, quotable: bool) -> tuple[str | None, bool]:
 
 
 def _quoted(text: str, quotable: bool) -> str:
-    """Return the interpolation at the beginning of a text, without a default, which may be a secret."""
+    """Return the interpolation at the beginning of a text, without its default, which may be a secret."""
     head = re.match(r"\$\{([\w.]+\}|oc\.env:\w+|[\w.]+:)", text)
     if head is None or not quotable:
         return "${...}"

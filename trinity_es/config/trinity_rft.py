@@ -1,4 +1,4 @@
-"""Keys of Trinity-RFT's config that are not keys here, and what stands in their place (`trinity_rft.yaml`).
+"""Keys of Trinity-RFT's config that do not exist here, and their replacements (`trinity_rft.yaml`).
 
 docs/TRINITY_RFT_KEYS.md is printed by `python -m trinity_es.config.trinity_rft`.
 """
@@ -22,7 +22,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 def foreign_keys() -> dict[str, str]:
-    """Return a clause that says what is in the place of each key (`[]` stands for any index)."""
+    """Return a clause that names the replacement of each key (`[]` stands for any index)."""
     table = dict(_read()["keys"])
     groups = {"tasksets[]": "tasksets[]", "taskset": "tasksets[]", "eval_tasksets[]": "eval_tasksets[]"}
     places = [("of_a_taskset", f"buffer.explorer_input.{theirs}", f"buffer.explorer_input.{ours}")
@@ -36,12 +36,12 @@ def foreign_keys() -> dict[str, str]:
 
 
 def foreign_values() -> dict[tuple[str, str], str]:
-    """Return what to write for each (key, value as text) that a key of the same name refuses here."""
+    """Return the replacement of each (key, value as text) that a key of the same name refuses here."""
     return {(key, value): text for key, texts in _read()["values"].items() for value, text in texts.items()}
 
 
 def markdown() -> str:
-    """Return the page of all of them; keys that stand in several places once."""
+    """Return the page of all keys; a key in several places appears once."""
     again = (".taskset.", ".eval_tasksets[].", ".auxiliary_models[].")
     told = {key: text for key, text in foreign_keys().items() if not any(a in key for a in again)}
     rows = "\n".join(f"| `{key}` | {text} |" for key, text in told.items())

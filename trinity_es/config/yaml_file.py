@@ -1,7 +1,7 @@
-"""How a config is read and how its mistakes are told: YAML, overrides, error lines, the key table.
+"""Reading of a config and reporting of its mistakes: YAML, overrides, error lines, the key table.
 
-It works for any pydantic model; `schema.py` has the keys. Every problem is one line that names the file and the line in
-it (or the override), the key, what stands there and the way out.
+It works for any pydantic model; `schema.py` has the keys. Every problem is one line with the file and the line in it
+(or the override), the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["apply_overrides", "read_yaml"]
 
 
 MOST_VALUES = 100_000
-"""Maximum of the values that a file with aliases may stand for: nine levels of ten make a billion."""
+"""Maximum number of values that a file with aliases may stand for: nine levels of ten make a billion."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: no key twice, 1e-3 is a number, and a date is the text that stands there.
+    """YAML without its surprises: no duplicate keys, 1e-3 is a number, and a date stays text.
 
     Numbers are those of YAML 1.2: 010 is ten, and 1:30 is text.
     """
@@ -49,7 +49,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
-    if len(text) > 4000:  # Python reads no number of more than 4,300 digits
+    if len(text) > 4000:  # Python reads no number with more than 4,300 digits
         raise yaml.constructor.ConstructorError(
             None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark
         )
@@ -72,11 +72,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]:
-    """Return the mapping in a YAML file; and of each key its line, and what stands there where that is one value.
+    """Return the mapping in a YAML file, and for each key its line, and its written form if it is one value.
 
-    An empty file is an empty mapping.
-
-    Raises ConfigError when it can't be read, is not YAML, has a key twice or is not a mapping.
+    An empty file is an empty mapping. Raises ConfigError if the file can't be read, is not YAML, has a key twice or is
+    not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -115,7 +114,7 @@ def _parse(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many values come of a node, where each alias is what it stands for; one that is in itself is none."""
+    """Return the number of values under a node, with each alias expanded; a node inside itself has none."""
     if id(node) not in sizes:
         sizes[id(node)] = 0
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -140,10 +139,10 @@ def _written(node: yaml.Node) -> str:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path_, tuple[str, str]]:
-    """Write every `a.b=c` into `data`; the value is YAML, an item of a list is `a.0.b` or `a[0].b`; later ones win.
+    """Write every `a.b=c` into `data`. The value is YAML, a list item is `a.0.b` or `a[0].b`, and later ones win.
 
-    Returns which override set what, and its value as it was written.
-    Raises ConfigError for one that can't be read or leads through a plain value.
+    Returns which override set which key, and its written value. Raises ConfigError for one that can't be read or leads
+    through a plain value.
     """
     written: dict[Path_, tuple[str, str]] = {}
     for override in overrides:

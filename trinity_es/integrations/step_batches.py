@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> BatchState | None:
     """Return the batch of this id in the log, open or ended; None if it has to be submitted.
 
-    A batch that was aborted, or of which no run succeeded, is submitted again. Raises DataError if the batch in the
+    A batch that was aborted, or without a run that succeeded, is submitted again. Raises DataError if the batch in the
     log has other prompts.
     """
     state = client.log.current(batch_id)

@@ -104,7 +104,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the rollout worker -----------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Begin with the first batch that the trainer's checkpoint has not used. Raises ConfigError, NotRunning."""
+        """Begin with the first batch that is unused at the trainer's checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
             raise ConfigError("AsyncRollouts does not know the trainer's step: give it to the trainer's callbacks, too")
         step, log = self._resumed_at, self.client.log
@@ -131,7 +131,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError with the worker's error, or if no sample came for so long with what its batch waits for.
+        """Raise RuntimeError if the worker failed, or if no sample came for `stale_after_s`: what its batch waits for.
         """
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
@@ -205,7 +205,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
     def _took(self, sample: Any, batch: int | None = None) -> None:
-        """Count a sample that the trainer took; `batch` is given for a batch without samples."""
+        """Count a sample that the trainer took, or a whole `batch` without samples."""
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
             self._left[n] -= sample is not None

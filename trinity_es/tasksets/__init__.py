@@ -1,1 +1,1 @@
-"""Which tasks come next: tables of rows, their selectors, and mixes of several."""
+"""Sources of tasks: tables of rows, selectors of their order, and mixes of several tasksets."""

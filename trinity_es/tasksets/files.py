@@ -1,8 +1,8 @@
-"""The files that tasksets are: rows of plain JSON, found by their number.
+"""Files of tasksets: rows of plain JSON, addressed by number.
 
-JSONL and parquet files, and Hugging Face dataset directories (`save_to_disk`; of several splits, one). All are checked
-when they are opened, so that a bad row stops a run before it starts; rows are read when they are asked for, so a file
-may be larger than memory. Parquet and dataset directories need pyarrow (`pip install 'trinity-es[parquet]'`).
+JSONL and parquet files, and Hugging Face dataset directories (`save_to_disk`; one of several splits). All rows are
+checked when a file is opened, so a bad row stops a run before it starts. Rows are read on demand, so a file may be
+larger than memory. Parquet and dataset directories need pyarrow (`pip install 'trinity-es[parquet]'`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trinity_es.tasksets.rows import (
 __all__ = ["EnvironmentLines", "RowFile", "open_file"]
 
 LINE_BYTES = 2**28
-"""Maximum size of a line: a file of zeros that seems to hold a terabyte fills the memory otherwise."""
+"""Maximum size of a line: otherwise a sparse file of zeros fills the memory."""
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"PK\x03\x04", b"\xfd7zXZ"
 """Beginnings of files of gzip, zstd, bzip2, zip and xz."""
@@ -44,19 +44,19 @@ _ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `
 
 
 class RowFile(Protocol):
-    """The rows of a taskset's file. `len()` is their number."""
+    """Rows of a taskset's file. `len()` is their number."""
 
     revision: str
-    """Its SHA-256, or what else says which rows these are."""
+    """Identity of these rows: a SHA-256, a commit or a version."""
 
     def __len__(self) -> int: ...
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError when the file was changed since it was opened."""
+        """Return these rows, in this order. Raises TasksetError if the file changed since it was opened."""
 
 
 def open_file(config: TasksetConfig) -> RowFile:
-    """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
+    """Return the file of this taskset, checked. Raises TasksetError, which names the file and the line or row."""
     file = config.file
     _require_one_split(config, file)
     try:
@@ -78,7 +78,7 @@ def open_file(config: TasksetConfig) -> RowFile:
 
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
-    """Require that a split, where there is one, chooses one file of a folder. Raises TasksetError."""
+    """Require that a given split chooses one file of a folder. Raises TasksetError."""
     if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
@@ -91,7 +91,7 @@ def _require_one_split(config: TasksetConfig, file: Path) -> None:
 
 
 class _Unchanged:
-    """Refuses to read files that are no longer those that were checked: the cursor counts rows of the old ones."""
+    """Guard against files that changed since they were checked, because the cursor counts rows of the old ones."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         for file in files:
@@ -126,7 +126,7 @@ def _sha256(files: Sequence[Path]) -> str:
 
 # --- JSONL ----------------------------------------------------------------------------------------------------------
 class _Lines:
-    """A JSON object a line. Keeps where lines begin; blank lines and a byte order mark are passed over."""
+    """File with a JSON object a line. It keeps where lines begin, and skips blank lines and a byte order mark."""
 
     def __init__(self, config: TasksetConfig, file: Path) -> None:
         self.config, self._file = config, file
@@ -197,7 +197,7 @@ class _Lines:
 
 
 class EnvironmentLines(_Lines):
-    """The tasks of an environment of verifiers, which writes them into a file once. See `verifiers_tasks`."""
+    """Tasks of a verifiers environment, which writes them into a file once. See `verifiers_tasks`."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         file = made_tasks(config.workflow_args)
@@ -223,13 +223,13 @@ def _pyarrow(file: Path) -> Any:
 
 
 class _Columns:
-    """Rows of tables, in groups that are read when they are asked for. The last one is kept."""
+    """Rows of tables, in groups that are read on demand. The last group is kept."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         self._unchanged = _Unchanged(config, files)
         self._groups: list[tuple[TableRows, Callable[[], Any]]] = []
         self._ends: list[int] = []
-        """The row before which each group ends."""
+        """For each group, the number of the row after it."""
         self._held: tuple[int, Any] = (-1, None)
         self.revision = _sha256(files)
 
@@ -237,7 +237,7 @@ class _Columns:
         return self._ends[-1] if self._ends else 0
 
     def add(self, reader: TableRows, group: Callable[[], Any]) -> None:
-        """Add a group, checked. Raises TasksetError, which names the row."""
+        """Check and add a group. Raises TasksetError, which names the row."""
         table = group()
         reader.check(table, len(self))
         self._ends.append(len(self) + table.num_rows)
@@ -272,7 +272,9 @@ def _parquet(config: TasksetConfig, file: Path) -> _Columns:
 
 
 def _dataset(config: TasksetConfig, folder: Path) -> _Columns:
-    """Return a folder: a dataset of Hugging Face, or what says how to choose from it."""
+    """Return the rows of a folder that is a Hugging Face dataset. Raises TasksetError, which says how to choose in
+    others.
+    """
     if (folder / "state.json").is_file():
         return _arrow(config, folder)
     details = {"file": str(folder)}

@@ -1,6 +1,6 @@
-"""Tasks that reasoning-gym makes: a row is made when it is asked for, the same for the same seed, and kept.
+"""Tasks of reasoning-gym: each row is made on demand, is the same for the same seed, and is kept.
 
-A row holds the question and the answer under the keys of the taskset's `format`, and as `entry` what the scorer needs.
+A row has the question and the answer under the keys of the taskset's `format`, and the scorer's data as `entry`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Generated", "completed"]
 
 
 class Generated:
-    """The rows of a family of reasoning-gym. Raises TasksetError, which says what to install or to change."""
+    """Rows of a reasoning-gym family. Raises TasksetError, which says what to install or to change."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         self._config, self._rows = config, dict[int, bytes]()
@@ -42,7 +42,7 @@ class Generated:
         return len(self._dataset)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError for one that can't be made."""
+        """Return these rows, in this order. Raises TasksetError for a row that can't be made."""
         for row in rows:
             if row not in self._rows:
                 self._rows[row] = orjson.dumps(self._made(row))
@@ -56,7 +56,7 @@ class Generated:
                 keys.prompt_key: entry["question"], keys.response_key: entry["answer"],
                 "entry": _written(entry),
             }
-        except Exception as e:  # whatever a family raises
+        except Exception as e:  # a family may raise anything
             raise TasksetError(
                 f"taskset {self._config.name}: {self._config.path} can't make row {row} ({type(e).__name__}: {e}): "
                 "change args", row=row,
@@ -64,21 +64,21 @@ class Generated:
 
 
 def _written(entry: dict[str, Any]) -> str:
-    """Return an entry, but for its question, as Python writes it: some scorers need the tuples that JSON has not.
+    """Return an entry without its question as a Python literal, because some scorers need tuples, which JSON lacks.
 
-    What Python could not read again goes through JSON first.
+    An entry that is not made of literals goes through JSON first.
     """
     kept = {key: value for key, value in entry.items() if key != "question"}
     try:
         if ast.literal_eval(repr(kept)) == kept:
             return repr(kept)
-    except (SyntaxError, ValueError):  # it holds other things than literals
+    except (SyntaxError, ValueError):  # it holds values other than literals
         pass
     return repr(orjson.loads(orjson.dumps(_plain(kept))))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN is null, what JSON has not is text."""
+    """Return a value as JSON: NaN is null, and a value that JSON lacks is its text."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return str(value)
     if value is None or isinstance(value, str | bool | int):
@@ -99,7 +99,7 @@ def family_of(config: TasksetConfig) -> str:
 
 
 def completed(config: TasksetConfig) -> TasksetConfig:
-    """Return a taskset of reasoning-gym with its scorer and its system prompt, where none are given."""
+    """Return a reasoning-gym taskset with its scorer and its system prompt, unless the config has its own."""
     update: dict[str, Any] = {}
     if config.reward_fn is None:
         made_from = {"family": family_of(config), "args": config.args}

@@ -1,9 +1,9 @@
-"""Datasets of the Hugging Face hub, by the package `datasets`: at one commit, whatever its branches come to name.
+"""Datasets of the Hugging Face hub, by the package `datasets`, each at one commit.
 
-A revision is resolved to a commit once, when a run begins; the commit is in the log, and from then on asked for by its
-hash. `datasets` itself would take, where the hub can't be reached, the newest that its cache holds of any revision;
-here only the commit that is asked for will do, from the cache without asking anybody where it is there. No code of a
-dataset is run. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` count, as everywhere.
+A run resolves the revision to a commit once, when it begins. The log has the commit, and later lives ask for its hash.
+If the hub is unreachable, `datasets` itself would take the newest cached revision of any kind. Here only the requested
+commit is accepted, and one that is in the cache is used without asking the hub. No code of a dataset runs. `HF_HOME`,
+`HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` apply as usual.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ __all__ = ["HubRows"]
 MAIN = "main"
 DEFAULT = "default"
 RESOLVE_SECONDS = 30.0
-"""How long the hub may take to say which commit a revision is."""
+"""Time limit for resolving a revision."""
 SHOWN = 400
-"""Maximum characters of another package's error that ours quotes."""
+"""Maximum number of characters that our errors quote of another package's error."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _logger = logging.getLogger(__name__)
 
 
 class HubRows:
-    """The rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
+    """Rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
 
-    They are of the commit and the subset that were `recorded`, else of what the config names now, else of the main
-    branch and the default subset. Raises TasksetError, with the way out, for what is not there, can't be
-    reached or is not installed.
+    Commit and subset are those `recorded`, otherwise those of the config, otherwise the main branch and the default
+    subset. Raises TasksetError, with the remedy, if they do not exist, are unreachable, or need a missing package.
     """
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
@@ -67,12 +66,12 @@ class HubRows:
         return len(self._rows)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError for a value that JSON has not."""
+        """Return these rows, in this order. Raises TasksetError for a value that JSON lacks."""
         return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
     def _resolve(self) -> str:
-        """Return the commit that the taskset's revision names; where the hub can't be reached, the last one known."""
+        """Return the commit of the taskset's revision; if the hub is unreachable, the last one known."""
         revision = self._config.revision or MAIN
         if _COMMIT.fullmatch(revision):
             return revision
@@ -87,7 +86,7 @@ class HubRows:
             _logger.warning("taskset %s: %s. It begins with commit %s, the last that the cache knows as %s",
                             self._config.name, e.reason, known, revision)
             return known
-        with contextlib.suppress(Exception):  # so that the cache knows it when the hub can't be reached
+        with contextlib.suppress(Exception):  # so the cache has it when the hub is unreachable
             api.hf_hub_download(self.repository, "README.md", repo_type="dataset", revision=revision)
         return str(found)
 
@@ -102,7 +101,9 @@ class HubRows:
 
     # --- its rows ---------------------------------------------------------------------------------------------------
     def _builder(self) -> Any:
-        """Return the builder of this commit, with its files on this machine. Asks nobody where the name is known."""
+        """Return the builder of this commit, with its files on this machine. A cached name is used without asking the
+        hub.
+        """
         prepared = self._prepared()
         if (self._asked or DEFAULT) in prepared:  # a subset of that name is the default one
             return self._cached(prepared[self._asked or DEFAULT])
@@ -126,7 +127,7 @@ class HubRows:
                         config_name=config_name, version=version, hash=self.revision)
 
     def _prepared(self) -> dict[str, Path]:
-        """Return the folders of the cache that hold this commit, by subset."""
+        """Return the cache folders of this commit, by subset."""
         owner, _, name = self.repository.rpartition("/")
         name = importlib.import_module("datasets.naming").camelcase_to_snakecase(name)
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
@@ -139,7 +140,7 @@ class HubRows:
 
     @contextlib.contextmanager
     def _told(self, revision: str) -> Iterator[None]:
-        """Turn what the two packages raise into TasksetErrors that say what to do."""
+        """Turn the errors of the two packages into TasksetErrors that say what to do."""
         errors = _errors()
         what = f"taskset {self._config.name}: {self._config.path} at {revision}"
         try:
@@ -151,7 +152,7 @@ class HubRows:
         except errors.RepositoryNotFoundError as e:
             raise TasksetError(f"{what}: there is no such dataset, or it is private: look at its name, or set HF_TOKEN"
                                ) from e
-        except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first: of its HTTP client, any
+        except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             why = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_said(e)})"
             raise _Unreachable(what, why, self._fetching(revision)) from e
@@ -160,7 +161,7 @@ class HubRows:
 
 
 class _Unreachable(TasksetError):
-    """The hub can't be asked."""
+    """The hub is unreachable."""
 
     def __init__(self, what: str, reason: str, fetching: str) -> None:
         super().__init__(

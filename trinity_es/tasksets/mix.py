@@ -15,16 +15,15 @@ __all__ = ["Mix"]
 
 
 class Mix:
-    """Tasksets that are trained on together: each gives its share of the tasks, by `ratio`.
+    """Tasksets that a run trains on together: each gives its share of the tasks, by `ratio`.
 
-    Which taskset gives the next task depends only on how many each has given so far: the one that is furthest behind
-    its share, of several the first. So every run of steps has them in these shares, give or take one task each, and
-    cutting it elsewhere changes nothing. A taskset that was read `epochs` times is over, and the others share what
-    comes after; the run ends when all are over, so every row of each is used exactly `epochs` times. It never ends
-    while one has `epochs: null`.
+    The next task comes from the taskset that is furthest behind its share, the first of equals. So the choice depends
+    only on how many tasks each has given, any stretch of steps has these shares within one task each, and other batch
+    sizes change nothing. A taskset that was read `epochs` times is over, and the others share the rest. The run ends
+    when all are over, so each row is used exactly `epochs` times. With `epochs: null` it never ends.
 
-    `interleave="shuffled"` is Trinity-RFT's way: in each pass over all, every taskset gives as many tasks as it has
-    rows, in an order that is drawn for that pass; of a step's tasks those of one taskset come together.
+    `interleave="shuffled"` works as in Trinity-RFT: in each pass over all tasksets, each gives as many tasks as it has
+    rows, in an order drawn for that pass. Within a step, tasks of one taskset come together.
     """
 
     def __init__(self, tasksets: Sequence[Taskset], interleave: Literal["ratio", "shuffled"] = "ratio") -> None:
@@ -37,23 +36,23 @@ class Mix:
 
     @property
     def learns(self) -> bool:
-        """True if what comes next depends on how well earlier tasks went."""
+        """True if the next tasks depend on the rewards of earlier ones."""
         return any(t.selector.learns for t in self.tasksets)
 
     def learn(self, rates: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Take in how well the tasks of a finalized step went: rows and mean rewards by taskset. Steps in order."""
+        """Take the rewards of a finalized step: rows and mean rewards by taskset. Steps come in order."""
         for taskset in self.tasksets:
             if taskset.config.name in rates:
                 taskset.selector.learn(*rates[taskset.config.name])
 
     def left(self, cursors: Mapping[str, Cursor]) -> float:
-        """Return how many tasks come after these cursors; inf where a taskset is read without end."""
+        """Return how many tasks come after these cursors; inf if a taskset has no end."""
         return sum(t.left(cursors.get(t.config.name, Cursor())) for t in self.tasksets)
 
     def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:
-        """Return the next `n` tasks from these cursors on (none given: the beginning), and the cursors after them.
+        """Return the next `n` tasks after these cursors (none: from the beginning), and the cursors after them.
 
-        Fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
+        Returns fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
         """
         at = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
         shuffled = self.interleave == "shuffled"
@@ -69,7 +68,7 @@ class Mix:
         return [next(queues[i]) for i in order], at
 
     def task(self, name: str, row: int) -> Task:
-        """Return the task of one row of the taskset of this name. Raises TasksetError where it is not there."""
+        """Return the task of one row of the taskset with this name. Raises TasksetError if it does not exist."""
         taskset = next((t for t in self.tasksets if t.config.name == name), None)
         if taskset is None or row >= len(taskset):
             has = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
@@ -80,7 +79,7 @@ class Mix:
         return [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
 
     def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the same for `shuffled`: every pass over all tasksets has an order of its own."""
+        """Return the same for `shuffled`: every pass over all tasksets has its own order."""
         taken = sum(self._taken(at))
         size, order = sum(len(t) for t in self.tasksets), []
         for position in range(taken, taken + int(min(n, self.left(at)))):
@@ -93,7 +92,7 @@ class Mix:
         return order
 
     def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return which taskset gives each of the next `n` tasks."""
+        """Return the taskset of each of the next `n` tasks."""
         taken = self._taken(at)
         ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []

@@ -1,7 +1,7 @@
-"""Tasks of reasoning-gym and their scores: families of puzzles that are made from a seed, with a scorer each.
+"""Tasks and scores of reasoning-gym: families of puzzles made from a seed, each with a scorer.
 
 A taskset with `path: reasoning_gym:leg_counting` reads them (`trinity_es.tasksets.generated`); `Score` is its reward.
-The package is imported when one is used: `pip install 'trinity-es[reasoning-gym]'`.
+The package is imported on use: `pip install 'trinity-es[reasoning-gym]'`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["Score", "dataset", "installed_version", "system_prompt"]
 
 
 class Score:
-    """The reward of a task of reasoning-gym: what the family's own scorer gives for an answer, mostly 0 to 1.
+    """Reward of a reasoning-gym task: the score of the family's own scorer, mostly 0 to 1.
 
-    The answer is what stands in the last `<answer>...</answer>` of a response, as reasoning-gym extracts it; where
-    there is none, it is scored as None. `answer_tag` is another tag; None: the whole response is the answer.
+    The answer is the content of the last `<answer>...</answer>` in a response, as reasoning-gym extracts it; without
+    one, None is scored. `answer_tag` is another tag; None: the whole response is the answer.
     """
 
     grader_timeout: float | None = 30.0
-    """How long a scorer may take, in seconds: some solve equations that the model wrote."""
+    """Time limit of a scorer in seconds: some solve equations that the model wrote."""
     grader_imports = "reasoning_gym"
-    """What graders are forked with: it takes a second and more to import."""
+    """Module with which graders are forked, because its import takes a second and more."""
 
     def __init__(self, *, family: str, args: Mapping[str, Any], answer_tag: str | None = "answer") -> None:
         self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag
@@ -40,9 +40,10 @@ class Score:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **columns: Any
     ) -> list[float]:
-        """Return the score of each completion, as TRL calls rewards. `entry`: reasoning-gym's, as Python writes it.
+        """Return the score of each completion, called like a TRL reward. `entry`: reasoning-gym's entry as a Python
+        literal.
 
-        Raises what a scorer raises.
+        Raises the scorer's errors.
         """
         return [self._scored(*each) for each in zip(prompts, completions, entry, strict=True)]
 
@@ -54,10 +55,9 @@ class Score:
 
 
 def dataset(family: str, args: Mapping[str, Any]) -> Any:
-    """Return reasoning-gym's dataset of a family with this config: `len` entries, each made when it is asked for.
+    """Return reasoning-gym's dataset of a family with this config: `len` entries, each made on demand.
 
-    Without a `seed` it is 0. Raises DataError for a family or a config that reasoning-gym has not, and where it is not
-    installed.
+    The default `seed` is 0. Raises DataError for an unknown family, a wrong config, or a missing package.
     """
     return _dataset(family, json.dumps(args, sort_keys=True))
 
@@ -83,7 +83,7 @@ def _dataset(family: str, args: str) -> Any:
 
 
 def _made(family: str, given: Mapping[str, Any]) -> Any:
-    """Return a family's dataset. Raises DataError for a family that there is not, and what it does not take."""
+    """Return a family's dataset. Raises DataError for an unknown family and for arguments that it does not take."""
     gym = _package()
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if family not in known:
@@ -99,12 +99,12 @@ def _made(family: str, given: Mapping[str, Any]) -> Any:
 
 
 def _part(part: Any) -> dict[str, Any]:
-    """Return a family of a composite as its `DatasetSpec` takes it. Raises DataError for what can be none."""
+    """Return a family of a composite as its `DatasetSpec` takes it. Raises DataError."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
         raise DataError(f"reasoning_gym:composite has {part!r} among its datasets: give {{name: FAMILY}}, and weight "
                         "and config where these are not 1 and {}")
     _require_names("a family of reasoning_gym:composite", part, ["name", "weight", "config"])
-    _made(part["name"], part.get("config", {}))  # says which family refuses what
+    _made(part["name"], part.get("config", {}))  # its error names the family and the argument
     return {"weight": 1.0, "config": {}, **part}
 
 

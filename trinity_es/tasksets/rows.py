@@ -1,7 +1,7 @@
-"""Rows of tasksets as plain JSON, the same whatever file they are in, and checked before a run starts.
+"""Rows of tasksets as plain JSON, the same for every kind of file, and checked before a run starts.
 
-A key without a value is the same as no such key: tables give each row, and each object in it, the keys of all others,
-with null where it had none. So keys whose value is null are left out, of lines of JSON, too.
+A key whose value is null counts as missing, because tables give each row and each object in it the keys of all others,
+with null if it had none. So such keys are left out, also of lines of JSON.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 CHECKED_ROWS = 1000
-"""Rows that are checked at a time."""
+"""Number of rows that are checked at a time."""
 MANY_KEYS = 50
-"""So many keys of a row are looked for one by one in its line; more are counted while it is read as a whole."""
+"""Number of a row's keys that are searched for in its line one by one; with more, the line is parsed as a whole."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
 
 
 def parse_row(line: bytes) -> Any:
-    """Return a line of JSON without keys whose value is null. Raises ValueError, which says what is wrong."""
+    """Return a line of JSON without keys whose value is null. Raises ValueError with the problem."""
     try:
         if _LONG_NUMBER.search(line):
             json.loads(line, parse_int=_whole)
@@ -46,17 +46,17 @@ def parse_row(line: bytes) -> Any:
 
 
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
-    """Require that no object of a line of JSON, which holds this row, has a key twice. Raises ValueError.
+    """Require that no object in a line of JSON, which holds this row, has a key twice. Raises ValueError.
 
-    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long; and one with
-    many keys, to look for each of which takes longer.
+    Parsing for this takes long. So only a line that contains a key of the row twice is parsed, and one with so many
+    keys that searching takes longer.
     """
     if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
         json.loads(line, object_pairs_hook=with_single_keys)
 
 
 def _whole(digits: str) -> int:
-    number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number of more than 4,300 digits
+    number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number with more than 4,300 digits
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits:.40} is {_BITS}")
     return number
@@ -69,14 +69,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 class RowCheck:
-    """Checks the rows of a taskset, one by one, as its file is opened."""
+    """Check of a taskset's rows, one by one, as its file is opened."""
 
     def __init__(self, config: TasksetConfig) -> None:
         self._config, self._format, self._names = config, config.format, set[tuple[str, str]]()
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
         self._asks = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
-        """Its prompts are asked by a workflow of ours, which knows texts and messages."""
+        """True if a workflow of ours uses its prompts, which must then be texts or messages."""
         self._needs: dict[tuple[str, str | None], list[str]] = {}
 
     @property
@@ -84,8 +84,9 @@ class RowCheck:
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
-        """Require a prompt, workflows and rewards that exist where the row names them, and the keys that its reward
-        needs. Raises TasksetError.
+        """Require a prompt, existing workflows and rewards if the row names them, and the keys that its reward needs.
+
+        Raises TasksetError.
         """
         key = self._format.prompt_key
         if row.get(key) is None:
@@ -115,7 +116,7 @@ class RowCheck:
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
 
     def needed(self, row: dict[str, Any]) -> list[str]:
-        """Return the keys that the reward of a row needs; none where the reward, or the workflow, can't be found."""
+        """Return the keys that a row's reward needs; none if the reward or the workflow can't be found."""
         names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
         if not all(isinstance(name, str | None) for name in names):
             return []
@@ -125,26 +126,26 @@ class RowCheck:
                 reward = names[1] or getattr(workflow, "default_reward", None)
                 args = self._config.reward_fn_args
                 self._needs[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
-            except UnknownWorkflow:  # `Config.check` names it
+            except UnknownWorkflow:  # `Config.check` reports it
                 self._needs[names] = []
         return self._needs[names]
 
 
 def no_prompt(key: str, there: Sequence[str]) -> str:
-    """Return what is said of rows without a prompt. `there`: the keys that they have."""
+    """Return the error text for rows without a prompt. `there`: the keys that they have."""
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
             "one in format.prompt_key of the taskset")
 
 
 def named_keys(config: TasksetConfig) -> dict[str, str]:
-    """Return the keys of rows that `format` names, by what names them, but for prompts, which each row must have."""
+    """Return the row keys that `format` names, by its own keys, without the prompt's, which every row must have."""
     default = FormatConfig()
     return {name: key for name in ("response_key", "workflow_key", "reward_fn_key")
             if (key := getattr(config.format, name)) != getattr(default, name)}
 
 
 def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
-    """Require that some row has each key that `format` names. Raises TasksetError."""
+    """Require that at least one row has each key that `format` names. Raises TasksetError."""
     for name, key in named_keys(config).items():
         if key not in keys:
             raise TasksetError(f"{file}: no row has the key {key!r} of format.{name} (there are: "
@@ -153,7 +154,7 @@ def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig)
 
 # --- columns of Arrow -------------------------------------------------------------------------------------------------
 class TableRows:
-    """Makes rows of Arrow tables of one schema. Raises TasksetError for a column that has no form in JSON."""
+    """Reader of rows from Arrow tables of one schema. Raises TasksetError for a column without a JSON form."""
 
     def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
         self._source, self._check = source, RowCheck(config)
@@ -173,13 +174,13 @@ class TableRows:
     def check(self, table: Any, first: int) -> None:
         """Check the rows of a table, the first of which is row `first`. Raises TasksetError, which names the row.
 
-        What can't be wrong in a column of its type is not made a value of Python.
+        Columns whose type admits no wrong value are not converted to Python.
         """
         looked_at = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
         for name in self._readers.keys() - set(looked_at):
             try:
                 table.column(name).validate(full=True)
-            except ValueError as e:  # pyarrow's are some
+            except ValueError as e:  # pyarrow's errors are among them
                 raise TasksetError(f"{self._source}: column {name!r}: {e}: mend or remove it",
                                    file=str(self._source)) from e
         for begin in range(0, table.num_rows, CHECKED_ROWS):
@@ -188,12 +189,12 @@ class TableRows:
                 number = first + begin + at
                 row = self._read(part, at, number, looked_at)
                 row |= self._read(part, at, number, self._readers.keys() & set(self._check.needed(row)) - row.keys())
-                if not row.keys() >= set(self._check.needed(row)):  # an error tells all that the row has
+                if not row.keys() >= set(self._check.needed(row)):  # an error shows everything in the row
                     row = self._read(part, at, number, self._readers)
                 self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, at: int, number: int) -> dict[str, Any]:
-        """Return the row at this place of a table as JSON has it; `number`: as which it is known."""
+        """Return the row at this place of a table as JSON; `number` is its number in errors."""
         return self._read(table, at, number, self._readers)
 
     def _read(self, table: Any, at: int, number: int, names: Iterable[str]) -> dict[str, Any]:
@@ -204,18 +205,19 @@ class TableRows:
                 if value is not None and (value := self._readers[name](value)) is not None:
                     found[name] = value
             except (ValueError, OverflowError) as e:
-                said = str(e).partition(" Install pandas")[0]  # of nanoseconds, which need that
+                said = str(e).partition(" Install pandas")[0]  # for nanoseconds
                 raise TasksetError(f"{self._source} row {number}: column {name!r}: {said}: mend or remove it",
                                    file=str(self._source), row=number) from e
         return found
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes JSON of a value of this type of Arrow. Raises TypeError, which names a type that has no form.
+    """Return a function that makes JSON of values of this Arrow type. Raises TypeError, which names a type without a
+    form.
 
-    Bytes are text, which tables without that mark have as bytes. Numbers of 16 and 32 bits are what they are written
-    as: 0.1, and not the 64 bits next to it. NaN, which pandas writes where there is nothing, is null. Whole decimals
-    are whole numbers, others exact texts; dates and times are texts of ISO 8601.
+    Bytes are text, since tables without that mark have text as bytes. Floats of 16 and 32 bits are what was written:
+    0.1, not the nearest 64-bit float. NaN, which pandas writes for a missing value, is null. Whole decimals are whole
+    numbers, others exact texts. Dates and times are ISO 8601 texts.
     """
     import pyarrow
 
@@ -253,7 +255,7 @@ def _is_bytes(kind: Any) -> bool:
 
 
 def _object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Any:
-    """Return the pairs of a map as an object. Raises ValueError where two have one key."""
+    """Return the pairs of a map as an object. Raises ValueError if two have one key."""
     found: dict[str, Any] = {}
     for one, of_it in pairs:
         name = str(key(one))
@@ -264,7 +266,7 @@ def _object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], valu
 
 
 def _may_fail(kind: Any) -> bool:
-    """Return True if a value of this type may have no form in JSON, though the type has one."""
+    """Return True if a value of this type may lack a JSON form, though the type has one."""
     import pyarrow
 
     types = pyarrow.types

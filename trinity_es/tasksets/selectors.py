@@ -1,10 +1,11 @@
-"""Which rows of a taskset come next: by `shuffle`, or by `data_selector` with Trinity-RFT 0.6's names and formulas.
+"""Order of a taskset's rows: by `shuffle`, or by `data_selector` with Trinity-RFT 0.6's names and formulas.
 
-A selector is a function of how many rows were taken before (`position`, over all epochs), of `n`, and, where it learns,
-of what it learnt: the same log gives the same rows. What one learns is the mean reward of each finalized task, which
-the explorer reads from the log, of those steps that are over whenever this one is submitted (`Course.known_before`).
-Draws are those of `numpy.random.default_rng(seed + position)`, as there; only `difficulty_based` with tau above 0 draws
-otherwise (there with torch): by the same weights, without replacement.
+A selector is a function of the number of rows taken before (`position`, over all epochs), of `n`, and, if it learns, of
+what it learned. So the same log gives the same rows. It learns from the mean reward of each finalized task, which the
+explorer reads from the log, of those steps that are over at every submission of this one
+(`SyncPolicy.surely_generated`).
+Draws are those of `numpy.random.default_rng(seed + position)`, as in Trinity-RFT. Only `difficulty_based` with tau
+above 0 draws differently (Trinity-RFT by torch), by the same weights, without replacement.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from trinity_es.tasksets.files import RowFile
 __all__ = ["Difficulty", "Selector", "selector_of"]
 
 ROWS_AT_ONCE = 4096
-"""Maximum of rows that are in memory while features are read."""
+"""Maximum number of rows in memory while features are read."""
 
 
 class Selector(Protocol):
-    """See the module."""
+    """Order of rows."""
 
     learns: bool
 
@@ -36,13 +37,13 @@ class Selector(Protocol):
         """Return the next `n` rows. Raises TasksetError."""
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Take in the mean rewards of tasks that were finalized, a step at a time, in order."""
+        """Take the mean rewards of finalized tasks, a step at a time, in order."""
 
 
 def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
     """Return the selector of a taskset. Reads its features.
 
-    Raises TasksetError for a row without a feature, ConfigError for an argument that there is not.
+    Raises TasksetError for a row without a feature, ConfigError for an unknown argument.
     """
     how, size = config.data_selector, len(file)
     if how is None and config.shuffle:
@@ -79,7 +80,7 @@ class _Fixed:
 
 
 class _Sequential(_Fixed):
-    """`sequential`, and `offline_easy2hard`: one order, again in every epoch."""
+    """Selector `sequential`, and `offline_easy2hard`: one order, repeated in every epoch."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
@@ -90,7 +91,7 @@ class _Sequential(_Fixed):
 
 
 class _Shuffle(_Fixed):
-    """`shuffle`: another permutation in every epoch."""
+    """Selector `shuffle`: another permutation in every epoch."""
 
     def __init__(self, size: int, permutation: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
         self._size = size
@@ -107,7 +108,7 @@ def _shuffled(size: int, seed: str) -> array[int]:
 
 
 class _Random(_Fixed):
-    """`random`: each step's rows are drawn anew, none twice in a step."""
+    """Selector `random`: each step draws its rows, none twice in a step."""
 
     def __init__(self, name: str, size: int, seed: int) -> None:
         self._name, self._size, self._seed = name, size, seed

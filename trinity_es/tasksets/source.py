@@ -1,8 +1,8 @@
-"""What a taskset is read from: a file, a dataset of the hub at a commit, an environment or reasoning-gym of a version.
+"""Sources of tasksets: a file, a dataset of the hub at a commit, an environment or reasoning-gym at a version.
 
-A path is a name, which may come to mean something else while a run goes on, or between its beginning and its
-resumption: a file has another row, a branch another commit. What it was found to be is in the log (`TasksetResolved`),
-with the order in which rows are read, and a run that goes on reads that, or says why it can't: its cursor counts them.
+A path is a name whose meaning may change during a run or before its resumption: a file gets another row, a branch
+another commit. So the log records what it meant (`TasksetResolved`) and the order of rows. A resumed run reads exactly
+that, because its cursor counts those rows, or says why it can't.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FILE = "sha256:"
 def open_source(
     config: TasksetConfig, recorded: TasksetSource | None, *, is_eval: bool
 ) -> tuple[RowFile, TasksetSource]:
-    """Return the rows of a taskset, and what they are read from.
+    """Return the rows of a taskset, and their source.
 
-    `recorded`: what the log has of it: the same is opened. Raises TasksetError for a config that asks for something
-    else than that, and for what can't be opened.
+    `recorded` is the source in the log, and the same one is opened. Raises TasksetError if the config asks for another
+    one, or if it can't be opened.
     """
     if recorded is not None:
         _require_same(config, recorded)
@@ -50,7 +50,7 @@ def open_source(
 
 
 def _environment(config: TasksetConfig, recorded: TasksetSource | None) -> RowFile:
-    """Return the rows of a registered environment. Raises TasksetError, naming it, whatever its class raised."""
+    """Return the rows of a registered environment. Raises TasksetError, which names it, for every failure."""
     try:
         rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
         if not isinstance(rows.revision, str):
@@ -68,8 +68,8 @@ def _environment(config: TasksetConfig, recorded: TasksetSource | None) -> RowFi
 
 
 def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
-    """Require that the config asks for what the log has. The commit itself may be asked for in place of a branch, and
-    the default subset by its name, or as none.
+    """Require that the config asks for the recorded source. The commit itself may stand for its branch, and the default
+    subset may have its name or none.
     """
     subset = config.subset or recorded.subset
     wanted = {"path": config.path, "subset": subset, "split": config.split, "args": _args(config)}
@@ -96,7 +96,7 @@ def _args(config: TasksetConfig) -> str:
 
 
 def _order(config: TasksetConfig) -> str:
-    """Return how rows are chosen, as JSON; "" where they are read in the order of the file."""
+    """Return the order of rows as JSON; "" for the order of the file."""
     selector = config.data_selector
     order: dict[str, Any] = {"shuffle": True, "seed": config.seed} if config.shuffle else {}
     if selector is not None and selector.selector_type != "sequential":

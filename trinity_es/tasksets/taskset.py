@@ -1,11 +1,10 @@
-"""Tasksets: files of tasks, read in a known order from a known place.
+"""Tasksets: tasks read from a source in a fixed order.
 
-`Taskset` checks every row of its file when it is built, so that a bad row stops a run before it starts and not at step
-400; what is in them is read when it is asked for (`files.py`). `read` is a pure function of the cursor: the same cursor
-gives the same tasks on every machine, however often a run was restarted and however it is cut into batches; every row
-comes exactly once an epoch. (A `data_selector` may draw for each step, and learn from the log: see `selectors.py`.)
-`Mix` shares steps out among several tasksets in the same way. Whoever reads keeps the cursors (they are in the log,
-written in the transaction of the batch). Files must not change in use.
+`Taskset` checks every row when it is built, so a bad row stops a run before it starts and not at step 400. Rows are
+read on demand (`files.py`). `read` is a pure function of the cursor: the same cursor gives the same tasks on every
+machine, after any restart and for any batch size, and every row comes exactly once an epoch. (A `data_selector` may
+draw for each step and learn from the log: see `selectors.py`.) `Mix` shares steps among several tasksets in the same
+way. The caller keeps the cursors, which the log has in the transaction of the batch. Files must not change in use.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ __all__ = ["Cursor", "Taskset"]
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in a taskset: `offset` tasks of pass `epoch` were read. Both from 0."""
+    """A place in a taskset, after `offset` tasks of pass `epoch`. Both count from 0."""
 
     epoch: int = 0
     offset: int = 0
 
 
 class Taskset:
-    """One taskset. `len()` is its rows.
+    """One taskset. `len()` is the number of its rows.
 
-    Raises TasksetError, which names the file and the line, for a file that can't be read, is empty, is not UTF-8, or
-    has a row that is not a JSON object with the prompt key.
+    Raises TasksetError, which names file and line, if a file can't be read, is empty, is not UTF-8, or has a row that
+    is not a JSON object with the prompt key.
     """
 
     def __init__(
         self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0, recorded: TasksetSource | None = None,
         rows: RowFile | None = None,
     ) -> None:
-        """Open a taskset. `number`: its place among those that are trained on, `index["taskset_id"]` of its tasks.
+        """Open a taskset. `number`: its place among the training tasksets, `index["taskset_id"]` of its tasks.
 
-        `recorded`: what the log of the run has of it as TasksetResolved; that is opened then. `rows`: nothing is
-        opened, they are read.
+        `recorded`: its source in the run's log (TasksetResolved), which is then opened. `rows`: read these, open
+        nothing.
         """
         self.is_eval, self.number = is_eval, number
         self.source: TasksetSource | None = None
@@ -63,10 +62,10 @@ class Taskset:
         return len(self._file)
 
     def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
-        """Return the next `n` tasks from `cursor` on, and the cursor after them; goes on into the next epoch by itself.
+        """Return the next `n` tasks after `cursor`, and the cursor after them; continue into the next epoch.
 
-        Fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor that
-        lies outside of an epoch, TasksetError when the file was changed since it was checked.
+        Returns fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor
+        outside of an epoch, TasksetError if the file changed since it was checked.
         """
         if n < 0:
             raise ValueError(f"n must be 0 or more, not {n}")
@@ -77,13 +76,13 @@ class Taskset:
         return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
 
     def left(self, cursor: Cursor) -> float:
-        """Return how many tasks come after this cursor; inf where the taskset is read without end."""
+        """Return how many tasks come after this cursor; inf if the taskset has no end."""
         if self.config.epochs is None:
             return math.inf
         return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))
 
     def all(self) -> list[Task]:
-        """Return every row once, in the order of the file: what an evaluation runs."""
+        """Return every row once, in the order of the file, for an evaluation."""
         return self._tasks(list(range(len(self))))
 
     def task(self, row: int) -> Task:
@@ -104,5 +103,5 @@ class Taskset:
 
 
 def _named(sample: dict[str, Any], key: str | None) -> str | None:
-    """Return what the row itself names, where the taskset lets it; None: what the taskset says."""
+    """Return the row's own name for it, if the taskset allows that and the row has one."""
     return None if key is None else sample.get(key)
