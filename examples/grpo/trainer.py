@@ -109,7 +109,7 @@ class GRPOTrainer:
             }
 
     def logprobs(self, experiences: Sequence[Any]) -> torch.Tensor:
-        """Return the response tokens' logprobs under the current model: float32 [experiences, longest response]."""
+        """Return the current logprob of each response token: float32 [experiences, longest response], nats."""
         return self._logprobs_and_entropy(experiences)[0]
 
     def _logprobs_and_entropy(self, experiences: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Multiple choice: a question, lettered answers, and a reward for the right letter. Rows as of MMLU or of GPQA."""
+"""Multiple choice: a question, lettered answers, and a reward for the right letter. Rows like those of MMLU or GPQA."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Answer the following multiple choice question. The last line of your response sh
 {question}
 
 {choices}"""
-"""The prompt of OpenAI's simple-evals, which most figures for MMLU and GPQA were measured with."""
+"""Prompt of OpenAI's simple-evals, with which most figures for MMLU and GPQA were measured."""
 
 
 class MultipleChoiceReward(RewardFn):
-    """`accuracy`: 1 where the last `Answer: X` of the response, else its last \\boxed{X}, is the truth's letter.
+    """`accuracy`: 1 if the last `Answer: X` of the response, or without one its last \\boxed{X}, is the truth's letter.
 
     The truth is a letter or, as in MMLU, a number from 0.
     """
@@ -42,10 +42,10 @@ class MultipleChoiceReward(RewardFn):
 
 
 class MultipleChoiceWorkflow(SimpleWorkflow):
-    """Asks with lettered choices; reward: `multiple_choice_reward`.
+    """Question with lettered choices; reward: `multiple_choice_reward`.
 
-    A row has `choices`, its prompt and its answer (a letter, or a number from 0); or GPQA's `Question`, `Correct
-    Answer` and `Incorrect Answer 1` to `3`, whose order is drawn from the question, the same for everybody.
+    A row has `choices`, its prompt and its answer (a letter, or a number from 0). Or it has GPQA's `Question`, `Correct
+    Answer` and `Incorrect Answer 1` to `3`, in an order derived from the question, so it is the same everywhere.
     """
 
     default_reward = "multiple_choice_reward"

@@ -1,12 +1,11 @@
-"""Code judged by unit tests: the model writes a program, which is run, within limits, in processes of its own.
+"""Code judged by unit tests: the model writes a program, which runs within limits in its own processes.
 
-What the program does is its own matter: one that is too slow, takes too much memory or crashes is wrong. What the
-judge does not get done is no verdict: a machine without room or time for the program is a failure of kind `grader`.
+A program that is too slow, takes too much memory or crashes is wrong. If the judge cannot do its work, for instance on
+a machine without room or time, there is no verdict but a failure of kind `grader`.
 
-This is no sandbox. The program runs as the user who runs the engines, with limits on CPU time, memory and what it
-writes, in a folder of its own. Processes, sockets and changes of other files are refused by hooks of Python that are
-made for accidents (`judged_program.py`). Where a model may be an attacker, run the whole system in a container without
-a network.
+This is no sandbox. The program runs as the user who runs the engines, with limits on CPU time, memory and output, in
+its own folder. Python hooks refuse processes, sockets and changes of other files; they guard against accidents
+(`judged_program.py`). If a model may be an attacker, run the whole system in a container without a network.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ __all__ = ["AsyncCodeWorkflow", "CodeReward", "CodeWorkflow"]
 _PROMPT = "Write a Python program that solves the task. Put all of it into one block that begins with ```python."
 
 WRITTEN_BYTES = 16 * 1024**2
-"""Maximum size of a file that a program writes, its output among them."""
+"""Maximum size of a file that a program writes, including its output."""
 
 
 class CodeReward(RewardFn):
-    """`accuracy`: 1 where the program passes all tests; with `partial` the share of them that it passes.
+    """`accuracy`: 1 if the program passes all tests; with `partial` the share of passed tests.
 
     The program is the last ```python block of the response, else its last block, else all of it. The truth is a list of
-    tests (`assert add(1, 2) == 3`), which find the program's names, or one text of them; or `{"inputs": [...],
-    "outputs": [...]}`, texts that the program reads and is to print; or JSON of these. Each test may take `seconds` of
-    CPU time and `memory` MiB; all together `total_seconds`, where one that hangs counts with all its time: tests that
-    are left then are failed.
+    tests (`assert add(1, 2) == 3`) that use the program's names, or one text of them; or `{"inputs": [...], "outputs":
+    [...]}`, texts that the program reads and must print; or JSON of these. Each test may take `seconds` of CPU time and
+    `memory` MiB, and all together `total_seconds`, in which a hanging test counts with all its time. Tests that are
+    left after that have failed.
     """
 
     @staticmethod
     def grader_timeout(seconds: float = 4.0, total_seconds: float = 100.0, **kwargs: Any) -> float:
-        """Return more seconds than judging takes where programs get a quarter of a core or more."""
+        """Return more seconds than judging takes if programs get at least a quarter of a core."""
         return 4 * total_seconds + _longest(seconds) + 30
 
     def __init__(
@@ -76,18 +75,18 @@ class CodeReward(RewardFn):
 
 
 _Check = str | tuple[Any, Any]
-"""A test that asserts, or what a program reads and what it is to print."""
+"""A test that asserts, or a program's input and expected output."""
 
 
 class _Judge:
-    """Runs one program, test by test, in a folder. `spent` is what that took: CPU time, or all time where it hung."""
+    """Runner of one program, test by test, in a folder. `spent`: CPU time used, or all time of a test that hung."""
 
     def __init__(self, folder: Path, seconds: float, memory: int) -> None:
         self.folder, self.seconds, self.memory = folder, seconds, memory
         self.spent = 0.0
 
     def passes(self, program: str, check: _Check) -> bool:
-        """Return True if the program passes a test. Raises TimeoutError where the machine is too busy."""
+        """Return True if the program passes a test. Raises TimeoutError if the machine is too busy."""
         if isinstance(check, str):
             verdict = secrets.token_hex(16)
             printed = self._printed(f"{verdict}\n", program, check)
@@ -97,7 +96,7 @@ class _Judge:
         return printed is not None and printed.split() == _lines(wanted).split()
 
     def _printed(self, read: str, *sources: str) -> str | None:
-        """Return what a program, and its test after it, printed; None where it failed."""
+        """Return the output of a program and its test; None if it failed."""
         script = str(Path(__file__).with_name("judged_program.py"))
         folder, where = self.folder, self.folder / "run"
         where.mkdir(exist_ok=True)
@@ -115,7 +114,7 @@ class _Judge:
             try:
                 status = process.wait(_longest(self.seconds))
             except subprocess.TimeoutExpired:
-                if _state(process.pid) != "S":  # it wants to go on, and never got its CPU time
+                if _state(process.pid) != "S":  # it wants to run, and never got its CPU time
                     had = f"the machine had less than {self.seconds:g} s of CPU time for a program"
                     raise TimeoutError(had) from None
                 status, hung = None, _longest(self.seconds)
@@ -124,7 +123,7 @@ class _Judge:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         used = _cpu_seconds() - before
-        if status == -signal.SIGKILL and used < max(1, round(self.seconds)):  # its hard limit of CPU time is later
+        if status == -signal.SIGKILL and used < max(1, round(self.seconds)):  # the hard limit of CPU time is later
             raise ChildProcessError("a judged program was killed by the machine: is it out of memory?")
         self.spent += hung or used
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
@@ -145,19 +144,18 @@ class _Judge:
 
 
 def _longest(seconds: float) -> float:
-    """Return how long a test with so much CPU time is waited for: where it waits for nothing, a quarter of a core does.
-    """
+    """Return the time limit for a test with so much CPU time, enough for a program that gets a quarter of a core."""
     return 4 * seconds + 2
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all processes that this one started and that have ended."""
+    """Return the CPU time of all ended processes that this one started."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 class CodeWorkflow(SimpleWorkflow):
-    """Asks for a Python program; reward: `code_reward`."""
+    """Request for a Python program; reward: `code_reward`."""
 
     default_reward = "code_reward"
 
@@ -192,8 +190,8 @@ def _checks(truth: Any) -> list[_Check]:
 
 
 def _python(test: str) -> str:
-    """Return a test. Raises DataError for one that is no Python, which no program can pass, and for one that every
-    program passes.
+    """Return a test. Raises DataError for invalid Python, which no program can pass, and for a test that every program
+    passes.
     """
     try:
         with warnings.catch_warnings():
@@ -244,7 +242,7 @@ def _program(response: str) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as Linux has it: R for one that runs, or would; S for one that waits."""
+    """Return the state of a process as Linux reports it: R runs or could run, S waits."""
     try:
         text: str = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

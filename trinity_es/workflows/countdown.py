@@ -1,4 +1,4 @@
-"""The reward of the countdown game: an equation of given numbers, each used once, that gives a target."""
+"""Reward of the countdown game: an equation of given numbers, each used once, that yields a target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST = 1000
 
 
 class CountDownRewardFn(RewardFn):
-    """`score`: 1 for an equation that gives the target, 0.1 for another between <answer> tags, 0 for none.
+    """`score`: 1 for an equation with the target's value, 0.1 for another text between <answer> tags, 0 without them.
 
     The truth is `{"target": 24, "numbers": [2, 3, 4]}`, or JSON of it; numbers may be texts. The answer is the last one
     on the response's last line. Raises DataError for another truth.
@@ -46,7 +46,7 @@ class CountDownRewardFn(RewardFn):
 
 
 def _wanted(truth: Any) -> tuple[float, list[str]]:
-    """Return the target and the numbers of a row, as they are written in an equation. Raises DataError."""
+    """Return the target and the numbers of a row as they appear in an equation. Raises DataError."""
     try:
         wanted = json.loads(truth) if isinstance(truth, str) else truth
         numbers = [int(n) for n in wanted["numbers"]]
@@ -59,7 +59,7 @@ def _wanted(truth: Any) -> tuple[float, list[str]]:
 
 
 def _value(equation: str) -> float | None:
-    """Return what an equation of numbers, + - * / and brackets gives, None for what is none."""
+    """Return the value of an equation of numbers, + - * / and brackets; None for other texts."""
     if len(equation) > _LONGEST:
         return None
     try:

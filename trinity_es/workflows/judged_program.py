@@ -1,9 +1,9 @@
-"""A model's program and its tests, run as a script: `judged_program.py SOLUTION [TESTS]`, in a folder for it alone.
+"""Script that runs a model's program and its tests: `judged_program.py SOLUTION [TESTS]`, in a folder of its own.
 
-It imports nothing of this package. Audit hooks refuse what a solution has no business with: processes, sockets,
-ctypes, files changed outside of the folder. That stops accidents and the tricks that a model learns, and no attacker.
-With tests their verdict is the first line of the standard input, written to standard output once all are done, so a
-solution that ends its process early has passed nothing.
+It imports nothing of this package. Audit hooks refuse processes, sockets, ctypes, and changes of files outside the
+folder. They stop accidents and tricks that a model learns, but no attacker. With tests, the verdict is the first line
+of the standard input, which the script prints after all tests. So a solution that ends its process early passes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHANGES = {
     "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
     "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "os.setxattr": 1, "os.removexattr": 1,
 }
-"""Event -> how many of its first arguments are paths that it changes."""
+"""Number of leading arguments that are changed paths, by event."""
 
 
 def _guard(folder: str) -> None:
@@ -46,7 +46,7 @@ def _guard(folder: str) -> None:
             path, _, flags = args
             changing = isinstance(flags, int) and flags & changes
             if path is not None and (changing or (not isinstance(path, int) and os.path.isdir(path))):
-                check(path)  # a folder too, or a file could be named from there
+                check(path)  # a folder too, since a file could be named from there
         elif event in _CHANGES:
             for path in args[: _CHANGES[event]]:
                 check(path)
@@ -70,7 +70,7 @@ def main() -> None:
     sys.argv[:] = ["solution.py"]
     sys.path.insert(0, os.getcwd())
     sys.setrecursionlimit(10_000)
-    for known in (signal, sys.modules["_signal"]):  # no hook is told of it, and who is killed gets no verdict
+    for known in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
         vars(known).pop("raise_signal", None)
     _guard(os.getcwd())
     module = types.ModuleType("solution" if tests else "__main__")

@@ -1,7 +1,7 @@
-"""What of the math rewards needs math-verify (the extra `math`): called in graders alone, which can be killed.
+"""The part of the math rewards that needs math-verify (the extra `math`), called only in graders, which can be killed.
 
-Its own timeouts are off, for they need signals, and what it makes of its errors by itself is a wrong answer: here they
-are raised, so the run fails and is no zero.
+Its own timeouts are off, since they need signals. It treats its own errors as wrong answers; here they are raised, so
+the run fails and does not get a zero.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _ANSWER = LatexExtractionConfig(
     normalization_config=NormalizationConfig(basic_latex=True, units=True, boxed="all"),
     boxed_match_priority=0, try_extract_without_anchor=False,
 )
-"""How open-r1 reads an answer: what is boxed first, and no formula that nobody calls the answer."""
+"""open-r1's way to read an answer: boxed text first, and no formula that is not named as the answer."""
 
 
 def parsed(text: str) -> list[Any]:
-    """Return what is taken for the answer in a text: LaTeX or plain expressions, and its text; [] where there is none.
-    """
+    """Return the answer in a text: LaTeX or plain expressions, and its text; [] if there is none."""
     found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
     return found
 
@@ -42,9 +41,9 @@ def parsed_latex(text: str, *, answer: bool) -> list[Any]:
 
 
 def equal(gold: Any, target: Any) -> bool:
-    """Return True if the two are the same in mathematics, as far as sympy can tell."""
+    """Return True if the two are mathematically equal, as far as sympy can tell."""
     return bool(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 
-equal(parsed("$\\frac{1}{2}$"), parsed("the answer is 0.5"))  # builds its tables once, in what graders are forked from
+equal(parsed("$\\frac{1}{2}$"), parsed("the answer is 0.5"))  # builds tables before graders are forked
 parsed_latex("\\boxed{1}", answer=True)

@@ -1,7 +1,7 @@
-"""Rewards of mathematics, under the names that users of Trinity-RFT know. The grader is math-verify (extra `math`).
+"""Rewards for mathematics, under the names in Trinity-RFT. The grader is math-verify (extra `math`).
 
-Each answer is judged in a process of its own, which is killed after `grader_timeout` seconds; `reward_fn_args:
-{grader_timeout: 30}` gives another limit.
+Each answer is judged in its own process, which is killed after `grader_timeout` seconds; `reward_fn_args:
+{grader_timeout: 30}` sets another limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRADER = f"{__package__}.math_grader"
 
 
 def _grader() -> Any:
-    """Return the module with math-verify, which takes a second to import: in a grader it is there already."""
+    """Return the module with math-verify, whose import takes a second; a grader has it already."""
     return importlib.import_module(_GRADER)
 
 
@@ -38,7 +38,7 @@ class _Math(RewardFn):
 
 
 class AccuracyReward(_Math):
-    """`accuracy`: 1 where the answer equals the truth, read as open-r1 reads them, or both by `answer_parser`."""
+    """`accuracy`: 1 if the answer equals the truth, both read as open-r1 does, or by `answer_parser`."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
         self.answer_parser = answer_parser
@@ -54,7 +54,7 @@ class AccuracyReward(_Math):
 
 
 class FormatReward(_Math):
-    """`format_score`: 0.1 where the whole response has the form of `pattern`, a regular expression, else -0.1.
+    """`format_score`: 0.1 if the whole response matches `pattern`, a regular expression, otherwise -0.1.
 
     By default the reasoning is between <think> and </think>, the answer between <answer> and </answer>, on lines of
     their own.
@@ -72,10 +72,10 @@ class FormatReward(_Math):
 
 
 class MathRewardFn(_Math):
-    """`accuracy` of what is between <answer> and </answer>, else of the whole response, and `format_score`.
+    """`accuracy` of the text between <answer> and </answer>, or without them of the whole response, and `format_score`.
 
-    The format is <think>...</think> <answer>...</answer>, whatever stands before. Where the truth has the form of
-    GSM8K's, it is what follows its `####`.
+    The format is <think>...</think> <answer>...</answer>, after any text. If the truth has GSM8K's form, the text after
+    its `####` counts.
     """
 
     def __init__(self, pattern: str = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$") -> None:
@@ -87,9 +87,10 @@ class MathRewardFn(_Math):
 
 
 class MathBoxedRewardFn(_Math):
-    """`accuracy`: 1 where the last \\boxed{} of the response equals the truth, or the truth's own last \\boxed{}.
+    """`accuracy`: 1 if the last \\boxed{} of the response equals the truth, or the truth's own last \\boxed{}.
 
-    `format_score`: with `with_think` minus `format_score_coef` where not one <think> comes before one </think>, else 0.
+    `format_score`: with `with_think`, minus `format_score_coef` unless exactly one <think> precedes one </think>;
+    otherwise 0.
     """
 
     def __call__(
@@ -102,9 +103,9 @@ class MathBoxedRewardFn(_Math):
 
 
 class MathEvalRewardFn(_Math):
-    """`accuracy`: 1 where the response's answer equals the truth, or the truth's own last \\boxed{}.
+    """`accuracy`: 1 if the response's answer equals the truth, or the truth's own last \\boxed{}.
 
-    The answer is the last \\boxed{}, else what follows "the answer is" on its line, else the last number, as in
+    The answer is the last \\boxed{}, else the text after "the answer is" on its line, else the last number, as in
     Qwen2.5-Math's evaluation.
     """
 
@@ -113,9 +114,10 @@ class MathEvalRewardFn(_Math):
 
 
 class GSM8KReward(_Math):
-    """`accuracy`: 1 where the response's answer equals what follows the truth's `####`.
+    """`accuracy`: 1 if the response's answer equals the text after the truth's `####`.
 
-    The answer is what follows the response's own last `####`, else its last \\boxed{}, else what math-verify finds.
+    The answer is the text after the response's own last `####`, else its last \\boxed{}, else the one that math-verify
+    finds.
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
@@ -125,10 +127,10 @@ class GSM8KReward(_Math):
 
 
 class MathDAPORewardFn(_Math):
-    """`accuracy`: 1 or -1, of the last \\boxed{} after the reasoning; `format_score`: less for overlong responses.
+    """`accuracy`: 1 or -1, of the last \\boxed{} after the reasoning; `format_score`: lower for overlong responses.
 
-    From `max_response_length - cache_length` tokens on it falls to `-penalty_factor` at `max_response_length`, where
-    `enable_overlong_penalty` is on. Raises ConfigError where a length, or the response's tokens, are missing then.
+    With `enable_overlong_penalty` it falls from `max_response_length - cache_length` tokens on, to `-penalty_factor` at
+    `max_response_length`. Raises ConfigError if a length or the response's tokens are missing then.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class MathDAPORewardFn(_Math):
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return what the last \\boxed or \\fbox of a text holds, None where there is none that is closed."""
+    """Return the content of the last \\boxed or \\fbox of a text; None if no closed one exists."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -178,7 +180,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _last_answer(text: str) -> str | None:
-    """Return what a text gives as its answer, boxed or not; None where it has no number either."""
+    """Return the answer of a text, boxed or not; None if it has no number either."""
     if (boxed := boxed_answer(text)) is not None:
         return boxed
     if said := re.search(r"(?:(?:final|the)\s+answer\s+is|答案是)\s*:?\s*(.+)", text, re.IGNORECASE):
@@ -196,18 +198,18 @@ def _same(answer: str | None, truth: str) -> bool:
 
 
 def _tagged(text: str) -> Any:
-    """Return what is parsed of the first <answer> of a text, else of the whole."""
+    """Return the parsed first <answer> of a text, or without one the parsed text."""
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return _grader().parsed(found.group(1) if found else text)
 
 
 def _after_hashes(truth: Any) -> str:
-    """Return the answer in a truth of GSM8K's form, another one as it is."""
+    """Return the answer in a truth of GSM8K's form, and any other truth unchanged."""
     return _text(truth).rpartition("####")[2].strip()
 
 
 def _gold(truth: Any) -> str:
-    """Return what the truth's last \\boxed{} holds, else its answer."""
+    """Return the content of the truth's last \\boxed{}, else its answer."""
     answer = _after_hashes(truth)
     return answer if (boxed := boxed_answer(answer)) is None else boxed
 

@@ -1,7 +1,7 @@
-"""Workflows of mathematics, under the names that users of Trinity-RFT know, with its prompts.
+"""Workflows for mathematics, under the names in Trinity-RFT, with its prompts.
 
-Each asks once and rewards the answer. Rows are of the form of GSM8K (`question`, an `answer` that ends with `#### 18`)
-or of MATH (`problem`, a `solution` with \\boxed{}); `format: {prompt_key: problem, response_key: solution}` names the
+Each asks once and rewards the answer. Rows have the form of GSM8K (`question`, an `answer` that ends with `#### 18`) or
+of MATH (`problem`, a `solution` with \\boxed{}); `format: {prompt_key: problem, response_key: solution}` names the
 keys.
 """
 
@@ -43,7 +43,7 @@ then provides the user with the answer. You should present your reasoning proces
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Reasoning between <think> tags, the answer between <answer> tags, as DeepSeek-R1; reward: `math_reward`."""
+    """Reasoning between <think> tags and the answer between <answer> tags, as in DeepSeek-R1; reward: `math_reward`."""
 
     default_reward = "math_reward"
 
@@ -64,8 +64,8 @@ class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
 class MathBoxedWorkflow(SimpleWorkflow):
     """The answer in \\boxed{}; reward: `math_boxed_reward`.
 
-    `workflow_args`: `with_think` (false: reasoning between <think> tags is asked for), `format_score_coef` (0.1: what
-    it costs to leave them out), `use_base` (false: the prompt is plain text, for a base model).
+    `workflow_args`: `with_think` (false; true asks for reasoning between <think> tags), `format_score_coef` (0.1:
+    penalty for leaving them out), `use_base` (false; true makes the prompt plain text, for a base model).
     """
 
     default_reward = "math_boxed_reward"
@@ -98,7 +98,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
         kept = super()._kept(answers, said)
         for answer in kept:
-            if answer.truncate_status == "response_truncated":  # nothing is learned from what was cut off
+            if answer.truncate_status == "response_truncated":  # nothing is learned from a response that was cut off
                 answer.action_mask = np.zeros(len(answer.tokens) - answer.prompt_length, dtype=np.bool_)
         return kept
 
@@ -108,9 +108,9 @@ class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
 
 
 class MathEvalWorkflow(SimpleWorkflow):
-    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
+    """Evaluation with Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
 
-    The row's `question` is asked, whatever its `prompt_key`.
+    It asks the row's `question`, whatever `prompt_key` is.
     """
 
     default_reward = "math_eval_reward"
@@ -132,7 +132,7 @@ class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
 
 
 class MathRMWorkflow(SimpleWorkflow):
-    """For rewards that ask for `answer` (its Experience), `messages` and `ground_truth`: reward models."""
+    """Workflow for reward models: rewards that take `answer` (its Experience), `messages` and `ground_truth`."""
 
     KNOWN_TO_REWARDS = KNOWN | {"answer", "messages", "ground_truth"}
 

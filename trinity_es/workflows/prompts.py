@@ -1,4 +1,4 @@
-"""Prompts of rows, which are a text or chat messages, as what a model is asked."""
+"""Prompts of rows, a text or chat messages, in the form in which a model is asked."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _SYSTEM = ("system", "developer")
 
 
 def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
-    """Require a text, or a list of chat messages, the last of which is not the assistant's where a `prefix` begins the
-    answer. Raises DataError, which says what there is instead.
+    """Require a text or a list of chat messages, whose last one is not the assistant's if a `prefix` begins the answer.
+
+    Raises DataError, which says what the prompt is instead.
     """
     if isinstance(prompt, str):
         return
@@ -41,16 +42,16 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
 
 
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
-    """Return a prompt as chat messages of the caller's own, with a system prompt and the beginning of the answer.
+    """Return a prompt as a new list of chat messages, with a system prompt and the beginning of the answer.
 
-    Parts of text are joined by newlines; a message of tool calls without a content has an empty one.
-    A system message of the row itself follows `system` in one message. Raises DataError for what is neither text nor
-    messages, and for a prefix where the row has begun the answer itself.
+    Parts of text are joined by newlines; a message of tool calls without a content has an empty one. A system message
+    of the row itself follows `system` in one message. Raises DataError for other values, and for a prefix if the row
+    itself begins the answer.
     """
     require_prompt_form(prompt, prefix)
     messages: list[dict[str, Any]] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
-    for message in messages:  # templates take no parts, and vLLM's server joins them so, too
+    for message in messages:  # templates take no parts, and vLLM's server joins them in the same way
         message["content"] = _text(message.get("content"))
     if system and messages[0]["role"] in _SYSTEM:
         messages[0]["content"] = f"{system}\n\n{messages[0]['content']}" if messages[0]["content"] else system
@@ -62,9 +63,9 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
 
 
 def asked_by(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return these messages with another text in the last one of the user: what `question` makes of its own.
+    """Return these messages with another text in the user's last one: the result of `question` for its own text.
 
-    Raises DataError where no message is the user's.
+    Raises DataError if no message is the user's.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
@@ -74,7 +75,7 @@ def asked_by(messages: list[dict[str, Any]], question: Callable[[str], str]) -> 
 
 
 def plain_text(messages: list[dict[str, Any]]) -> str:
-    """Return a conversation as one text that a base model goes on with, each turn after the name of its role."""
+    """Return a conversation as one text that a base model continues, each turn after the name of its role."""
     turns = [f"System:{m['content']}\n" if m["role"] in _SYSTEM
              else f"{m['role'].title()}:\n{m['content']}\n" for m in messages]
     return "".join([*turns, "Assistant:\n"])

@@ -1,9 +1,9 @@
 """A loop of reasoning and tools: the model calls Python functions until it answers without a call.
 
 A tool is a function with type hints, named "module:name". Its schema comes from its signature, its description from its
-docstring; what it gives is told to the model, and what it raises, too. Calls are read as the chat templates of Qwen,
-Hermes and others write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages stay as they were
-sampled, so the whole conversation is one experience, token by token, in which only what the model wrote is trained on.
+docstring. The model sees its result, and also its errors. Calls are read as the chat templates of Qwen, Hermes and
+others write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages stay as they were sampled, so
+the whole conversation is one experience, token by token, and only the model's own tokens are trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trinity_es.workflows.workflow import KNOWN, MultiTurnWorkflow
 __all__ = ["ReActWorkflow", "Tool", "tool_of"]
 
 MOST_CHARACTERS = 8000
-"""Maximum of what is told to the model of a tool's result, in characters."""
+"""Maximum number of characters of a tool's result that the model sees."""
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
@@ -39,12 +39,12 @@ class Tool:
 
     name: str
     schema: dict[str, Any]
-    """As chat templates and OpenAI's API take it."""
+    """Schema, in the form of chat templates and OpenAI's API."""
     call: Callable[..., Any]
     """The function, which checks its arguments by their type hints."""
 
     def told(self, arguments: Any) -> str:
-        """Return what the function gives for these arguments, as a text. Raises what it raises."""
+        """Return the function's result for these arguments, as a text. Raises the function's errors."""
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object")
         value = value_of(self.call(**arguments))
@@ -55,9 +55,9 @@ class Tool:
 
 @functools.cache
 def tool_of(path: str) -> Tool:
-    """Return the tool that "module:name" names.
+    """Return the tool named by "module:name".
 
-    Raises UnknownWorkflow, and DataError where its hints give no schema.
+    Raises UnknownWorkflow, and DataError if its hints give no schema.
     """
     function: Any = resolve(path, {}, "tool")
     try:
@@ -70,10 +70,10 @@ def tool_of(path: str) -> Tool:
 
 
 class ReActWorkflow(MultiTurnWorkflow):
-    """Tools in turns, until an answer without a call; the reward is that of this answer (`reward_fn`).
+    """Turns with tools until an answer without a call; the reward is that of this answer (`reward_fn`).
 
     `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model). Metrics: `turns`,
-    `tool_calls`, `tool_errors`, `unfinished` (1 where the last answer still calls a tool: it was the last turn, or the
+    `tool_calls`, `tool_errors`, `unfinished` (1 if the last answer still calls a tool: it was the last turn, or the
     model's context has no room for another).
     """
 
@@ -89,7 +89,7 @@ class ReActWorkflow(MultiTurnWorkflow):
             try:
                 [answer] = self.model.chat(messages, tools=schemas, n=1)
             except EngineError as e:
-                if counts["turns"] and e.details.get("refused"):  # what the tools told leaves no room for an answer
+                if counts["turns"] and e.details.get("refused"):  # the tools' results leave no room for an answer
                     break
                 raise
             messages.append({"role": "assistant", "content": answer.response_text})
@@ -109,7 +109,7 @@ class ReActWorkflow(MultiTurnWorkflow):
 
 
 def _told(tools: dict[str, Tool], call: str) -> tuple[str, bool]:
-    """Return what a call gives, as the model is told it, and whether it failed."""
+    """Return a call's result as the model sees it, and whether it failed."""
     try:
         asked = orjson.loads(call)
         tool = tools.get(asked["name"])

@@ -1,17 +1,17 @@
-"""How a reward is called: in one way by every workflow, with what its signature asks for of what is known.
+"""Calls of rewards: every workflow calls them in one way, with the arguments that their signatures ask for.
 
-What is known of an answer: `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and what a workflow
-adds. All of it goes by keyword; a reward gets what it has parameters for, all where it has `**kwargs`. A parameter of
-another name that has no default is a key of the task's row. What its `reward_fn_args` set is theirs. `truth` is
-None where the row has no answer.
+Known of an answer are `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and values that a
+workflow adds. All are passed by keyword. A reward gets those for which it has parameters, or all if it has `**kwargs`.
+Any other parameter without a default is a key of the task's row. `reward_fn_args` override. `truth` is None if the row
+has no answer.
 
-A reward that has a `grader_timeout` (seconds) is called in a process of its own, which is killed then
-(`actors/rollout/workers/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their
+A reward with a `grader_timeout` (seconds) is called in its own process, which is killed then
+(`actors/rollout/workers/graders.py`). That is a failure of kind `grader`, not a zero. Others are called where their
 workflow plays.
 
-One with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl 1.16,
-`GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or not.
-It is called with lists of one: the answer, and each column of the task's row. Where the row's prompt is a list of
+A reward with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl
+1.16, `GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or
+not. It is called with lists of one: the answer, and each column of the task's row. If the row's prompt is a list of
 messages, so is the completion.
 """
 
@@ -39,22 +39,21 @@ __all__ = [
 ]
 
 _OF_TRL = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""What a reward of TRL's form gets beside the columns of its row."""
+"""Arguments of a reward of TRL's form beside the columns of its row."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
 
 
 class RewardFn(ABC):
-    """A reward: built with `reward_fn_args`, called with what it has parameters for, gives its parts, which are added.
-    """
+    """A reward: built with `reward_fn_args`, called with its parameters, returns its parts, which are added."""
 
     grader_timeout: float | Callable[..., float] | None = None
-    """Seconds after which a call is killed, which has a process of its own then, or what gives them, called with
+    """Seconds after which a call is killed, for which it gets its own process, or a function that returns them for the
     `reward_fn_args`; None: it is called in place."""
     grader_imports: str = ""
-    """A module that this process has imported beforehand; empty: the reward's own."""
+    """Module that this process has imported beforehand; empty: the reward's own."""
     needs: tuple[str, str] | None = None
-    """A module that is not in the base package, and the extra that it comes with: looked for before a run starts."""
+    """Module outside the base package, and the extra that installs it: checked before a run starts."""
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...
@@ -64,11 +63,11 @@ class RewardFn(ABC):
 
 
 class Reward:
-    """A task's reward, as every workflow calls it: by keyword, with all that is known of an answer.
+    """A task's reward, as every workflow calls it: by keyword, with everything known of an answer.
 
-    It gives a number, parts that are added, or what is awaited for these. With a `workflow` it is called in its graders
-    where it has a `grader_timeout`. Raises WorkflowError where the task has none, and what building a class with its
-    `reward_fn_args` raises.
+    It returns a number, parts that are added, or an awaitable of these. With a `workflow` it is called in that
+    workflow's graders if it has a `grader_timeout`. Raises WorkflowError if the task has none, and the errors of
+    building a class with its `reward_fn_args`.
     """
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
@@ -89,10 +88,10 @@ class Reward:
             self._called = functools.partial(_of_trl, called, self._form, task) if self._form.of_trl else called
 
     def __call__(self, *args: Any, **known: Any) -> Any:
-        """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
+        """Call it with the known values. `args` are for workflows that call a reward of theirs by position.
 
-        What is of the row, and its `reward_fn_args`, are its own: one that changes them in place changes no other
-        answer's. Raises WorkflowError where the reward needs what nobody gives.
+        Values of the row and `reward_fn_args` are copies, so a reward that changes them in place affects no other
+        answer. Raises WorkflowError if the reward needs a value that nothing provides.
         """
         row, shared = self._row, {"prompt", "truth"}
         if not self._form.of_trl and not args:
@@ -106,7 +105,7 @@ class Reward:
 
 
 def known_of(answer: Experience) -> dict[str, Any]:
-    """Return what rewards may know of an answer: `response`, and its tokens as `completion_ids`."""
+    """Return the values of an answer for rewards: `response`, and its tokens as `completion_ids`."""
     ids = answer.tokens[answer.prompt_length :].tolist()
     return {"response": answer.response_text or "", "completion_ids": ids}
 
@@ -120,15 +119,15 @@ class _Bound(functools.partial[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a reward has parameters for."""
+    """Parameters of a reward."""
 
     names: frozenset[str]
     whatever: bool
-    """It has `**kwargs`."""
+    """True if it has `**kwargs`."""
     set_already: frozenset[str]
-    """By `reward_fn_args`."""
+    """Names set by `reward_fn_args`."""
     needed: tuple[str, ...] = ()
-    """Those of `names` that have no default."""
+    """Names among `names` without a default."""
 
     def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in known.items()
@@ -144,7 +143,7 @@ class _Form:
 
 
 def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a row must have for its reward to be called; none where a workflow of the user's calls it.
+    """Return the keys that a row must have for its reward; none if a user's own workflow calls it.
 
     `workflow` and `reward` are classes or functions; `arguments`: the `reward_fn_args`.
     """
@@ -161,12 +160,12 @@ def _require(reward: Any, lacks: Collection[str], there: Collection[str]) -> Non
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a reward is called as TRL calls its own. `arguments`: its `reward_fn_args`."""
+    """Return True if a reward has TRL's form. `arguments`: its `reward_fn_args`."""
     return _form(reward, arguments).of_trl
 
 
 def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
-    built = isinstance(found, type)  # later: that may be what is to be done where it can be killed
+    built = isinstance(found, type)  # later, perhaps in a process that can be killed
     try:
         parameters = list(inspect.signature(found.__call__ if built else found).parameters.values())[int(built) :]
     except (TypeError, ValueError):  # of a builtin
@@ -187,9 +186,9 @@ def _timeout(found: Any, arguments: dict[str, Any]) -> float | None:
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return a call as a grader gets it: the function's "module:name", and JSON of its arguments.
+    """Return a call for a grader: the function's "module:name", and JSON of its arguments.
 
-    Raises WorkflowError for a function that can't be imported by its name, and for arguments that are no plain JSON.
+    Raises WorkflowError for a function that can't be imported by its name, and for arguments that are not plain JSON.
     """
     try:
         path = class_path(function)
@@ -203,9 +202,9 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def _graded(task: Task, workflow: Any, timeout: float, imports: str, form: _Form, /, **known: Any) -> Any:
-    """Return what a task's reward gives in a process of its own, or what is awaited for it. `known` is plain JSON.
+    """Return the result of a task's reward in its own process, or an awaitable of it. `known` is plain JSON.
 
-    Raises WorkflowError where the reward asks for an Experience.
+    Raises WorkflowError if the reward takes an Experience.
     """
     told = {name: value for name, value in task_to_dict(task).items() if name in _OF_A_REWARD}
     told["reward_fn"] = REWARD_FUNCTIONS.paths.get(told["reward_fn"], told["reward_fn"])
@@ -224,9 +223,9 @@ _OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 
 
 def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts that a task's reward gives: what a grader calls.
+    """Return the parts of a task's reward; a grader calls this.
 
-    Raises GraderError for what is no number, WorkflowError for a number that is not finite.
+    Raises GraderError for a value that is no number, WorkflowError for a number that is not finite.
     """
     said = value_of(Reward(Task(**task))(**known))
     try:
@@ -238,7 +237,7 @@ def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, flo
 
 
 def value_of(said: Any) -> Any:
-    """Return what a reward gave, awaited here where it is to be: for who has no loop."""
+    """Return a reward's result, awaited here if necessary, for callers without a loop."""
 
     async def value() -> Any:
         return await said
@@ -250,7 +249,7 @@ def _of_trl(
     called: Callable[..., Any], form: _Form, task: Task, /, *, response: str,
     completion_ids: Sequence[int] | None = None,
 ) -> Any:
-    """Return the number that a reward of TRL's form gives, called with lists of one, or what is awaited for it."""
+    """Return the number of a TRL-form reward, called with lists of one, or an awaitable of it."""
     row, prompt = task.raw_task or {}, task.task_desc
     whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
     row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
@@ -265,7 +264,7 @@ def _of_trl(
 
 
 def _ignored(*what: Any, **more: Any) -> None:
-    """Take what TRL would log of a completion: parts of a reward are metrics here."""
+    """Take the values that TRL would log of a completion: parts of a reward are metrics here."""
 
 
 async def _awaited(called: Any, said: Awaitable[Any]) -> float:
@@ -287,10 +286,10 @@ def _first(called: Any, said: Any) -> float:
 
 
 def as_parts(said: Any, reward: Any) -> dict[str, float]:
-    """Return what a reward gave as its parts, which are added up; `reward`: as the task names it, or what was called.
+    """Return a reward's result as parts that are added up; `reward` is its name in the task, or the called object.
 
-    Raises WorkflowError where there is no part, a part is no number, or no finite one, its name is no text, or it is
-    `reward` beside other parts.
+    Raises WorkflowError if there is no part, a part is not a finite number, or its name is no text, or is `reward`
+    beside other parts.
     """
     name = _named(reward)
     if isinstance(said, Mapping) and not (said and all(isinstance(part, str) for part in said)):

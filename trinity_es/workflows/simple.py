@@ -1,8 +1,8 @@
-"""Workflows and rewards under the names that users of Trinity-RFT have subclassed.
+"""Workflows and rewards under the names that users of Trinity-RFT subclass.
 
 `SimpleWorkflow` and `AsyncSimpleWorkflow` take a task apart into attributes, chat once and reward each answer;
-`RewardFn` is the base of reward classes. The registry knows them as `simple_workflow` and `async_simple_workflow`. New
-workflows had better begin at `Workflow` or `single_turn`.
+`RewardFn` is the base of reward classes. The registry has them as `simple_workflow` and `async_simple_workflow`. Base
+new workflows on `Workflow` or `single_turn` instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SimpleWorkflow(Workflow):
     """One prompt, one answer a run, one reward; all runs are one request.
 
     Attributes for subclasses: `format_args, system_prompt, reply_prefix, reward_fn, reward_fn_args, raw_task,
-    task_desc, truth`. Raises WorkflowError where the task has no reward_fn.
+    task_desc, truth`. Raises WorkflowError if the task has no reward_fn.
     """
 
     can_reset = True
@@ -34,7 +34,7 @@ class SimpleWorkflow(Workflow):
     ARGS: ClassVar[frozenset[str] | None] = frozenset()
     KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = KNOWN
     default_reward: str | None = None
-    """The registered reward of tasks that name none."""
+    """Registered reward of tasks that name none."""
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
@@ -62,11 +62,11 @@ class SimpleWorkflow(Workflow):
         return self._rewarded(self._ask(self.model.chat, self.model.generate))
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
-        """Return what the model's `chat` or `generate`, or their async forms, give for this task."""
+        """Return the result of the model's `chat` or `generate`, or of their async forms, for this task."""
         return chat(self.format_messages(), **self.rollout_args)
 
     def _judge(self, answer: Experience) -> Any:
-        """Return what the reward says of an answer, or something to await."""
+        """Return the reward of an answer, or an awaitable of it."""
         return self.reward_fn(**self._known(answer))
 
     def _known(self, answer: Experience) -> dict[str, Any]:

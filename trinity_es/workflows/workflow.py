@@ -1,8 +1,8 @@
-"""Workflows: what a task does with a model, and what it returns for training.
+"""Base classes of workflows, which play a task with a model and return experiences for training.
 
-A workflow is built by a runner with `task`, `model` and `auxiliary_models` (in the order of the config; they become its
-`auxiliary_model_wrappers`), and `run` (or `run_async`) returns a list of Experience. Yours: subclass `Workflow`, and
-name it in a task or a taskset as "module:Class", or register it under a short name with
+A runner builds a workflow with `task`, `model` and `auxiliary_models` (in the order of the config; they become its
+`auxiliary_model_wrappers`), and `run` (or `run_async`) returns a list of Experience. For your own, subclass `Workflow`,
+and name it in a task or a taskset as "module:Class", or register it under a short name with
 `@WORKFLOWS.register_module("name")`.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Wor
 
 
 KNOWN = frozenset({"response", "completion_ids", "prompt", "truth"})
-"""What every ready-made workflow with a reward calls it with."""
+"""Arguments with which every ready-made workflow calls a reward."""
 
 
 class Workflow:
@@ -42,17 +42,17 @@ class Workflow:
     can_repeat: bool = False
     is_async: bool = False
     ARGS: ClassVar[frozenset[str] | None] = None
-    """The `workflow_args` that it takes: a config with others is refused before a run starts. None: whatever it is
-    given. A subclass of yours takes whatever it is given, unless it says so itself."""
+    """Accepted `workflow_args`: a config with others is refused before a run starts. None: anything. A user's subclass
+    accepts anything unless it sets its own."""
     FUNCTION_ARGS: ClassVar[frozenset[str]] = frozenset()
-    """Those of `ARGS` that are a "module:name", or a list of them: imported before a run starts."""
+    """Names in `ARGS` whose values are a "module:name", or a list of them, imported before a run starts."""
 
     KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = None
-    """What a ready-made workflow calls a task's reward with; None: it calls none."""
+    """Arguments with which a ready-made workflow calls a task's reward; None: it calls none."""
 
     @classmethod
     def taken_args(cls) -> frozenset[str] | None:
-        """Return the `workflow_args` that this very class is known to take; None where that is not known."""
+        """Return the `workflow_args` that this very class is known to accept; None if unknown."""
         ready_made = cls.__module__.partition(".")[0] == "trinity_es"
         return cls.ARGS if ready_made or "ARGS" in vars(cls) else None
 
@@ -63,16 +63,16 @@ class Workflow:
         self.repeat_times = 1
         self.run_id_base = 0
         self.failed_runs: dict[int, Exception] = {}
-        """Where `can_repeat`: runs (by `eid.run`) that came to nothing, and why; the others count nevertheless."""
+        """If `can_repeat`: reasons of the runs (by `eid.run`) that failed; the other runs count."""
         self.logger = logging.getLogger(type(self).__name__)
-        """Writes, from INFO on, to the runner's log, `runner-<n>.log` in `system.log_dir`. What is printed goes to
-        `launch-<store>.log` there, with what all processes of the system print."""
+        """Logger of the runner's log, `runner-<n>.log` in `system.log_dir`, from INFO on. Printed text goes to
+        `launch-<store>.log` there, with the output of all processes of the system."""
         if self.logger.level == logging.NOTSET:
             self.logger.setLevel(logging.INFO)
 
     @property
     def auxiliary_model_wrappers(self) -> list[Any] | None:
-        """The auxiliary models as `self.model` is one, in the order of the config; None where there are none."""
+        """The auxiliary models, each like `self.model`, in the order of the config; None without any."""
         return self._wrappers
 
     @auxiliary_model_wrappers.setter
@@ -82,10 +82,10 @@ class Workflow:
 
     @property
     def auxiliary_models(self) -> list[Any] | None:
-        """An OpenAI client of each auxiliary model (`openai.AsyncOpenAI` where `is_async`), None where there are none.
+        """An OpenAI client of each auxiliary model (`openai.AsyncOpenAI` if `is_async`); None without any.
 
-        `client.model_path` is the name to ask it by. They are made when they are first asked for. Raises WorkflowError
-        where a model has no endpoint, and without the package openai.
+        `client.model_path` is the model's name for requests. Clients are made at the first use. Raises WorkflowError if
+        a model has no endpoint, or without the package openai.
         """
         if self._clients is None and self._wrappers is not None:
             make = "get_openai_async_client" if type(self).is_async else "get_openai_client"
@@ -102,14 +102,14 @@ class Workflow:
         return {model.name: model for model in self._wrappers or ()}
 
     def reset(self, task: Task) -> None:
-        """Take on another task; `self.model` (and the auxiliary ones) are its own already. Needed where `can_reset`."""
+        """Take another task; `self.model` and the auxiliary models are already its own. Needed with `can_reset`."""
         raise NotImplementedError(f"{type(self).__name__} says can_reset and has no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def run(self) -> list[Experience]:
-        """Play the task once (or `repeat_times` times where `can_repeat`)."""
+        """Play the task once (or `repeat_times` times with `can_repeat`)."""
         raise NotImplementedError(f"{type(self).__name__} has no run(): define it, or set is_async and run_async()")
 
     async def run_async(self) -> list[Experience]:
@@ -120,17 +120,17 @@ class Workflow:
         self, provider: str, args: Mapping[str, Any] | None = None, *, ttl: float = 3600.0,
         creation_timeout: float = 60.0,
     ) -> Lease:
-        """Return what this run is to hold open outside of the system, a sandbox or a session, for `async with`, or
-        `with` where the workflow is sync (docs/integrations/LEASES.md).
+        """Return a lease on something outside of the system, a sandbox or a session, for `async with`, or `with` in a
+        sync workflow (docs/integrations/LEASES.md).
 
-        `provider` is a "module:Class" built with `args`, which are recorded. What it makes may live `ttl` seconds
-        without being renewed; making it takes at most `creation_timeout`. However the run ends, it is released. Raises
+        `provider` is a "module:Class" built with `args`, which are recorded. The resource may live `ttl` seconds
+        without a renewal; making it takes at most `creation_timeout`. It is released however the run ends. Raises
         WorkflowError for arguments that can't be recorded.
         """
         return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
 
     def require_prompt(self) -> Any:
-        """Return the task's prompt. Raises WorkflowError where it has none, or null."""
+        """Return the task's prompt. Raises WorkflowError if it is missing or null."""
         prompt = self.task.task_desc
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
@@ -143,12 +143,12 @@ class Workflow:
         return chat_of(self.require_prompt(), given.get("system_prompt"), given.get("reply_prefix"))
 
     def reward(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
-        """Return what `task.reward_fn` says of a response.
+        """Return the result of `task.reward_fn` for a response.
 
-        That is a class, built with `reward_fn_args`, or a function, given them. It is called by keyword with what it
-        has parameters for of `response, prompt, truth, completion_ids`, and returns a number, or a dict of parts that
-        are added; one of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the response's
-        tokens. Raises WorkflowError for an async one in an async workflow, which is to await `reward_async`.
+        The reward is a class built with `reward_fn_args`, or a function called with them. It is called by keyword with
+        the parameters that it has of `response, prompt, truth, completion_ids`, and returns a number, or a dict of
+        parts that are added; one of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the
+        response's tokens. Raises WorkflowError for an async one in an async workflow, which must await `reward_async`.
         """
         said = self._said(response, completion_ids)
         if inspect.isawaitable(said) and type(self).is_async:
@@ -157,7 +157,7 @@ class Workflow:
         return as_parts(value_of(said), self.task.reward_fn)
 
     async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
-        """Return what `reward` does, of an async reward, too."""
+        """Return the same as `reward`, also of an async reward."""
         said = self._said(response, completion_ids)
         return as_parts(await said if inspect.isawaitable(said) else said, self.task.reward_fn)
 
@@ -169,14 +169,14 @@ class Workflow:
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
         imports: str = "", **kwargs: Any,
     ) -> Any:
-        """Return what a function gives, called in a process of its own that can be killed.
+        """Return a function's result, called in its own process that can be killed.
 
-        For what may hang, crash or eat memory over an answer. `function` is one of a module that can be imported;
-        `args`, `kwargs` and what it gives are plain JSON. `timeout` is in seconds, `memory` in bytes; `imports` is a
-        module that the process has imported beforehand, the function's own by default.
+        For functions that may hang, crash or take too much memory over an answer. `function` belongs to a module that
+        can be imported; `args`, `kwargs` and the result are plain JSON. `timeout` is in seconds, `memory` in bytes;
+        `imports` is a module that the process has imported beforehand, the function's own by default.
 
-        Raises GraderError where the call fails in whatever way: let it, and the run fails with kind `grader`, and is
-        no zero. It blocks: for sync workflows.
+        Raises GraderError for every failure of the call. Unless it is caught, the run fails with kind `grader` and does
+        not get a zero. It blocks, so it is for sync workflows.
         """
         return self.model.grade(*call_of(function, args, kwargs), timeout=timeout, memory=memory, imports=imports)
 
@@ -189,8 +189,8 @@ class Workflow:
         return await self.model.grade_async(*call, timeout=timeout, memory=memory, imports=imports)
 
     def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
-        """Give each answer its run and its reward, and return those that have one. The runs of others fail: alone where
-        the workflow does several.
+        """Give each answer its run and its reward, and return those with one. The runs of the others fail, alone if the
+        workflow does several.
         """
         kept = []
         for run, (answer, parts) in enumerate(zip(answers, said, strict=True), self.run_id_base):
@@ -244,11 +244,12 @@ class MultiTurnWorkflow(Workflow):
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
-        What `self.model.chat` answered is there as it was sampled, token by token, with its logprobs (0 on what it only
-        read). What others wrote or changed is not learned from: `info["untrained_turns"]`. A conversation in which
-        nothing was asked of this model, or any `as_text`, is tokenized as it stands, with the model's own logprobs. It
-        blocks: for sync workflows. The numbers in `info` are metrics, with the reward. A conversation that is longer
-        than the model's context is cut: `truncate_status` says so, and the reward is 0 where a part of it is gone.
+        Answers of `self.model.chat` are in it as they were sampled, token by token, with their logprobs (0 on tokens
+        that it only read). Turns that others wrote or changed are not learned from: `info["untrained_turns"]`. A
+        conversation without an answer of this model, or any with `as_text`, is tokenized from its text, with the
+        model's own logprobs. It blocks, so it is for sync workflows. The numbers in `info` are metrics, with the
+        reward. A conversation longer than the model's context is cut: `truncate_status` says so, and the reward is 0 if
+        a part of it is missing.
         """
         experience: Experience = self.model.experience_from_messages(messages, as_text=as_text)
         return self._finished(experience, reward, info, truncate_status)
@@ -264,7 +265,7 @@ class MultiTurnWorkflow(Workflow):
     def _finished(
         self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
     ) -> Experience:
-        if experience.truncate_status == "response_truncated":  # what it was for was not all of what is learned
+        if experience.truncate_status == "response_truncated":  # the reward was for more than is learned from
             reward = 0.0
         experience.reward = reward
         experience.info = {**(experience.info or {}), **(info or {})}
