@@ -4,9 +4,9 @@ Each host is a network namespace of this machine with its own address and proces
 PostgreSQL is reached over TCP. Two hosts can lead: their launchers repeat `trinity-es up --standby`; the others run
 `trinity-es join`. A trainer on one of the joined hosts keeps batches in flight on the ScriptedEngine, and moves to
 another one when its host dies. Seeded faults come one after the other, some during another one: a host is killed, with
-or without its network, and started again later; a link is down for up to 20 s, or loses packets in one direction;
-hosts join, are drained, get SIGTERM; a runner, a guardian, a host agent or a coordinator is killed; the head's host is killed or loses
-its link, so that the other leads; PostgreSQL crashes and is restarted.
+or without its network, and started again later; a link is down for up to 20 s, or loses packets in one direction; hosts
+join, are drained, get SIGTERM; a runner, a guardian, a host agent or a coordinator is killed; the head's host is killed
+or loses its link, so that the other leads; PostgreSQL crashes and is restarted.
 
 At the end the log is compared with the trainer's results, as in `benchmarks.chaos`. It must also show that nothing was
 accepted of an epoch that was over, that no attempt was blamed for the loss of a host, that each loss was noticed within
