@@ -1,7 +1,4 @@
-"""The auditor's page: its commands, run on a sample log, and what they print.
-
-`python -m tests.auditor` prints the outputs in docs/AUDIT.md again; tests/full/test_audit_page.py compares them.
-"""
+"""The auditor's commands on a sample log: `python -m tests.auditor` prints their outputs in docs/AUDIT.md again."""
 
 from __future__ import annotations
 

@@ -61,11 +61,7 @@ _NEEDS = {
 
 
 class _Files(LoadFileScheduling):
-    """Scheduler that keeps a file in one process, and all files with real engines together.
-
-    A starting engine uses all cores, so two at once take much longer than one after the other. Several of these files
-    also share an engine.
-    """
+    """Scheduler that keeps a file in one process, and all files with real engines, which use all cores, together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)

@@ -1,7 +1,4 @@
-"""Counts of the house, with the standard library alone: `python tests/counts.py [CHECKOUT]`, of a checkout of any age.
-
-Modules, lines, circles of imports, the longest path of imports within each folder, folders with many files, long files
-(of tests and benchmarks too), docstrings that begin with a bare relative word.
+"""Counts of modules, lines, import circles and paths, long files and docstrings: `python tests/counts.py [CHECKOUT]`.
 """
 
 from __future__ import annotations

@@ -35,11 +35,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuByTest(threading.Thread):
-    """CPU seconds of all processes of this machine, by the test that started them, or that a worker runs itself.
-
-    pytest puts the test's name into the environment, which each process that it starts inherits. A process is looked
-    at while it lives, so its last `POLL_SECONDS` may be missed.
-    """
+    """CPU seconds of all processes of this machine by test, found by the test's name in their environment."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -192,10 +188,7 @@ def _sums(tests: dict[str, list[float]], key: Any) -> dict[str, list[float]]:
 
 
 def dearer(tests: dict[str, list[float]], committed: dict[str, float]) -> list[str]:
-    """Return a line for each test whose CPU seconds are well above the committed ones; of a new test these are 0.
-
-    Machines differ, and a busy one computes slower: the committed figures are scaled by what all tests took of them.
-    """
+    """Return a line for each test well above its committed CPU seconds (new: 0), scaled by the sum of all tests."""
     both = tests.keys() & committed.keys()
     if not both:
         return []

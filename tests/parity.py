@@ -1,7 +1,4 @@
-"""The parity table: what users of the known explorer must find here, row by row, and the tests that show it.
-
-`python -m tests.parity > docs/PARITY.md` prints it from the names of the tests (`test_p18_...`, `test_p11_p18_...`).
-"""
+"""The parity table, printed from test names (`test_p18_...`): `python -m tests.parity > docs/PARITY.md`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Thousands of conversations over the chat templates of real models: see `tests/helpers/random_conversations.py`.
-
-Seven hundred take half a minute of a core; `CONVERSATIONS=10000 pytest ...` plays ten thousand.
+"""Thousands of conversations (`tests/helpers/random_conversations.py`), 700 by default: `CONVERSATIONS=10000 pytest
+...`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is shown of a run is what its events say: each figure counted again by SQL and JSON alone, on a troubled run.
-
-The same figure by each door: commands, read models, pages, Prometheus, OpenTelemetry, Perfetto.
-"""
+"""Every figure of a run, in commands, models, pages and exports, equals its count by SQL and JSON alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Many hosts that come and go, simulated: nothing is lost or doubled, and what a task costs does not grow with them.
-
-What it costs is counted in bytecodes of our own code, so it is the same on a busy machine.
-"""
+"""Many simulated hosts come and go: nothing is lost or doubled, and a task's cost in bytecodes stays the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What commands and pages say of logs by hand, whole: tests/golden/views.txt has each and its text.
-
-`python -m tests.full.test_views` runs the commands of that file and writes what they print now into it: a diff to read.
+"""Texts of commands and pages: `python -m tests.full.test_views` writes tests/golden/views.txt again, a diff to read.
 """
 
 from __future__ import annotations

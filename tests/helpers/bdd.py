@@ -1,7 +1,4 @@
-"""given / when / then for decisions: a test of one reads as a sentence.
-
-`given(events...)` folds a batch; `.when(decide, ...)` calls a decision on it; `.then(*events)` compares what was
-decided, `.then_raises(Error, "part of the message")` what was refused. `.state` is the state after the decision.
+"""given / when / then for decisions: `given(events).when(decide, ...).then(*events)` or `.then_raises(Error, "text")`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tokenizers with the chat templates of real models: a small byte-level BPE, and the template's own special tokens.
-
-What a model of that template writes for a tool call, and how its client gives that back, is here, too.
-"""
+"""Tokenizers with the chat templates of real models, over a small byte-level BPE, and their forms of tool calls."""
 
 from __future__ import annotations
 

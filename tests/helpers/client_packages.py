@@ -1,6 +1,4 @@
-"""Clients from PyPI in environments of their own, since their pins are not ours; and the scripts that run in them.
-
-They stand beside our own packages' environment, in `.venv/beside`, and are installed once for all processes and runs.
+"""Clients from PyPI in environments of their own in `.venv/beside`, installed once, and the scripts that run in them.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ def once(contents: Sequence[str], make: Callable[[Path], None]) -> Path:
 
 
 def installed(*packages: str, beside: bool = False) -> dict[str, str]:
-    """Install packages from the index that the environment names; returns the variables to run a script with them.
-
-    With `beside` they stand beside our own, without what they depend on. Skips where they can't be installed.
-    """
+    """Install packages, `beside` our own without dependencies; return the variables for scripts. Skips if it can't."""
     def make(folder: Path) -> None:
         uv = environments.uv()
         if uv is None:
@@ -78,9 +73,8 @@ def installed(*packages: str, beside: bool = False) -> dict[str, str]:
 
 
 def environment(package: Path, name: str | None = None) -> environments.Installed:
-    """Return an environment of verifiers as `install` makes it in TRINITY_ES_ENVIRONMENTS; it has made no tasks yet.
-
-    Its venv is a link to one that was installed once. Skips where it can't be installed.
+    """Return a verifiers environment as `install` makes it, with a link to a venv that was installed once. Skips if it
+    can't.
     """
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as variables:
@@ -102,9 +96,8 @@ def environment(package: Path, name: str | None = None) -> environments.Installe
 
 
 def ask(script: Path, where: dict[str, str] | WarmPython, **given: Any) -> Any:
-    """Return what a script prints last, as JSON; it gets its arguments as JSON, too.
-
-    `where`: variables to run it with, and "PYTHON" if it has one of its own; or the Python that forks it.
+    """Return the last JSON line of a script with JSON arguments. `where`: variables and "PYTHON", or the Python that
+    forks it.
     """
     arguments = [str(script), json.dumps(given)]
     if isinstance(where, WarmPython):

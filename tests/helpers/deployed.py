@@ -14,10 +14,7 @@ STEPS = 4
 
 
 def made_run(folder: Path) -> str:
-    """Put a run into a folder that lasts until hosts which load slowly have joined.
-
-    Returns the folder of commands, which goes before others in PATH.
-    """
+    """Put a run into a folder until slow hosts have joined; return the folder of commands for PATH."""
     (folder / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
     (folder / "config.yaml").write_text(yaml.safe_dump({
         "mode": "explore", "total_steps": STEPS,

@@ -1,7 +1,5 @@
-"""A stand-in of the Hugging Face hub: datasets whose branches can be moved, over the HTTP that its clients speak.
-
-What `huggingface_hub` 1.31 to 2.4 and `datasets` 5.2 ask for when a dataset is read: which commit a revision is, what
-files a commit has, and the files.
+"""A stand-in of the Hugging Face hub with branches that can be moved, for `huggingface_hub` 1.31 to 2.4, `datasets`
+5.2.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
 
 
 class Network:
-    """Stands between a host and the head: passes on what comes, loses it, or ends all connections.
-
-    `lost`: which way nothing gets through: "to head", "to host", both or none.
+    """Relay between a host and the head that can lose messages "to head", "to host" or both (`lost`), or end
+    connections.
     """
 
     def __init__(self, to: int) -> None:

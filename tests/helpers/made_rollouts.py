@@ -20,9 +20,7 @@ async def record(
     path: Path, engine: Engine, config: trinity_es.Config, tasks: list[Task], *, weights: str = "",
     engine_version: str | None = None, strip: tuple[str, ...] = (),
 ) -> None:
-    """Run these tasks as batch 1 on an engine that serves, and write the log that a system would have written.
-
-    `weights`: where its version was published; `strip`: keys of `Experience.info` that are not recorded.
+    """Run these tasks as batch 1 on a serving engine and write its log; `strip` names `Experience.info` keys to drop.
     """
     runner = WorkflowRunner(engine, defaults=config.explorer.rollout_model.rollout_args())
     units = [ev.Unit(task=i, run_id_base=0, runs=t.repeat_times or 1, attempt=1) for i, t in enumerate(tasks)]

@@ -1,6 +1,5 @@
-"""Hosts as network namespaces of this machine, with addresses of their own, and PostgreSQL on a port that they reach.
-
-The head is outside of all of them, at the address of the bridge that joins them. Needs the right to make namespaces.
+"""Hosts as network namespaces joined by a bridge, with PostgreSQL on a port that they reach. Needs the right to make
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""PostgreSQL in TLS: the server of the tests is built without it, so this stands before it, as a pooler does.
-
-Clients see what a server with `hostssl` rules alone shows them; what is said in TLS goes on to the server.
-"""
+"""TLS in front of the tests' PostgreSQL, which is built without it, like a server with `hostssl` rules alone."""
 
 from __future__ import annotations
 

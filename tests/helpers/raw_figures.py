@@ -1,7 +1,4 @@
-"""Figures of a run counted straight from its events: SQL and JSON, and nothing of this software.
-
-What an auditor would do who trusts no projection. `read` gives the rows, `count` what each batch came to; the names are
-those of the commands that show the same. tests/full/test_figures.py compares the two.
+"""Figures of a run counted from its events by SQL and JSON, with nothing of this software, under the commands' names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A service of sandboxes that counts, and imports nothing of ours: it is started by many tests.
-
-It makes a sandbox some time after it was asked, whether or not who asked still lives, as such services do.
-`python -m tests.helpers.sandbox_service FILE SEED SLOW` serves, and writes its URL into FILE.
+"""A service of sandboxes that counts: `python -m tests.helpers.sandbox_service FILE SEED SLOW` writes its URL into
+FILE.
 """
 
 from __future__ import annotations

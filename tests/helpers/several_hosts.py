@@ -43,10 +43,7 @@ def _failed(task: int, runner: str, incarnation: int, reason: str, blamed: bool)
 
 
 def several_hosts() -> list[tuple[str, list[ev.Event]]]:
-    """Batch 1, of 10 tasks: 2 end on the head, 1 on b, 4 on c, 1 on d; 1 is with b, another with d, none waits.
-
-    Of b's runners one dies of itself (1 attempt lost), and both go with the first loss of b (2 attempts lost).
-    """
+    """Batch 1 of 10 tasks: 2 ended on the head, 1 on b, 4 on c, 1 on d; 1 is with b, 1 with d. b loses 3 attempts."""
     lost = lost_reason("b", BROKE)
     batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 10, tasks=[{}] * 10, max_attempts=3)
     one = "batch/1"

@@ -1,7 +1,5 @@
-"""A machine whose clock was stepped: a mount namespace with a /proc/stat of its own, which tells the time of the boot.
-
-The kernel tells that time anew after each step of the clock, so who computes with it sees every process start at
-another time. The machine's own clock stays as it is.
+"""A machine whose clock was stepped: a mount namespace with its own /proc/stat, so processes seem to start at other
+times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Logs of the last release whose rooms were packages of their own: read, verified, and gone on with.
-
-`tests/golden/old` holds them, as kill -9 left them, and says how they were made.
-"""
+"""Logs of the release before one package (`tests/golden/old`): read, verified, and continued."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What we import, call and read of vLLM is there in each release that pyproject.toml allows, by that release's sources.
-
-CI installs one release at most, an older one built for CPUs; the others are here as `tests/data/vllm/RELEASE.txt`.
+"""Our imports, calls and reads of vLLM exist in each allowed release, by `tests/data/vllm/RELEASE.txt` of its sources.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Known bugs, each a context manager that puts it into the real code: the invariants have to see every one of them.
-
-`epoch_not_checked` is in the database's double, since the check is the database's.
-"""
+"""Known bugs, each a context manager that puts it into the real code: the invariants have to see every one of them."""
 
 from __future__ import annotations
 

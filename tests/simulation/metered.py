@@ -1,7 +1,4 @@
-"""What a simulation of many hosts counts: CPU time of the coordinator's turns, messages, events, and each task's way.
-
-And a database that keeps no events: 100,000 tasks of them would be most of the memory.
-"""
+"""Meters of a simulation of many hosts, and a database that keeps no events, which would be most of the memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""I1: clients that people already have, unmodified, against the proxy of mode `serve` over a real vLLM.
-
-What a client got is in the log, call by call, token by token; and a torch model gives these tokens the logprobs that
-were recorded, so they are what the engine sampled. Versions are pinned: another one is another test.
+"""I1: known clients, unmodified and pinned, against the proxy of mode `serve` over a real vLLM; a torch model agrees.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A log full of HTML, scripts, terminal escapes and bidirectional tricks is harmless on every page and in the export.
-
-Every page that links lead to is read with a parser that knows what our templates use: one element, attribute or address
-more, and text has become markup.
-"""
+"""A log full of HTML, scripts, terminal escapes and bidirectional tricks adds no element to any page or export."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`load_weights` on an engine that fails at will: it is resumed or ended, never left paused or with unnamed weights.
-
-Runs without vLLM: the engine below VLLMEngine is a stand-in that counts.
+"""`load_weights` on a stand-in engine that fails at will: it is resumed or ended, never paused or with unnamed weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Weights from the trainer's memory into a real engine's, and what is left when that fails (PARITY P34).
-
-Over gloo, as there is no GPU; vLLM's rounds of a transfer are the same as those over NCCL.
+"""Weights from the trainer's memory into a real engine's, over gloo as there is no GPU, and each failure (PARITY P34).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""An OpenEnv server: three guesses, each rewarded by its letters "e". An episode fails as its reset says. Arguments:
-the port, how many sessions there may be, a file that a line is appended to for each begin and end of an episode, and
-the seconds between two pings, which are also what a client has to answer one.
+"""An OpenEnv server: three guesses, each rewarded by its letters "e". Arguments: port, maximum of sessions, a file for
+a line at each begin and end of an episode, seconds between two pings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is read of a log does not depend on the database that it lies in: every command and page, on the same events.
-
-The events are the same to the last byte, hash and time; texts from outside are hostile, one has a megabyte.
-"""
+"""Every command and page reads the same from both databases, on equal events with hostile texts, one of a megabyte."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""D4: one byte changed anywhere in a log's database file or its payloads is found and named, or changes nothing.
-
-A hundred places, two thirds of them of bytes that hold something. After a miss everything that the file says is the
-same as before: docs/OBSERVABILITY.md names the bytes that hold nothing.
+"""D4: one byte changed anywhere in a log's database file or payloads is found and named, or changes nothing that it
+says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""TRL's own trainers on our engines: the real GRPOTrainer, and what AsyncGRPOTrainer does with a worker.
-
-TRL is installed beside what is there. The engines play a script.
-"""
+"""TRL's real GRPOTrainer on scripted engines, and what AsyncGRPOTrainer does with a worker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The agent loop for verl on a running system, against the classes of verl 0.9.1 as its file has them.
-
-verl is not imported: that wants Ray, hydra and tensordict. What a loop is given, and gives, is in one file of it.
+"""The agent loop for verl on a running system, against the classes of verl 0.9.1 in its one file (verl is not
+imported).
 """
 
 from __future__ import annotations

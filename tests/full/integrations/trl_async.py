@@ -1,6 +1,5 @@
-"""AsyncGRPOTrainer's queue, batcher and collator on our worker, and its protocols. Arguments and answers are JSON.
-
-The trainer itself needs a GPU; what it does with a worker and a weight transfer is done here as it does it.
+"""AsyncGRPOTrainer's queue, batcher and collator on our worker, without the trainer, which needs a GPU. JSON in and
+out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""C4: the numbers of a batch, from its experiences to its result, against the formulas in exact fractions.
+"""C4: the numbers of a batch, from experiences through events and log to its result, against formulas in fractions.
 
-The reference below shares nothing with the code: sums and means are fractions, and the 1000 draws of best@k are made by
-the Mersenne Twister of the standard library, seeded as the documentation says. What is compared went the whole way: a
-workflow's experiences, `WorkflowRunner`, events, `evolve`, `batch_result`, and the log it was written to and read from.
+The reference shares no code: best@k's 1,000 draws come from the standard library's Mersenne Twister.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A step of which every run failed: the run ends with a sentence, and goes on when what failed is mended.
-
-Where weights are published is each step or each second one, in turns by the date; ALL=1 plays both.
-"""
+"""A step of which every run failed ends the run with a sentence, and is repeated after a fix. One case a day of two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Training and generation overlap, and the run dies as a whole: no prompt is skipped, none used twice (P34, C7).
-
-Fully async is killed with two tasksets every day, at one of three other moments, and one of the other styles as well;
-ALL=1 plays them all.
-"""
+"""Training and generation overlap and the run dies as a whole: no prompt is skipped or used twice (P34, C7)."""
 
 from __future__ import annotations
 

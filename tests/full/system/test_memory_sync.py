@@ -1,7 +1,4 @@
-"""Weights without a disk on the real actor system: published, loaded, lost, made again (PARITY P34).
-
-Two of the moments at which everything is killed are played each day, and ALL=1 plays them all.
-"""
+"""Weights without a disk on the real actor system: published, loaded, lost, made again (PARITY P34)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A run of the explorer goes on after everything died, and ends as if nothing had been (promises 3 and 4).
-
-Two of the moments at which everything is killed are played each day, and ALL=1 plays them all.
-"""
+"""A run of the explorer continues after everything died, and ends as if nothing had happened (promises 3 and 4)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Tasksets from the Hugging Face hub: the real `datasets` and `huggingface_hub`, against a stand-in of the hub.
-
-A branch is moved while a run goes on, the hub is gone, the cache holds other commits: what is read is the commit in the
-log, or nothing.
+"""Tasksets from a stand-in hub by the real `datasets`: the log's commit is read, or nothing, whatever changes
+meanwhile.
 """
 
 from __future__ import annotations

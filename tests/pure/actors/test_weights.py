@@ -1,7 +1,4 @@
-"""Weights on their way (PARITY P34): what is written and refused, who is in the group, what is called in vLLM.
-
-No GPU, no vLLM: the engine below VLLMEngine is the stand-in of tests/engines.
-"""
+"""Weights on their way (PARITY P34): files, refusals, groups, calls of vLLM, on the stand-in of tests/engines."""
 
 from __future__ import annotations
 

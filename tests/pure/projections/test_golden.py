@@ -1,6 +1,5 @@
-"""Golden histories: small logs of every released schema, which must replay to the same state for ever.
-
-A new schema adds a file (`python -m tests.pure.projections.test_golden NAME`); an old file is never written again.
+"""Small logs of every released schema replay alike for ever. A new one: `python -m tests.pure.projections.test_golden
+NAME`.
 """
 
 from __future__ import annotations

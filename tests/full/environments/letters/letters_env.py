@@ -1,7 +1,4 @@
-"""An environment of verifiers: two turns of a model, in this process, rewarded by how many of its letters are an "e".
-
-A task may fail where it is told to, and in the way it is told to.
-"""
+"""A verifiers environment: two turns of a model, rewarded by its letters "e". A task may fail in the way it names."""
 
 from __future__ import annotations
 
