@@ -192,7 +192,7 @@ class Explorer(RunProcess):
         """Return the tasks of this step, and the cursors after them.
 
         Selectors that learn have learnt what they may know. That is the same whatever takes how long, and whenever the
-        run was cut off: see `Course.surely_generated`.
+        run was cut off: see `SyncPolicy.surely_generated`.
         """
         if self.mix.learns:
             for known in range(self._learnt_up_to + 1, self.policy.surely_generated(step) + 1):
