@@ -53,6 +53,8 @@ class Flight:
     """Weights of the runner when it got the unit."""
     timeout: float = 0.0
     """Limit of the attempt in seconds; 0: explorer.max_timeout."""
+    kept: ev.AttemptKept | None = None
+    """Record of what lost attempts had, from which this one goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class BatchState:
     """Runner on which the unit failed last, by (task, first run)."""
     homes: dict[int, str] = field(default_factory=dict)
     """Runner that last got a unit of the task, for tasks that are split into several units."""
+    lost: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    """Runner and incarnation whose journal may have the beginning of a pending unit, by (task, first run)."""
+    kept: dict[tuple[int, int], ev.AttemptKept] = field(default_factory=dict)
+    """Record of what lost attempts at a pending unit had, by (task, first run)."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -212,7 +218,9 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 state.flights[key] = Flight(
                     unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs,
                     model_version=event.model_version, strikes=state.strikes.pop(key, 0), timeout=event.timeout,
+                    kept=state.kept.pop(key, None),
                 )
+                state.lost.pop(key, None)
                 if unit.runs < task.total_runs:
                     state.homes[unit.task] = event.runner
         case ev.TasksAdded():
@@ -221,6 +229,9 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             _apply_finished(state, event)
         case ev.AttemptFailed():
             _apply_failed(state, event)
+        case ev.AttemptKept():
+            state.lost.pop((event.task, event.run_id_base), None)
+            state.kept[event.task, event.run_id_base] = event
         case ev.TaskDropped():
             for number in event.tasks:
                 state.dropped[number] = event.reason
@@ -332,6 +343,10 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
                 task=event.task, run_id_base=base, runs=runs, attempt=event.attempt + 1
             )
             state.avoid[event.task, base] = event.runner
+            if event.kind in ("runner_lost", "infra"):  # its workflow did nothing wrong and may go on
+                state.lost[event.task, base] = event.runner, event.incarnation
+                if flight is not None and flight.kept is not None:
+                    state.kept[event.task, base] = flight.kept
             state.strikes[event.task, base] = strikes
     else:
         task.failed.update(dict.fromkeys(event.failed_runs, event.message))

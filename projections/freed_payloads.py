@@ -27,7 +27,9 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the digests of all payloads with experiences in these events, from runs and from deliveries."""
+    """Return the digests of all payloads with experiences in these events, from runs and from deliveries, and of what
+    lost attempts had.
+    """
     digests: set[str] = set()
     for item in recorded:
         match item.event:
@@ -35,4 +37,6 @@ def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
                 digests |= {event.payload.digest} if event.payload is not None else set()
             case ev.BatchFinalized() | ev.ExperiencesProcessed() as event:
                 digests |= {ref.digest for ref in event.experiences}
+            case ev.AttemptKept() as event:
+                digests.add(event.payload)
     return digests

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class ScriptedEngine:
         self.adapters: dict[str, int] = {}
         self.tokenizer = ByteTokenizer()
         self._used: dict[int, int] = {}
+        self._open: dict[str, tuple[float, float, int, list[Completion]]] = {}
         self._stopped = False
 
     @staticmethod
@@ -119,11 +120,33 @@ class ScriptedEngine:
                 return dict(rule)
         return {}
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
         answers, token_seconds = await self._play(prompt, sampling)
         if token_seconds:
-            await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
+            self._open[request] = time.monotonic(), token_seconds, self.model_version, answers
+            try:
+                await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
+            finally:
+                del self._open[request]
         return answers
+
+    def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
+        """Return the new part of each answer so far; see `KeepsProgress`."""
+        if request not in self._open:
+            return {}
+        began, token_seconds, version, answers = self._open[request]
+        count = int((time.monotonic() - began) / token_seconds)
+        spans = ((version, 0, count),) if version == self.model_version else ()
+        return {
+            i: replace(
+                a, token_ids=a.token_ids[first:count], version_spans=spans, text="", finish_reason="",
+                logprobs=None if a.logprobs is None else a.logprobs[first:count], top_logprobs=None,
+            )
+            for i, a in enumerate(answers) if (first := start.get(i, 0)) < count < len(a.token_ids)
+        }
+
+    def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids)
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         [whole], token_seconds = await self._play(prompt, replace(sampling, n=1))

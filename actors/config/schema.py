@@ -261,6 +261,16 @@ class AuxiliaryModelConfig(RolloutModelConfig):
         return self
 
 
+class ProgressConfig(Section):
+    """Journal of unfinished runs: after the death of a runner they go on where they were."""
+
+    seconds: float = Field(default=1.0, ge=0.0)
+    """Seconds between two records of the tokens that are being generated, so at most that much is generated again. 0:
+    no journal; lost runs begin again at their prompts."""
+    max_bytes: Positive = 256 * 1024 * 1024
+    """Maximum size of one runner's journal; beyond it the oldest part is dropped."""
+
+
 class ExplorerConfig(Section):
     """The loop that reads tasksets, submits batches and finalizes them."""
 
@@ -307,6 +317,7 @@ class ExplorerConfig(Section):
     machine can then send requests and rewards, so `listen_address` must be on loopback; web pages are refused."""
     min_running_model_num: Positive = 1
     """Mode `serve`: number of engines that go on answering while others load new weights."""
+    progress: ProgressConfig = Field(default_factory=ProgressConfig)
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
     over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)

@@ -214,7 +214,9 @@ class Coordinator(BaseActor):
         if session.lease.copied_from:
             self.log.warning("the log is a copy of %s, which keeps its open leases", session.lease.copied_from)
             self.handlers.leases.leave()
-        self.handlers.batches.recover({**self.alive, **far_lives(self.live.hosts, self.live.lives)})
+        alive = {**self.alive, **far_lives(self.live.hosts, self.live.lives)}
+        self.handlers.batches.recover(alive)
+        self.handlers.journals.begin(alive)
         session.go_on()
         self.live.then(self.recovered)
 
@@ -270,6 +272,7 @@ class Coordinator(BaseActor):
         """Forget all about the runners that is not in the log."""
         self.fleet.forget()
         self.handlers.leases.forget()
+        self.handlers.journals.forget()
 
     def waits(self, error: Exception) -> None:
         """Let clients reach this coordinator, whose `status` shows the trouble."""

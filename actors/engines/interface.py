@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "LoRASettings", "ReceivesWeights", "Recording",
-    "Sampling", "ServesAdapters", "TellsLoad", "Tokenizer",
+    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "KeepsProgress", "LoRASettings",
+    "ReceivesWeights", "Recording", "Sampling", "ServesAdapters", "TellsLoad", "Tokenizer",
 ]
 
 
@@ -100,6 +100,8 @@ class Completion:
     """Name and version of the LoRA adapter that made it; None: the model itself did."""
     version_spans: tuple[tuple[int, int, int], ...] = ()
     """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty if unknown."""
+    splices: tuple[int, ...] = ()
+    """Offsets at which an attempt went on with the tokens that an earlier attempt had."""
 
     @staticmethod
     def joined(parts: Sequence[Completion]) -> Completion:
@@ -228,6 +230,22 @@ class EngineLoad:
     @property
     def share(self) -> float:
         return max(self.kv_share, self.running / self.most_running)
+
+
+class KeepsProgress(Engine, Protocol):
+    """An engine that shows the tokens of requests in flight, so that a lost answer can go on where it was.
+
+    Its `generate` takes the keyword `request`, a name of the caller's for this request.
+    """
+
+    def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
+        """Return the new part of each answer of a request so far, by its number; {} if the request is unknown or over.
+
+        `start` has the number of tokens to leave out of each answer. `version_spans` are those of the whole answer.
+        """
+
+    def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
+        """Return the text of an answer with these tokens, all of them, without special ones."""
 
 
 class TellsLoad(Engine, Protocol):

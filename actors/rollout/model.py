@@ -25,6 +25,7 @@ from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversation.conversations import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
 from trinity_es.actors.rollout.openai_access import OpenAIAccess
+from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
@@ -71,16 +72,17 @@ class Model(OpenAIAccess):
     `defaults`: the task's `rollout_args`; the constructor raises DataError for an unknown name or an invalid value.
     `loop`: the engine's, by default the caller's; without one only the `*_async` methods work. `graders`: without them
     each `grade` starts a process, which takes a second. `name`: an auxiliary model's; `task`: its requests share one
-    engine.
+    engine. `journal`: answers of earlier attempts at this run, and where its own are recorded.
     """
 
     def __init__(
         self, engine: Engine, *, defaults: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None, server: OpenAIServer | None = None,
         graders: Graders | None = None, name: str = "rollout", task: str | None = None,
+        journal: RunJournal | None = None,
     ) -> None:
         super().__init__()
-        self.engine, self.name, self._task = engine, name, task
+        self.engine, self.name, self._task, self.journal = engine, name, task, journal
         self._server, self._session, self._over = server, "", False
         self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
@@ -160,7 +162,8 @@ class Model(OpenAIAccess):
         sampled distribution; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
         truncate_status "response_truncated" if max_tokens cut the answer,
         `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens if the engine knows,
-        `info["adapter_spans"] = [[adapter, version, start, end], ...]` if a LoRA adapter answered (`adapter=`), and
+        `info["adapter_spans"] = [[adapter, version, start, end], ...]` if a LoRA adapter answered (`adapter=`),
+        `info["splices"]`: the offsets at which another attempt went on with what a lost one had, if there are any, and
         `info["sampling"]`: the request's sampling, and this answer's number among n (`choice`).
 
         Raises WorkflowError for an unknown sampling name, EngineError if the engine refuses.
@@ -344,7 +347,11 @@ class Model(OpenAIAccess):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         self._require_open()
         before = self.engine.model_version
-        answers = await self.engine.generate(checked_prompt(prompt, WorkflowError), sampling, **self._for_task)
+        prompt = checked_prompt(prompt, WorkflowError)
+        if self.journal is None:
+            answers = await self.engine.generate(prompt, sampling, **self._for_task)
+        else:
+            answers = await self.journal.generate(self.engine, self.name, prompt, sampling, **self._for_task)
         self._require_open()
         return self.took(answers, before, text, sampling)
 
@@ -379,6 +386,8 @@ class Model(OpenAIAccess):
                 raise EngineError(f"the engine's weights or its GPU are broken: {e}") from e
             if completion.adapter:
                 experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
+            if completion.splices:
+                experience.info["splices"] = list(completion.splices)
             experience.info["sampling"] = {**recorded, "choice": i}
             answers.append((completion, experience))
         return answers

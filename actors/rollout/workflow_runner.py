@@ -26,6 +26,7 @@ from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
 from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.run_activity import RunActivity, runner_state
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
@@ -100,9 +101,12 @@ class WorkflowRunner:
 
     async def execute(
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
-        leases: LeaseRecorder | None = None,
+        leases: LeaseRecorder | None = None, journal: Callable[[int], RunJournal] | None = None,
     ) -> UnitResult:
-        """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises."""
+        """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises.
+
+        `journal` returns that of the run with this number.
+        """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
         begun: list[float] = []
@@ -118,7 +122,11 @@ class WorkflowRunner:
                 try:
                     with self.played.shown(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as over:
-                            models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
+                            own_journal = None if journal is None else journal(part.start)
+                            models = [
+                                self._model(self.engine, task, part.start, own_journal),
+                                *self._auxiliary_models(task, own_journal),
+                            ]
                             row["state"] = models[0].workflow_state
                             if leases is not None:
                                 models[0].leases = RunLeases(leases, part.start)
@@ -242,17 +250,19 @@ class WorkflowRunner:
         out.failures.extend(done.failures)
         out.lacks = out.lacks or done.lacks
 
-    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+    def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # runs of a task differ, and repeat with the same seed
         server = self.server if engine is self.engine else None
         graders = None if self.workers is None else self.workers.graders
-        return Model(engine, defaults=sampling, server=server, graders=graders)
+        return Model(engine, defaults=sampling, server=server, graders=graders, journal=journal)
 
-    def _auxiliary_models(self, task: Task) -> list[Model]:
+    def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
         key = f"{task.batch_id}/{task.task_id}"
-        return [Model(a.engine, defaults=a.defaults, name=a.name, task=key) for a in self.auxiliary]
+        return [
+            Model(a.engine, defaults=a.defaults, name=a.name, task=key, journal=journal) for a in self.auxiliary
+        ]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
         model, *auxiliary = models

@@ -170,7 +170,10 @@ class Runner(BaseActor):
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
         if not self.trusts(message.end):
             return
-        for outcome in self.outbox.acknowledge(message.acks):
+        settled = self.outbox.acknowledge(message.acks)
+        if settled:
+            self.engine_side.settled([key_of(outcome) for outcome in settled])
+        for outcome in settled:
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
                 del self.units[key]

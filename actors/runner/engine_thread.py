@@ -31,18 +31,22 @@ from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, Loa
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
 from trinity_es.actors.runner.adaptive_places import Places
+from trinity_es.actors.runner.journal import Journal
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
+from trinity_es.events.journal import KeptRun, kept_runs
 from trinity_es.events.secrets import SecretFile
+from trinity_es.events.store.journals import open_journals
 from trinity_es.events.values import task_from_dict
 
 __all__ = ["EngineThread"]
@@ -74,6 +78,7 @@ class EngineOwner(Protocol):
     """The runner as this side sees it: `post` may be called from any thread, the others from its own loop."""
 
     state: str
+    incarnation: int
 
     def post(self, call: Callable[[], None]) -> None: ...
     def become(self, state: str, reason: str, seconds: float) -> None: ...
@@ -115,6 +120,7 @@ class EngineThread:
         self.ordering = asyncio.Lock()
         self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log)
         self.reporting: asyncio.Task[None]
+        self.journal: Journal | None = None
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
     def start(self) -> None:
@@ -214,6 +220,11 @@ class EngineThread:
             workers=self.workers, server=self.server,
         )
         self.reporting = self.loop.create_task(self.reporter.run())
+        progress, store = self.config.explorer.progress, self.config.store
+        if progress.seconds:
+            opens = functools.partial(open_journals, store.url, durability=store.durability)
+            self.journal = Journal(opens, (self.name, self.owner.incarnation), progress, self.log)
+            self.journaling = self.loop.create_task(self.journal.run())
         self.tell(self.owner.become, "ready", "", time.monotonic() - started)
 
     def warm_workers(self) -> WorkerPool:
@@ -287,6 +298,15 @@ class EngineThread:
     @_on_loop
     def stop_unit(self, key: Key) -> None:
         self._stop_unit(key)
+        if self.journal is not None:
+            self.journal.settled(key)
+
+    @_on_loop
+    def settled(self, keys: list[Key]) -> None:
+        """Free the journal of units whose outcomes are in the log."""
+        for key in keys:
+            if self.journal is not None and key not in self.units:
+                self.journal.settled(key)
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
@@ -305,8 +325,13 @@ class EngineThread:
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
-                limit = item.timeout or None
-                done = await self.workflows.execute(task, item.batch_id, runs, timeout=limit, leases=leases)
+                limit = item.timeout or self.workflows.timeout
+                if limit is not None:
+                    limit = max(limit - item.kept_seconds, 1.0)
+                journal = await self.journal_of(key, item)
+                done = await self.workflows.execute(
+                    task, item.batch_id, runs, timeout=limit, leases=leases, journal=journal
+                )
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
@@ -318,6 +343,16 @@ class EngineThread:
         dead = self.workflows.engine_dead if self.workflows is not None else None
         if dead is not None:
             self.end_with_engine(dead)
+
+    async def journal_of(self, key: Key, item: UnitAssignment) -> Callable[[int], RunJournal] | None:
+        """Return what gives each run of a unit its journal, with what earlier attempts had of it."""
+        if (journal := self.journal) is None:
+            return None
+        kept: dict[int, KeptRun] = {}
+        if item.kept:
+            kept = kept_runs([await self.reporter.in_thread(self.reporter.payloads.get, item.kept)])
+        journal.begin(key)
+        return lambda run: RunJournal((item.batch_id, item.submission, item.unit.task, run), journal, kept.get(run))
 
     def end_with_engine(self, reason: str) -> None:
         """Report that the engine is gone for good, report finished units, and end; the guardian starts another runner.

@@ -9,7 +9,7 @@ from trinity_es.events.values import BatchId, BatchType, FailureKind
 from trinity_es.events.vocabulary.base import Event, PayloadRef, RunResult, Unit
 
 __all__ = [
-    "AttemptFailed", "BatchAborted", "BatchFinalized", "BatchFinalizing", "BatchPaused", "BatchResumed",
+    "AttemptFailed", "AttemptKept", "BatchAborted", "BatchFinalized", "BatchFinalizing", "BatchPaused", "BatchResumed",
     "BatchSubmitted", "BatchTrained", "FinalizeFailed", "RecoveryDecided", "ResultsTaken", "RunsFinished",
     "StallDetected", "TaskDropped", "TaskFinished", "TaskReopened", "TasksAdded", "TasksDispatched",
 ]
@@ -124,6 +124,34 @@ class AttemptFailed(Event, stream="batch/<id>"):
     blamed: bool = True
     """True if this attempt counts against those of the unit; false if the whole system, or an engine on a server of
     others, ended during it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptKept(Event, stream="batch/<id>"):
+    """What the journal has of a lost attempt was stored, and the next attempt at these runs goes on from it."""
+
+    task: int
+    run_id_base: int
+    runs: int
+    """Number of consecutive runs from `run_id_base` on."""
+    attempt: int
+    """The lost attempt."""
+    runner: str
+    incarnation: int
+    payload: str
+    """Digest of the payload with the records of the journal."""
+    calls: int
+    """Model calls that are answered from it, whole."""
+    open_calls: int
+    """Model calls of which it has a part."""
+    tokens: int
+    """Generated tokens that it has."""
+    steps: int
+    """Steps of workflows that it has with their results."""
+    seconds: float
+    """How long the lost attempts played, which counts in the time limit of the next."""
+    not_kept: dict[str, int] = field(default_factory=dict)
+    """Tokens of partial answers that can't go on, by the sampling field that forbids it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ decision raises a TrinityError and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions.room import Capacity, Room
@@ -98,15 +98,17 @@ def submit(
 
 
 def dispatch(
-    batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0
+    batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0,
+    holds: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: the lowest batch first, its units in order, to the least loaded runner.
 
     A unit that failed on a runner goes to another one if there is one. Units of one task stay with the runner that had
     one before, whose engine has cached their prompt, while it has a place and is not much fuller than the least loaded
     one (`SLACK_PLACES`). If few units wait, runners get few or none beyond their places, since places elsewhere would
-    stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. It changes `load` of the
-    capacities. Its cost depends only on the number of units given out.
+    stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. A lost unit waits while
+    `holds` returns True for it. It changes `load` of the capacities. Its cost depends only on the number of units given
+    out.
     """
     room = runners if isinstance(runners, Room) else Room(runners)
     waiting = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
@@ -118,6 +120,8 @@ def dispatch(
         for key, unit in batch.pending.items():
             if room.least() is None:
                 break
+            if key in batch.lost and holds(batch, key):
+                continue
             avoid = batch.avoid.get(key)
             if avoid is not None and not room.has_other(avoid):
                 avoid = None

@@ -38,13 +38,14 @@ class Dispatcher:
     def __init__(
         self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
         end: Callable[[], Mark | None] = lambda: None,
+        holds: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
     ) -> None:
         """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
 
-        `end` returns the current end of the log.
+        `end` returns the current end of the log; `holds` whether a unit waits for the journal of its lost attempt.
         """
         self.registry, self.live = registry, registry.live
-        self._timeout, self._end = timeout, end
+        self._timeout, self._end, self._holds = timeout, end, holds
         self._acks: dict[str, dict[int, None]] = {}
         self._room = Room(fits=self._fits)
         self._resting: dict[str, float] = {}
@@ -70,7 +71,7 @@ class Dispatcher:
         batches = self.live.batches.values()
         if any(b.pending for b in batches):
             self._update_room()
-            for batch, event in decisions.dispatch(batches, self._room, self._timeout()):
+            for batch, event in decisions.dispatch(batches, self._room, self._timeout(), self._holds):
                 self.live.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
         for name in sorted(items.keys() | acks.keys()):
@@ -137,7 +138,11 @@ class Dispatcher:
     def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
         task = self.live.task(batch, unit.task)
         keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
-        return UnitAssignment(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
+        kept = batch.flights[unit.task, unit.run_id_base].kept
+        return UnitAssignment(
+            batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout,
+            kept="" if kept is None else kept.payload, kept_seconds=0.0 if kept is None else kept.seconds,
+        )
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):

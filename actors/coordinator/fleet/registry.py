@@ -102,6 +102,10 @@ class RunnerRegistry:
         """Return ready rollout runners that may get something new."""
         return [r for r in self.ready() if not self.is_leaving(r.name)]
 
+    def living(self) -> set[tuple[str, int]]:
+        """Return name and incarnation of each runner that is not known to have ended."""
+        return {(r.name, r.incarnation) for r in self.runners.values() if not r.state.gone}
+
     def is_leaving(self, name: str) -> bool:
         """Return True if a runner gets nothing new, because its server was removed or its host is draining."""
         host = self.live.hosts.get(host_of(name))

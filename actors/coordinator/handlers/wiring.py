@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
 from trinity_es.actors.coordinator.fleet.lease_fleet import LeaseFleet, Releases
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
@@ -32,6 +34,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.events.store.checks.log_end import Mark
+from trinity_es.events.store.journals import open_journals
 from trinity_es.events.values import sort_batch_id
 from trinity_es.projections.adapter_versions import current_adapters
 
@@ -60,7 +63,12 @@ class Handlers:
         rolling = None
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
-        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
+        store, journaling = config.store, config.explorer.progress.seconds > 0
+        self.journals = LostJournals(
+            live, functools.partial(open_journals, store.url, durability=store.durability) if journaling else None,
+            registry.living,
+        )
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end, self.journals.holds)
         lora = config.rollout.lora
         most = 0 if lora is None else lora.max_adapters
         of_others = config.rollout.engine_type == "http"
@@ -97,6 +105,7 @@ class Handlers:
             self.queue.check()
         self.loads.check()
         self.runners.check_restarts()
+        self.journals.look(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
         """Answer now and from memory, since `status` is wanted most while the log can't be written."""

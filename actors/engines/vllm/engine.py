@@ -27,7 +27,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -54,9 +54,11 @@ from trinity_es.actors.engines.vllm.processes import (
 from trinity_es.actors.engines.vllm.values import (
     completion_of,
     output_kind,
+    partial_answers,
     prompt_of_ids,
     read_at_the_end,
     sampling_params,
+    text_of,
     with_load,
     with_texts,
 )
@@ -101,6 +103,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._dead: str | None = "it was not started"
         self._requests: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
+        self._made_by: dict[str, tuple[str, int] | None] = {}
+        """Adapter of each open request, by the request's name."""
         self._born: list[psutil.Process] = []
         self._printed: Printed | None = None
         self._printing: list[int] = []
@@ -301,7 +305,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return self._llm
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
         """Return `sampling.n` completions. At temperature 0 they are equal, with the logprobs of temperature 1.
 
         Raises EngineError: `refused=True` if this engine will never serve the request (too long, say), `dead=True` if
@@ -313,7 +317,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if copies > 1:  # vLLM refuses n > 1 at temperature 0
             sampling = dataclasses.replace(sampling, n=1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
-        output, adapter = await self._last_output(ids, params, sampling.adapter)
+        output, adapter = await self._last_output(ids, params, sampling.adapter, request)
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
@@ -351,13 +355,22 @@ class VLLMEngine(WeightChanges, AdapterServing):
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 
-    async def _last_output(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
+    async def _last_output(
+        self, ids: list[int], params: Any, adapter: str = "", request: str = ""
+    ) -> tuple[Any, tuple[str, int] | None]:
         last = None
-        async with contextlib.aclosing(self.outputs(ids, params, adapter)) as outputs:
+        async with contextlib.aclosing(self.outputs(ids, params, adapter, request)) as outputs:
             async for output in outputs:
                 last = output
         assert last is not None
         return last
+
+    def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
+        """Return the new part of each answer so far; see `KeepsProgress`."""
+        return {} if self._llm is None else partial_answers(self._llm, request, start, self._made_by.get(request))
+
+    def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
+        return text_of(self._live_llm().get_tokenizer(), prompt, sampling_params(Sampling()), token_ids, None)
 
     async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
         options = self.config.server_args
@@ -379,7 +392,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._requests.add(task)
             made_by = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
-            stream: AsyncIterator[Any] = llm.generate(tokens, params, request or uuid4().hex, **more)
+            request = request or uuid4().hex
+            self._made_by[request] = made_by
+            stream: AsyncIterator[Any] = llm.generate(tokens, params, request, **more)
             try:
                 # aclosing: cancelling the caller must abort the request now, not when the generator is collected
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
@@ -397,6 +412,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 task.uncancel()  # `_end` cancelled it, not the caller
                 raise self._as_engine_error(RuntimeError("it was cut off by the engine's end")) from e
             finally:
+                self._made_by.pop(request, None)
                 self._requests.discard(task)
                 self._cut_off.discard(task)
 

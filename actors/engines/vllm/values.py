@@ -20,8 +20,8 @@ from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "changed", "completion_of", "missing_fields", "output_kind", "prompt_of_ids", "read_at_the_end", "sampling_params",
-    "text_of", "with_load", "with_texts",
+    "changed", "completion_of", "missing_fields", "output_kind", "partial_answers", "prompt_of_ids", "read_at_the_end",
+    "sampling_params", "text_of", "with_load", "with_texts",
 ]
 
 _DEARER = 16
@@ -106,6 +106,32 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
         text=output.text, finish_reason=output.finish_reason or "abort", version_spans=spans,
         top_logprobs=_top_logprobs(output, top), adapter=adapter,
     )
+
+
+def partial_answers(
+    llm: Any, request: str, start: Mapping[int, int], adapter: tuple[str, int] | None
+) -> dict[int, Completion]:
+    """Return the new part of each answer of a request in flight, from the state that vLLM's AsyncLLM has of it.
+
+    vLLM collects all tokens in this process, so reading them costs nothing for each token. Versions before 0.32 do not
+    label tokens with weights, and have no parts here.
+    """
+    processor, parts = llm.output_processor, {}
+    for name in getattr(processor, "external_req_ids", {}).get(request, ()):
+        state = processor.request_states.get(name)
+        labels = getattr(state, "weight_version_starts", None)
+        if state is None or not labels:
+            continue
+        ids, first, logprobs = state.detokenizer.output_token_ids, start.get(state.request_index, 0), None
+        if (flat := state.logprobs_processor.logprobs) is not None:
+            logprobs = _sampled_logprobs(flat[first : len(ids)], ids[first:])
+        ends = [*(place for _, place in labels[1:]), len(ids)]
+        parts[state.request_index] = Completion(
+            prompt_token_ids=list(state.prompt_token_ids or ()), token_ids=list(ids[first:]), logprobs=logprobs,
+            text="", finish_reason="", adapter=adapter,
+            version_spans=tuple((int(v), place, end) for (v, place), end in zip(labels, ends, strict=True)),
+        )
+    return parts
 
 
 def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.leases import RunLeases, driven
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TrinityError, WorkflowError
@@ -247,10 +248,10 @@ class _Player(WorkflowRunner):
         done.experiences = []
         self.link.send("done", number, done, data, self.engine_dead)
 
-    def _auxiliary_models(self, task: Task) -> list[Model]:
-        return [self._model(cast(Engine, engine), task, 0) for engine in self.auxiliary_engines]
+    def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
+        return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]
 
-    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+    def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
         remote = cast(_RemoteEngine, engine)
         model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model

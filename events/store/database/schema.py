@@ -16,6 +16,8 @@ from sqlalchemy import (
     Column,
     Connection,
     Double,
+    Identity,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -23,15 +25,17 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    func,
     literal_column,
+    select,
     text,
 )
 from sqlalchemy.event import listens_for
 
 __all__ = [
     "BULK", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash",
-    "checkpoints", "create_payload_table", "create_triggers", "drop_triggers", "events", "heads", "leases", "payloads",
-    "row_hash", "streams", "tables",
+    "checkpoints", "create_journal_table", "create_payload_table", "create_triggers", "drop_triggers", "events",
+    "heads", "journals", "leases", "payloads", "row_hash", "streams", "tables",
 ]
 
 SCHEMA_REV = 1
@@ -39,6 +43,7 @@ SCHEMA_REV = 1
 
 tables = MetaData()
 _payload_tables = MetaData()
+_journal_tables = MetaData()
 
 # On SQLite a plain INTEGER PRIMARY KEY is the row's own key: no second index.
 _Position = BigInteger().with_variant(Integer(), "sqlite")
@@ -130,6 +135,18 @@ payloads = Table(
     Column("data", LargeBinary, nullable=False),
 )
 
+journals = Table(
+    "es_journal",
+    _journal_tables,
+    Column("number", BigInteger, Identity(), primary_key=True),
+    Column("runner", Text, nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("segment", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Index("es_journal_life", "runner", "incarnation"),
+)
+"""Journals of runners (`journals.py`), in PostgreSQL alone."""
+
 GENESIS = bytes(32)
 """Hash before the first event."""
 
@@ -203,3 +220,8 @@ def drop_triggers(connection: Connection) -> None:
 
 def create_payload_table(connection: Connection) -> None:
     _payload_tables.create_all(connection)
+
+
+def create_journal_table(connection: Connection) -> None:
+    connection.execute(select(func.pg_advisory_xact_lock(0x7472696A)))  # IF NOT EXISTS alone collides
+    _journal_tables.create_all(connection)

@@ -1,0 +1,158 @@
+"""Journals of lost attempts: read when a runner is lost, so that the next attempts go on from them.
+
+A unit that was lost waits until a thread has read the journal of its runner's life. What it has is stored as a payload,
+and `AttemptKept` names it. So the payload never changes, whatever a runner that was only frozen writes later. A journal
+that can't be read, or has nothing, costs the beginning of the answers and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.journal import frames, kept_runs, run_of
+from trinity_es.events.store.journals import Journals, Life
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+
+__all__ = ["LostJournals"]
+
+_LOG = logging.getLogger("trinity_es.journal")
+
+
+@dataclass(frozen=True, slots=True)
+class _LostUnit:
+    """A pending unit whose last attempt was lost."""
+
+    batch_id: BatchId
+    submission: str
+    unit: ev.Unit
+    earlier: str
+    """Digest of what attempts before had; empty if nothing."""
+
+
+class LostJournals:
+    """Reader of the journals of lost attempts, for one coordinator."""
+
+    def __init__(
+        self, live: LiveState, opens: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
+    ) -> None:
+        """Take `opens`, None if runners write no journals, and `living`, the lives that may still write theirs."""
+        self._live, self._opens, self._living = live, opens, living
+        self._store: Journals | None = None
+        self._asked: set[_LostUnit] = set()
+        self._empty: set[_LostUnit] = set()
+        """Units of which the journal has nothing."""
+
+    def forget(self) -> None:
+        """Read again whatever is lost, because what was recorded may not be in the log."""
+        self._asked, self._empty = set(), set()
+
+    def holds(self, batch: BatchState, key: tuple[int, int]) -> bool:
+        """Return True while a lost unit's journal is not read."""
+        return self._opens is not None and _lost_unit(batch, key) not in self._empty
+
+    def begin(self, alive: Mapping[str, int]) -> None:
+        """Read what was lost before this coordinator, and delete journals that nothing open needs.
+
+        `alive` has the incarnation of each living runner.
+        """
+        if self._opens is None:
+            return
+        self.look(self._live.batches)
+        needed = {*alive.items()}
+        for batch in self._live.batches.values():
+            needed |= {*batch.lost.values(), *((f.runner, f.incarnation) for f in batch.flights.values())}
+        self._live.then(lambda: self._live.ask(lambda: self._sweep(needed), lambda _: None))
+
+    def look(self, changed: Iterable[BatchId]) -> None:
+        """Have the journals of the units read that were lost in this turn."""
+        if self._opens is None:
+            return
+        by_life: dict[Life, list[_LostUnit]] = {}
+        for batch in (self._live.batches[batch_id] for batch_id in changed if batch_id in self._live.batches):
+            for key, life in batch.lost.items():
+                if key in batch.pending and (lost := _lost_unit(batch, key)) not in self._asked:
+                    self._asked.add(lost)
+                    by_life.setdefault(life, []).append(lost)
+        for life, units in by_life.items():
+            self._live.then(lambda life=life, units=units: self._read(life, units))  # type: ignore[misc]  # binds both
+
+    def _read(self, life: Life, units: list[_LostUnit]) -> None:
+        def done(kept: list[ev.AttemptKept | None] | Exception) -> None:
+            if isinstance(kept, Exception):
+                _LOG.warning("the journal of %s #%d can't be read, so its runs begin again: %s", *life, kept)
+                kept = [None] * len(units)
+            for lost, event in zip(units, kept, strict=True):
+                self._record(lost, event)
+            if life not in self._living():
+                self._live.then(lambda: self._live.ask(lambda: self._journals().drop(life), lambda _: None))
+
+        self._live.ask(lambda: self._stored(life, units), done)
+
+    def _record(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
+        batch = self._live.batches.get(lost.batch_id)
+        key = lost.unit.task, lost.unit.run_id_base
+        if batch is None or key not in batch.lost or _lost_unit(batch, key) != lost:
+            return
+        if event is None:
+            self._empty.add(lost)
+        else:
+            self._live.record_batch(lost.batch_id, [event])
+
+    # --- in a thread ------------------------------------------------------------------------------------------------
+    def _journals(self) -> Journals:
+        if self._store is None:
+            assert self._opens is not None
+            self._store = self._opens()
+        return self._store
+
+    def _stored(self, life: Life, units: list[_LostUnit]) -> list[ev.AttemptKept | None]:
+        """Store what the journal of a life has of each unit; None if it has nothing."""
+        records: dict[tuple[BatchId, str, int, int], list[bytes]] = {}
+        for segment in self._journals().read(life):
+            for head, _, frame in frames(segment):
+                records.setdefault(run_of(head), []).append(frame)
+        return [self._kept(life, lost, records) for lost in units]
+
+    def _kept(
+        self, life: Life, lost: _LostUnit, records: dict[tuple[BatchId, str, int, int], list[bytes]]
+    ) -> ev.AttemptKept | None:
+        unit, earlier = lost.unit, b""
+        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+        own = [f for run in runs for f in records.get((lost.batch_id, lost.submission, unit.task, run), ())]
+        if lost.earlier:
+            try:
+                earlier = self._live.payloads.get(lost.earlier)
+            except TrinityError as e:
+                _LOG.warning("what earlier attempts had is lost: %s", e)
+        data = earlier + b"".join(own)
+        if not data:
+            return None
+        kept = [run for number, run in kept_runs([data]).items() if number in runs]
+        answers = [answer for run in kept for of_call in run.calls.values() for answer in of_call.values()]
+        not_kept: dict[str, int] = {}
+        for answer in answers:
+            if answer.forbids and not answer.finish:
+                not_kept[answer.forbids] = not_kept.get(answer.forbids, 0) + len(answer.tokens)
+        return ev.AttemptKept(
+            task=unit.task, run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt - 1,
+            runner=life[0], incarnation=life[1], payload=self._live.payloads.put(data),
+            calls=sum(bool(a.finish) for a in answers), open_calls=sum(not a.finish for a in answers),
+            tokens=sum(len(a.tokens) for a in answers), steps=sum(s.done for run in kept for s in run.steps.values()),
+            seconds=max((run.seconds for run in kept), default=0.0), not_kept=not_kept,
+        )
+
+    def _sweep(self, needed: set[Life]) -> None:
+        for life in self._journals().lives():
+            if life not in needed:
+                self._journals().drop(life)
+
+
+def _lost_unit(batch: BatchState, key: tuple[int, int]) -> _LostUnit:
+    kept = batch.kept.get(key)
+    return _LostUnit(batch.batch_id, batch.submission, batch.pending[key], "" if kept is None else kept.payload)

@@ -1,0 +1,289 @@
+"""A run's journal while it plays: model calls are answered from what earlier attempts had, and recorded as they come.
+
+When an attempt is lost, the next one plays its workflow again from the beginning. A call that the journal has whole is
+answered from it. A call that it has in part goes on from there if the sampling allows that (`starts_over`): its prompt
+is then the prompt and the kept tokens. Calls are found by fingerprint and occurrence, not by their order, so calls made
+side by side find theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+from uuid import uuid4
+
+import numpy as np
+
+from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
+from trinity_es.events.journal import KeptAnswer, KeptRun, Run, chunk, fingerprint
+
+__all__ = ["JournalWriter", "OpenCall", "RunJournal", "starts_over"]
+
+MOST_SPLICES = 8
+"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
+
+
+class JournalWriter(Protocol):
+    """The runner's journal, to which all its runs write."""
+
+    open: set[OpenCall]
+    """Calls whose new tokens are recorded at each interval."""
+
+    async def write(self, records: Sequence[bytes]) -> None:
+        """Record, and return when it would outlive this process; never raises for a store that can't be written."""
+
+
+def starts_over(sampling: Sampling) -> str:
+    """Return the sampling field with which a partial answer can't go on; empty if it can.
+
+    These penalties count the tokens of the answer and not of the prompt, a schema has a state, and the journal has only
+    the sampled tokens.
+    """
+    default = Sampling()
+    fields = ("presence_penalty", "frequency_penalty", "json_schema", "top_logprobs")
+    return next((name for name in fields if getattr(sampling, name) != getattr(default, name)), "")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenCall:
+    """A request in an engine, and how much of its answers is recorded."""
+
+    journal: RunJournal
+    call: str
+    nth: int
+    engine: Engine
+    request: str
+    choices: dict[int, tuple[int, KeptAnswer]]
+    """For each of the engine's answers its number among those of the call, and what was there before."""
+    forbids: str
+    by_text: bool
+    """The prompt is a text, so records hold its token ids too."""
+    recorded: Counter[int] = field(default_factory=Counter)
+    """Number of the engine's new tokens that are recorded, by its answer."""
+
+    def progress(self) -> list[bytes]:
+        """Return records of the tokens that came since the last call."""
+        if not hasattr(self.engine, "partial"):
+            return []
+        parts = cast(KeepsProgress, self.engine).partial(self.request, self.recorded)
+        return [record for index, part in parts.items() if part.token_ids for record in self._record(index, part)]
+
+    def end(self, completions: Sequence[Completion]) -> list[bytes]:
+        """Return records of the rest of the answers, and of their ends."""
+        records = []
+        for index, whole in enumerate(completions):
+            first = self.recorded[index]
+            rest = None if whole.logprobs is None else whole.logprobs[first:]
+            records += self._record(index, replace(whole, token_ids=whole.token_ids[first:], logprobs=rest))
+        return records
+
+    def _record(self, index: int, new: Completion) -> list[bytes]:
+        """Record new tokens if it is known which weights made them, and their logprobs are finite."""
+        choice, before = self.choices[index]
+        if not new.version_spans or (new.logprobs is not None and not np.isfinite(new.logprobs).all()):
+            return []
+        start = len(before.tokens) + self.recorded[index]
+        ended = new.finish_reason not in ("", "abort", "error")
+        self.recorded[index] += len(new.token_ids)
+        prompt = before.prompt or (new.prompt_token_ids if self.by_text else [])
+        journal = self.journal
+        return [chunk(journal.run, journal.seconds(), self.call, self.nth, choice, start, KeptAnswer(
+            prompt=prompt, tokens=new.token_ids, logprobs=new.logprobs, splices=_splices(before),
+            spans=_joined_spans(before.spans, new.version_spans, len(before.tokens)),
+            finish=new.finish_reason if ended else "", text=new.text if ended else "",
+            adapter=None if new.adapter is None else list(new.adapter), forbids=self.forbids,
+        ))]
+
+
+class RunJournal:
+    """Journal of one run. `kept` is what earlier attempts had of it; `clock` gives monotonic seconds."""
+
+    def __init__(
+        self, run: Run, writer: JournalWriter, kept: KeptRun | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run, self._writer, self._kept, self._clock = run, writer, kept or KeptRun(), clock
+        self._began = clock()
+        self._asked: Counter[str] = Counter()
+
+    def seconds(self) -> float:
+        """Return how long the run has played, with its earlier attempts."""
+        return self._kept.seconds + self._clock() - self._began
+
+    async def generate(
+        self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling, **more: Any
+    ) -> list[Completion]:
+        """Return what `engine.generate` does, from the journal as far as it has it. Raises like `generate`."""
+        said = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
+        call = fingerprint(model, said, {**sampling.recorded(), "top_logprobs": sampling.top_logprobs})
+        nth, self._asked[call] = self._asked[call], self._asked[call] + 1
+        kept = self._kept.calls.get((call, nth), {})
+        key = call, nth
+        if not any(answer.finish or self._goes_on(engine, sampling, answer) for answer in kept.values()):
+            return await self._ask(engine, key, prompt, sampling, range(sampling.n), more)
+        asking = [
+            asyncio.ensure_future(self._answer(engine, key, prompt, sampling, i, kept.get(i, KeptAnswer()), more))
+            for i in range(sampling.n)
+        ]
+        try:
+            return list(await asyncio.gather(*asking))
+        finally:
+            for task in asking:  # gather leaves the others running
+                task.cancel()
+
+    async def _answer(
+        self, engine: Engine, key: tuple[str, int], prompt: str | list[int], sampling: Sampling, choice: int,
+        kept: KeptAnswer, more: Mapping[str, Any],
+    ) -> Completion:
+        """Return one of the n answers: the kept one, one that goes on from it, or a new one."""
+        ids = kept.prompt or ([] if isinstance(prompt, str) else prompt)
+        if kept.finish:
+            return _completion(ids, kept)
+        if not self._goes_on(engine, sampling, kept):
+            kept = KeptAnswer()
+        length = len(kept.tokens)
+        alone = replace(sampling, n=1, seed=_seed(sampling.seed, choice, length))
+        if not length:
+            [answer] = await self._ask(engine, key, prompt, alone, [choice], more)
+            return answer
+        ended = _ended(cast(KeepsProgress, engine), ids, sampling, kept)
+        if ended is not None:
+            return ended
+        alone = replace(
+            alone, max_tokens=sampling.max_tokens - length, min_tokens=max(0, sampling.min_tokens - length)
+        )
+        [answer] = await self._ask(engine, key, [*ids, *kept.tokens], alone, [choice], more, kept)
+        return answer
+
+    @staticmethod
+    def _goes_on(engine: Engine, sampling: Sampling, kept: KeptAnswer) -> bool:
+        served = getattr(engine, "adapters", {}).get(sampling.adapter) if sampling.adapter else None
+        return (
+            bool(kept.tokens) and hasattr(engine, "partial") and not starts_over(sampling)
+            and len(kept.splices) < MOST_SPLICES and (kept.logprobs is not None) == sampling.logprobs
+            and (not sampling.adapter or kept.adapter == [sampling.adapter, served])
+        )
+
+    async def _ask(
+        self, engine: Engine, key: tuple[str, int], prompt: str | list[int], sampling: Sampling,
+        choices: Sequence[int], more: Mapping[str, Any], before: KeptAnswer | None = None,
+    ) -> list[Completion]:
+        """Ask the engine for the answers with these numbers, one of them after `before`, and record what comes."""
+        request, version = uuid4().hex, engine.model_version
+        call = OpenCall(
+            journal=self, call=key[0], nth=key[1], engine=engine, request=request, by_text=isinstance(prompt, str),
+            forbids=starts_over(sampling),
+            choices={i: (choice, before or KeptAnswer()) for i, choice in enumerate(choices)},
+        )
+        if hasattr(engine, "partial"):
+            more = {**more, "request": request}
+        self._writer.open.add(call)
+        try:
+            answers = await engine.generate(prompt, sampling, **more)
+        except Exception:
+            await self._writer.write(call.progress())
+            raise
+        finally:
+            self._writer.open.discard(call)
+        if engine.model_version == version:
+            answers = [a if a.version_spans else _of_version(a, version) for a in answers]
+        if before is not None:
+            answers = [_cut_at_stop(cast(KeepsProgress, engine), answers[0], sampling, before)]
+        await self._writer.write(call.end(answers))
+        return answers if before is None else [_spliced(answers[0], before)]
+
+
+def _seed(seed: int | None, choice: int, offset: int) -> int | None:
+    """Return the seed of an answer that goes on: one made of the seed, the answer's number and the offset."""
+    if seed is None:
+        return None
+    if offset == 0:
+        return seed + choice  # as vLLM numbers the answers of one request
+    return int.from_bytes(hashlib.sha256(f"{seed + choice}/{offset}".encode()).digest()[:8], "little") >> 1
+
+
+def _splices(before: KeptAnswer) -> list[int]:
+    return [*before.splices, len(before.tokens)] if before.tokens else []
+
+
+def _joined_spans(before: Sequence[Sequence[int]], new: Sequence[Sequence[int]], offset: int) -> list[list[int]]:
+    """Return the spans of the whole, with a span of the same version going on over the splice."""
+    spans = [list(span) for span in before]
+    for version, start, end in new:
+        if spans and spans[-1][0] == version and spans[-1][2] == start + offset:
+            spans[-1][2] = end + offset
+        else:
+            spans.append([version, start + offset, end + offset])
+    return spans
+
+
+def _completion(prompt: list[int], kept: KeptAnswer) -> Completion:
+    return Completion(
+        prompt_token_ids=list(prompt), token_ids=list(kept.tokens),
+        logprobs=None if kept.logprobs is None else list(kept.logprobs), text=kept.text, finish_reason=kept.finish,
+        adapter=None if kept.adapter is None else (kept.adapter[0], kept.adapter[1]),
+        version_spans=tuple((v, start, end) for v, start, end in kept.spans), splices=tuple(kept.splices),
+    )
+
+
+def _of_version(answer: Completion, version: int) -> Completion:
+    return replace(answer, version_spans=((version, 0, len(answer.token_ids)),))
+
+
+def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, tokens: list[int]) -> tuple[int, str]:
+    """Return how many tokens end with the first stop text, and the text before it; (0, "") if there is none."""
+
+    def before_stop(count: int) -> str | None:
+        text = engine.text_of(prompt, tokens[:count])
+        places = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else None
+
+    if not sampling.stop or before_stop(len(tokens)) is None:
+        return 0, ""
+    count = bisect.bisect_left(range(len(tokens)), True, key=lambda n: before_stop(n) is not None)
+    return count, before_stop(count) or ""
+
+
+def _ended(engine: KeepsProgress, prompt: list[int], sampling: Sampling, kept: KeptAnswer) -> Completion | None:
+    """Return the whole answer if what was kept is all of it, although its end was not recorded."""
+    count, text = _stop_place(engine, prompt, sampling, kept.tokens)
+    if count:
+        spans = [[v, start, min(end, count)] for v, start, end in kept.spans if start < count]
+        logprobs = None if kept.logprobs is None else kept.logprobs[:count]
+        kept = replace(kept, tokens=kept.tokens[:count], logprobs=logprobs, spans=spans, finish="stop", text=text)
+        return _completion(prompt, kept)
+    if len(kept.tokens) >= sampling.max_tokens:
+        return _completion(prompt, replace(kept, finish="length", text=engine.text_of(prompt, kept.tokens)))
+    return None
+
+
+def _cut_at_stop(engine: KeepsProgress, new: Completion, sampling: Sampling, before: KeptAnswer) -> Completion:
+    """Return the new part and the text of the whole, which ends at a stop text that lies over the splice."""
+    old, prompt = len(before.tokens), new.prompt_token_ids[: len(new.prompt_token_ids) - len(before.tokens)]
+    whole = engine.text_of(prompt, [*before.tokens, *new.token_ids])
+    left_out = len(engine.text_of(new.prompt_token_ids, new.token_ids)) - len(new.text)
+    answer = replace(new, text=whole[: len(whole) - left_out] if left_out > 0 else whole)
+    count, text = _stop_place(engine, prompt, sampling, [*before.tokens, *new.token_ids])
+    if not old < count < old + len(new.token_ids):
+        return answer
+    ends = tuple((v, start, min(end, count - old)) for v, start, end in new.version_spans if start < count - old)
+    logprobs = None if new.logprobs is None else new.logprobs[: count - old]
+    return replace(answer, token_ids=new.token_ids[: count - old], logprobs=logprobs, text=text, version_spans=ends,
+                   finish_reason="stop")
+
+
+def _spliced(new: Completion, before: KeptAnswer) -> Completion:
+    """Return the whole answer, which has its text already."""
+    prompt = new.prompt_token_ids[: len(new.prompt_token_ids) - len(before.tokens)]
+    spans = _joined_spans(before.spans, new.version_spans, len(before.tokens))
+    return replace(
+        new, prompt_token_ids=prompt, token_ids=[*before.tokens, *new.token_ids],
+        logprobs=None if new.logprobs is None else [*(before.logprobs or []), *new.logprobs],
+        version_spans=tuple((v, start, end) for v, start, end in spans), splices=tuple(_splices(before)),
+    )

@@ -1,0 +1,142 @@
+"""The runner's journal: records of unfinished runs, written in groups by a thread of its own.
+
+At each interval the new tokens of all open calls are one write. A call's end, and a step's, is written at once, with
+whatever else waits. If the store can't be written, work goes on without a journal, which the runner's log says; records
+that are lost only make a kept prefix shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trinity_es.actors.config.schema import ProgressConfig
+from trinity_es.actors.rollout.run_journal import OpenCall
+from trinity_es.actors.runner.outbox import Key
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.store.journals import Journals, Life
+
+__all__ = ["Journal"]
+
+SEGMENT_BYTES = 4 * 1024 * 1024
+"""Size from which a new segment begins; a segment is freed when all its units are settled."""
+
+
+class Journal:
+    """Journal of one life of a runner, used on the engine's loop."""
+
+    def __init__(
+        self, opens: Callable[[], Journals], life: Life, settings: ProgressConfig, log: logging.Logger
+    ) -> None:
+        self._opens, self._life, self._settings, self._log = opens, life, settings, log
+        self.open: set[OpenCall] = set()
+        self._store: Journals | None = None
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writing = self._durable = False
+        self._segment, self._sizes = 0, dict[int, int]()
+        """Bytes of each segment that is kept."""
+        self._units: dict[int, set[Key]] = {0: set()}
+        """Unsettled units that may have records, by segment."""
+        self._active: set[Key] = set()
+        self._unsynced = False
+        self._failing = ""
+
+    async def run(self) -> None:
+        """Record the new tokens of open calls at each interval until cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.seconds)
+            records = [record for call in self.open for record in call.progress()]
+            if records or self._unsynced:
+                self._unsynced = False
+                await self._put(b"".join(records), durable=True)
+
+    async def write(self, records: Sequence[bytes]) -> None:
+        """Record, and return when it would outlive this process; the next interval brings it to the disk."""
+        if records:
+            self._unsynced = True
+            await self._put(b"".join(records), durable=False)
+
+    def begin(self, key: Key) -> None:
+        """Expect records of a unit from now on."""
+        self._active.add(key)
+        self._units[self._segment].add(key)
+
+    def settled(self, key: Key) -> None:
+        """Free the segments of which this was the last unit."""
+        self._active.discard(key)
+        for segment, units in list(self._units.items()):
+            units.discard(key)
+            if not units and segment != self._segment:
+                self._free(segment)
+
+    async def _put(self, data: bytes, *, durable: bool) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((data, done))
+        self._durable = self._durable or durable
+        if not self._writing:
+            self._writing = True
+            try:
+                while self._waiting:
+                    await self._write_group()
+            finally:
+                self._writing = False
+        await done
+
+    async def _write_group(self) -> None:
+        group, self._waiting = self._waiting, []
+        durable, self._durable = self._durable, False
+        data = b"".join(part for part, _ in group)
+        try:
+            await self._in_thread(self._append, self._segment, data, durable)
+            if self._failing:
+                self._log.warning("the journal is written again")
+            self._failing = ""
+            self._grow(len(data))
+        except LogUnavailable as e:
+            if not self._failing:
+                self._log.error("the journal is not written, and work goes on without it: %s", e)
+            self._failing = str(e)
+            self._next_segment()  # the tail of this one may be torn
+        finally:
+            for _, done in group:
+                if not done.done():
+                    done.set_result(None)
+
+    async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    def _append(self, segment: int, data: bytes, durable: bool) -> None:
+        if self._store is None:
+            self._store = self._opens()
+        self._store.append(self._life, segment, data, durable=durable)
+
+    def _grow(self, size: int) -> None:
+        self._sizes[self._segment] = self._sizes.get(self._segment, 0) + size
+        if self._sizes[self._segment] >= SEGMENT_BYTES:
+            self._next_segment()
+        while sum(self._sizes.values()) > self._settings.max_bytes and len(self._sizes) > 1:
+            oldest = min(self._sizes)
+            self._log.warning("the journal is full (explorer.progress.max_bytes): its oldest part is dropped")
+            self._free(oldest)
+
+    def _next_segment(self) -> None:
+        last, self._segment = self._segment, self._segment + 1
+        self._units[self._segment] = set(self._active)
+        if not self._units[last]:
+            self._free(last)
+
+    def _free(self, segment: int) -> None:
+        self._units.pop(segment, None)
+        if self._sizes.pop(segment, None) is not None:
+            self._thread.submit(self._drop, segment)
+
+    def _drop(self, segment: int) -> None:
+        try:
+            if self._store is not None:
+                self._store.drop(self._life, segment)
+        except LogUnavailable as e:
+            self._log.warning("a settled part of the journal was not deleted: %s", e)

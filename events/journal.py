@@ -1,0 +1,161 @@
+"""Records of a run's journal: the answers and step results that an attempt got from outside, as they come.
+
+A journal is bytes: frames, each with its length and a checksum, so a tail that a crash has torn is cut off. The next
+attempt reads the records of the lost runs (`kept_runs`). Records of one call are joined by their offsets. A record that
+does not continue what is there, because another was lost, is left out. So a damaged journal gives a shorter prefix,
+never another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trinity_es.events.values import BatchId
+
+__all__ = ["KeptAnswer", "KeptRun", "KeptStep", "Run", "chunk", "fingerprint", "frames", "kept_runs", "run_of", "step"]
+
+Run = tuple[BatchId, str, int, int]
+"""Identity of a run: batch, submission, task, run."""
+
+_FRAME = struct.Struct("<IIH")
+"""Length and CRC-32 of the body, and the length of the JSON at its beginning."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptAnswer:
+    """One answer to one call, or its beginning."""
+
+    prompt: list[int] = field(default_factory=list)
+    """Token ids of the prompt, if the call was made with a text; else empty."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    """Logprob of each token, float32 values; None if the call asked for none."""
+    spans: list[list[int]] = field(default_factory=list)
+    """`[model_version, start, end]` over the tokens."""
+    splices: list[int] = field(default_factory=list)
+    """Offsets at which an attempt went on with what an earlier one had."""
+    finish: str = ""
+    """Finish reason of a complete answer; empty while it is not."""
+    text: str = ""
+    """Text of a complete answer."""
+    adapter: list[Any] | None = None
+    """Name and version of the LoRA adapter that answers."""
+    forbids: str = ""
+    """The sampling field with which a partial answer can't go on; empty if it can."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptStep:
+    """One step of a workflow. `done` is false if it began and its end is unknown."""
+
+    done: bool = False
+    value: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptRun:
+    """Everything that the journal has of one run."""
+
+    calls: dict[tuple[str, int], dict[int, KeptAnswer]] = field(default_factory=dict)
+    """Answers by the call's fingerprint and occurrence, then by their number among the call's `n`."""
+    steps: dict[tuple[str, int], KeptStep] = field(default_factory=dict)
+    """Steps by name with the digest of the arguments, and occurrence."""
+    seconds: float = 0.0
+    """How long the attempts had played at the last record."""
+
+
+def fingerprint(*parts: Any) -> str:
+    """Return 32 hex digits that are equal for equal JSON values or bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else orjson.dumps(part, option=orjson.OPT_SORT_KEYS)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+def _frame(head: dict[str, Any], *arrays: np.ndarray[Any, Any]) -> bytes:
+    text = orjson.dumps(head)
+    body = b"".join([text, *(array.tobytes() for array in arrays)])
+    return _FRAME.pack(len(body), zlib.crc32(body), len(text)) + body
+
+
+def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int, new: KeptAnswer) -> bytes:
+    """Return the record of further tokens of an answer, from offset `start` on; `new.spans` are those of the whole.
+
+    `seconds`: how long the run has played, with its earlier attempts.
+    """
+    head: dict[str, Any] = {"run": run, "s": round(seconds, 3), "call": call, "nth": nth, "choice": choice,
+                            "at": start, "n": len(new.tokens)}
+    optional = {"spans": new.spans, "splices": new.splices, "end": new.finish, "text": new.text, "by": new.adapter,
+                "prompt": new.prompt, "forbids": new.forbids}
+    head |= {name: value for name, value in optional.items() if value}
+    tokens = np.asarray(new.tokens, dtype=np.int32)
+    if new.logprobs is None:
+        return _frame(head, tokens)
+    return _frame({**head, "lp": 1}, tokens, np.asarray(new.logprobs, dtype=np.float32))
+
+
+def step(run: Run, seconds: float, name: str, nth: int, *, done: bool, value: Any = None) -> bytes:
+    """Return the record of a step's beginning, or of its end with the value, which must be JSON."""
+    ended = {"value": value, "done": 1} if done else {}
+    return _frame({"run": run, "s": round(seconds, 3), "step": name, "nth": nth, **ended})
+
+
+def frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes, bytes]]:
+    """Yield the header, the arrays' bytes and the whole frame of each record, up to the first damaged one."""
+    at = 0
+    while at + _FRAME.size <= len(data):
+        length, checksum, head = _FRAME.unpack_from(data, at)
+        body = data[at + _FRAME.size : at + _FRAME.size + length]
+        if len(body) < length or zlib.crc32(body) != checksum:
+            return
+        yield orjson.loads(body[:head]), body[head:], data[at : at + _FRAME.size + length]
+        at += _FRAME.size + length
+
+
+def run_of(head: dict[str, Any]) -> Run:
+    batch_id, submission, task, run = head["run"]
+    return batch_id, submission, task, run
+
+
+def kept_runs(parts: Iterable[bytes]) -> dict[int, KeptRun]:
+    """Return what the parts of a journal have of each run of one task, by the run's number."""
+    runs: dict[int, KeptRun] = {}
+    for part in parts:
+        for head, arrays, _ in frames(part):
+            kept = runs.setdefault(head["run"][3], KeptRun())
+            kept.seconds = max(kept.seconds, head["s"])
+            if "step" in head:
+                known = kept.steps.setdefault((head["step"], head["nth"]), KeptStep())
+                if "done" in head:
+                    known.done, known.value = True, head["value"]
+            else:
+                answers = kept.calls.setdefault((head["call"], head["nth"]), {})
+                _continue(answers.setdefault(head["choice"], KeptAnswer()), head, arrays)
+    return runs
+
+
+def _continue(answer: KeptAnswer, head: dict[str, Any], arrays: bytes) -> None:
+    """Add the tokens of a record that begins where the answer ends, or that begins it again from its start."""
+    if answer.finish:
+        return
+    if head["at"] == 0:
+        answer.tokens, answer.logprobs = [], None
+    if head["at"] != len(answer.tokens):
+        return
+    count = head["n"]
+    if "lp" in head:
+        answer.logprobs = [*(answer.logprobs or []), *np.frombuffer(arrays, np.float32, count, 4 * count).tolist()]
+    answer.tokens += np.frombuffer(arrays, np.int32, count).tolist()
+    answer.spans, answer.splices, answer.prompt = head.get("spans", []), head.get("splices", []), head.get("prompt", [])
+    answer.finish, answer.text, answer.adapter = head.get("end", ""), head.get("text", ""), head.get("by")
+    answer.forbids = head.get("forbids", "")

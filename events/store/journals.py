@@ -1,0 +1,161 @@
+"""Store of journals (`events/journal.py`), one a life of a runner, beside the log.
+
+A journal holds what unfinished attempts have. It is no history: the log stays the truth of what is trained on, and a
+missing journal is no damage. Beside a SQLite log it is a folder of files, in PostgreSQL a table, so that every host
+reaches it. Segments are freed one by one, as their units are settled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote, unquote
+
+from sqlalchemy import Connection, delete, insert, select, text
+
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.private_files import make_private_folder
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database, Durability
+from trinity_es.events.store.database.disk import refusal
+from trinity_es.events.store.database.urls import parse_url
+
+__all__ = ["Journals", "Life", "open_journals"]
+
+Life = tuple[str, int]
+"""A runner's name and incarnation."""
+
+
+class Journals(Protocol):
+    """Each method raises LogUnavailable if the store can't be reached or written."""
+
+    def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
+        """Add bytes to a segment: `durable` means that they outlive the machine, otherwise only this process."""
+
+    def read(self, life: Life) -> list[bytes]:
+        """Return a life's segments in order; [] if there are none. A segment's tail may be torn."""
+
+    def drop(self, life: Life, segment: int | None = None) -> None:
+        """Delete a segment, or all of a life; nothing happens if it is missing."""
+
+    def lives(self) -> list[Life]:
+        """Return the lives that have a journal."""
+
+    def close(self) -> None: ...
+
+
+def open_journals(url: str, *, durability: Durability = "power", patience: float = 2.0) -> Journals:
+    """Return the journals beside the log at `url`; the folder or table is made if it is missing."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _Files(Path(f"{os.path.realpath(parsed.database or '')}.journals"), durability == "power")
+    rows = _Rows(Database(url, durability=durability, patience=patience))
+    rows.make()
+    return rows
+
+
+class _Files:
+    def __init__(self, root: Path, power: bool) -> None:
+        self._root, self._power = root, power
+        self._open: tuple[Life, int, int] | None = None
+        """Life, segment and descriptor of the file that was written last."""
+
+    def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
+        try:
+            handle = self._handle(life, segment)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+            if durable and self._power:
+                os.fdatasync(handle)
+        except OSError as e:
+            raise LogUnavailable(
+                f"{len(data)} bytes of a journal can't be written in {self._root} ({e.strerror}): "
+                f"{refusal(self._root, len(data), e)}"
+            ) from e
+
+    def _handle(self, life: Life, segment: int) -> int:
+        if self._open is None or self._open[:2] != (life, segment):
+            self.close()
+            folder = self._folder(life)
+            make_private_folder(folder)
+            handle = os.open(folder / f"{segment:08}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._open = life, segment, handle
+        return self._open[2]
+
+    def read(self, life: Life) -> list[bytes]:
+        try:
+            return [path.read_bytes() for path in sorted(self._folder(life).iterdir())]
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise LogUnavailable(f"the journals in {self._root} can't be read: {e.strerror}") from e
+
+    def drop(self, life: Life, segment: int | None = None) -> None:
+        folder = self._folder(life)
+        if segment is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                (folder / f"{segment:08}").unlink()
+
+    def lives(self) -> list[Life]:
+        with contextlib.suppress(FileNotFoundError):
+            names = [path.name.rpartition(".") for path in sorted(self._root.iterdir())]
+            return [(unquote(name), int(life)) for name, _, life in names if life.isdigit()]
+        return []
+
+    def close(self) -> None:
+        if self._open is not None:
+            os.close(self._open[2])
+            self._open = None
+
+    def _folder(self, life: Life) -> Path:
+        return self._root / f"{quote(life[0], safe='')}.{life[1]}"
+
+
+class _Rows:
+    """One row per append, in the database of the log."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def make(self) -> None:
+        try:
+            self._database.write(schema.create_journal_table)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
+        runner, incarnation = life
+        row = insert(schema.journals).values(runner=runner, incarnation=incarnation, segment=segment, data=data)
+
+        def work(connection: Connection) -> None:
+            if not durable:  # the server answers before the row is on its disk
+                connection.execute(text("SET LOCAL synchronous_commit = off"))
+            connection.execute(row)
+
+        self._database.write(work)
+
+    def read(self, life: Life) -> list[bytes]:
+        t = schema.journals.c
+        query = select(t.data).where(t.runner == life[0], t.incarnation == life[1]).order_by(t.number)
+        return self._database.read(lambda c: [bytes(data) for data in c.execute(query).scalars()])
+
+    def drop(self, life: Life, segment: int | None = None) -> None:
+        t = schema.journals.c
+        rows = delete(schema.journals).where(t.runner == life[0], t.incarnation == life[1])
+        rows = rows if segment is None else rows.where(t.segment == segment)
+        self._database.write(lambda c: c.execute(rows) and None)
+
+    def lives(self) -> list[Life]:
+        t = schema.journals.c
+        query = select(t.runner, t.incarnation).distinct().order_by(t.runner, t.incarnation)
+        return self._database.read(lambda c: [(runner, life) for runner, life in c.execute(query)])
+
+    def close(self) -> None:
+        self._database.close()
