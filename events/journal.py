@@ -25,8 +25,9 @@ __all__ = ["KeptAnswer", "KeptRun", "KeptStep", "Run", "chunk", "fingerprint", "
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""
 
-_FRAME = struct.Struct("<IIH")
-"""Length and CRC-32 of the body, and the length of the JSON at its beginning."""
+_FRAME = struct.Struct("<II")
+"""Length and CRC-32 of the body, which is the length of its JSON, the JSON and the arrays."""
+_LENGTH = struct.Struct("<I")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +85,8 @@ def fingerprint(*parts: Any) -> str:
 
 def _frame(head: dict[str, Any], *arrays: np.ndarray[Any, Any]) -> bytes:
     text = orjson.dumps(head)
-    body = b"".join([text, *(array.tobytes() for array in arrays)])
-    return _FRAME.pack(len(body), zlib.crc32(body), len(text)) + body
+    body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)])
+    return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
 def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int, new: KeptAnswer) -> bytes:
@@ -114,11 +115,12 @@ def frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes, bytes]]:
     """Yield the header, the arrays' bytes and the whole frame of each record, up to the first damaged one."""
     at = 0
     while at + _FRAME.size <= len(data):
-        length, checksum, head = _FRAME.unpack_from(data, at)
+        length, checksum = _FRAME.unpack_from(data, at)
         body = data[at + _FRAME.size : at + _FRAME.size + length]
-        if len(body) < length or zlib.crc32(body) != checksum:
+        if len(body) < max(length, _LENGTH.size) or zlib.crc32(body) != checksum:
             return
-        yield orjson.loads(body[:head]), body[head:], data[at : at + _FRAME.size + length]
+        head = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+        yield orjson.loads(body[_LENGTH.size : head]), body[head:], data[at : at + _FRAME.size + length]
         at += _FRAME.size + length
 
 

@@ -68,6 +68,8 @@ class Journal:
     def settled(self, key: Key) -> None:
         """Free the segments of which this was the last unit."""
         self._active.discard(key)
+        if not self._active and self._sizes.get(self._segment):
+            self._next_segment()
         for segment, units in list(self._units.items()):
             units.discard(key)
             if not units and segment != self._segment:

@@ -1,0 +1,127 @@
+"""The runner's journal: one write for all that waits, segments that are freed, and a store that can't be written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from trinity_es.actors.config.schema import ProgressConfig
+from trinity_es.actors.runner import journal as module
+from trinity_es.actors.runner.journal import Journal
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.store.journals import Life
+
+ONE, TWO = (1, "s", 0, 0), (1, "s", 1, 0)
+
+
+class Memory:
+    """A store in memory, which refuses while `full`."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, bytes] = {}
+        self.writes: list[tuple[int, bool]] = []
+        self.full = False
+
+    def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
+        assert life == ("runner-0", 3)
+        if self.full:
+            raise LogUnavailable("no space left on device")
+        self.writes.append((len(data), durable))
+        self.segments[segment] = self.segments.get(segment, b"") + data
+
+    def read(self, life: Life) -> list[bytes]:
+        return [self.segments[s] for s in sorted(self.segments)]
+
+    def drop(self, life: Life, segment: int | None = None) -> None:
+        if segment is not None:
+            del self.segments[segment]
+
+    def lives(self) -> list[Life]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def play(test: Callable[[Journal, Memory], Coroutine[Any, Any, None]], **settings: Any) -> Memory:
+    store = Memory()
+
+    async def run() -> None:
+        journal = Journal(lambda: store, ("runner-0", 3), ProgressConfig(**settings), logging.getLogger("j"))
+        await asyncio.wait_for(test(journal, store), 30)
+        await journal.write([b"."])  # after what was left to the thread
+
+    asyncio.run(run())
+    return store
+
+
+def test_what_waits_is_one_write() -> None:
+    async def test(journal: Journal, store: Memory) -> None:
+        await asyncio.gather(*(journal.write([b"abc"]) for _ in range(50)))
+
+    store = play(test)
+    assert store.segments == {0: b"abc" * 50 + b"."}
+    assert len(store.writes) < 5
+
+
+def test_ends_of_calls_reach_the_disk_at_the_next_interval() -> None:
+    async def test(journal: Journal, store: Memory) -> None:
+        running = asyncio.ensure_future(journal.run())
+        await journal.write([b"end"])
+        while (0, True) not in store.writes:
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    assert play(test, seconds=0.01).writes[:2] == [(3, False), (0, True)]
+
+
+def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 10)
+
+    async def test(journal: Journal, store: Memory) -> None:
+        journal.begin(ONE)
+        await journal.write([b"a" * 10])
+        journal.begin(TWO)
+        await journal.write([b"b" * 10])
+        await journal.write([b"c"])
+        assert [*store.segments] == [0, 1, 2]
+        journal.settled(ONE)
+        await journal.write([b"d"])
+        assert [*store.segments] == [1, 2]
+        journal.settled(TWO)
+
+    assert [*play(test).segments.values()] == [b"."]
+
+
+def test_the_oldest_part_goes_if_the_journal_is_full(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 10)
+
+    async def test(journal: Journal, store: Memory) -> None:
+        journal.begin(ONE)
+        for _ in range(6):
+            await journal.write([b"a" * 10])
+
+    assert sum(map(len, play(test, max_bytes=30).segments.values())) <= 31
+    assert "explorer.progress.max_bytes" in caplog.text
+
+
+def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(journal: Journal, store: Memory) -> None:
+        journal.begin(ONE)
+        await journal.write([b"before"])
+        store.full = True
+        await journal.write([b"lost"])
+        await journal.write([b"lost"])
+        store.full = False
+        await journal.write([b"after"])
+
+    store = play(test)
+    assert [*store.segments.values()] == [b"before", b"after."], "what follows a torn tail is read too"
+    assert [r.levelname for r in caplog.records] == ["ERROR", "WARNING"]
+    assert "no space left" in caplog.text
