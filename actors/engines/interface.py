@@ -6,14 +6,15 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "KeepsProgress", "LoRASettings",
+    "CallJournal", "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "KeepsProgress", "LoRASettings",
     "ReceivesWeights", "Recording", "Sampling", "ServesAdapters", "TellsLoad", "Tokenizer",
 ]
 
@@ -134,6 +135,23 @@ class Generation:
     completions: list[Completion] | None = None
 
 
+class CallJournal(Protocol):
+    """What the journal of a run has of one call, and the recording of what comes for it (`rollout/run_journal.py`)."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if at least one answer is there, or goes on from what is there."""
+
+    async def answers(self, ask: Callable[[Any, Sampling, str], Awaitable[list[Completion]]]) -> list[Completion]:
+        """Return all answers; `ask(prompt, sampling, request)` is called for those that are not there."""
+
+    def recorded(self, request: str) -> AbstractContextManager[Any]:
+        """Record inside what comes for a request that answers the whole call."""
+
+    async def written(self, recorded: Any, answers: list[Completion] | None) -> None:
+        """Record the end of such a request, or with None what came before it failed."""
+
+
 class Recording(Protocol):
     """A client's request as the engine's own HTTP server sees it, and the record of what is generated for it."""
 
@@ -165,6 +183,11 @@ class Recording(Protocol):
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Record that a call of the engine begins; `further`: options beyond the fields of `Sampling`."""
+
+    def journaled(
+        self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
+    ) -> CallJournal | None:
+        """Begin a call in the run's journal; None without one. `forbids`: an option with which no part can go on."""
 
     def fail(self, error: EngineError) -> None:
         """Record that the engine failed."""

@@ -347,13 +347,20 @@ class Model(OpenAIAccess):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         self._require_open()
         before = self.engine.model_version
-        prompt = checked_prompt(prompt, WorkflowError)
-        if self.journal is None:
-            answers = await self.engine.generate(prompt, sampling, **self._for_task)
-        else:
-            answers = await self.journal.generate(self.engine, self.name, prompt, sampling, **self._for_task)
+        answers = await self.completions(checked_prompt(prompt, WorkflowError), sampling)
         self._require_open()
         return self.took(answers, before, text, sampling)
+
+    async def completions(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
+        """Return what the engine's `generate` does, from the journal as far as this run has it there."""
+
+        async def ask(prompt: Prompt, sampling: Sampling, request: str) -> list[Completion]:
+            named = {"request": request} if hasattr(self.engine, "partial") else {}
+            return await self.engine.generate(prompt, sampling, **self._for_task, **named)
+
+        if self.journal is None:
+            return await self.engine.generate(prompt, sampling, **self._for_task)
+        return await self.journal.call(self.engine, self.name, prompt, sampling).answers(ask)
 
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -23,7 +24,7 @@ import numpy as np
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
 from trinity_es.events.journal import KeptAnswer, KeptRun, Run, chunk, fingerprint
 
-__all__ = ["JournalWriter", "OpenCall", "RunJournal", "starts_over"]
+__all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
 
 MOST_SPLICES = 8
 """Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
@@ -101,6 +102,10 @@ class OpenCall:
         ))]
 
 
+Ask = Callable[[Any, Sampling, str], Awaitable[list[Completion]]]
+"""Asks an engine: prompt (text or ids), sampling, the request's name; returns the answers."""
+
+
 class RunJournal:
     """Journal of one run. `kept` is what earlier attempts had of it; `clock` gives monotonic seconds."""
 
@@ -108,94 +113,124 @@ class RunJournal:
         self, run: Run, writer: JournalWriter, kept: KeptRun | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run, self._writer, self._kept, self._clock = run, writer, kept or KeptRun(), clock
+        self.run, self.writer, self.kept, self._clock = run, writer, kept or KeptRun(), clock
         self._began = clock()
         self._asked: Counter[str] = Counter()
 
     def seconds(self) -> float:
         """Return how long the run has played, with its earlier attempts."""
-        return self._kept.seconds + self._clock() - self._began
+        return self.kept.seconds + self._clock() - self._began
 
-    async def generate(
-        self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling, **more: Any
-    ) -> list[Completion]:
-        """Return what `engine.generate` does, from the journal as far as it has it. Raises like `generate`."""
+    def call(
+        self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling,
+        further: Mapping[str, Any] | None = None, forbids: str = "",
+    ) -> JournaledCall:
+        """Begin a call. `further` are options beyond `sampling`; `forbids` names one with which no part can go on."""
         said = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
-        call = fingerprint(model, said, {**sampling.recorded(), "top_logprobs": sampling.top_logprobs})
-        nth, self._asked[call] = self._asked[call], self._asked[call] + 1
-        kept = self._kept.calls.get((call, nth), {})
-        key = call, nth
-        if not any(answer.finish or self._goes_on(engine, sampling, answer) for answer in kept.values()):
-            return await self._ask(engine, key, prompt, sampling, range(sampling.n), more)
-        asking = [
-            asyncio.ensure_future(self._answer(engine, key, prompt, sampling, i, kept.get(i, KeptAnswer()), more))
-            for i in range(sampling.n)
-        ]
+        options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
+        key = fingerprint(model, said, options)
+        nth, self._asked[key] = self._asked[key], self._asked[key] + 1
+        return JournaledCall(
+            journal=self, engine=engine, prompt=prompt, sampling=sampling, key=(key, nth),
+            forbids=forbids or starts_over(sampling), kept=self.kept.calls.get((key, nth), {}),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class JournaledCall:
+    """One call of a run: what was kept of its answers, and the recording of the others."""
+
+    journal: RunJournal
+    engine: Engine
+    prompt: str | list[int]
+    sampling: Sampling
+    key: tuple[str, int]
+    forbids: str
+    kept: dict[int, KeptAnswer]
+    """Kept answers by their number among the call's `n`."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if at least one answer is there, or goes on from what is there."""
+        return any(answer.finish or self._goes_on(answer) for answer in self.kept.values())
+
+    async def answers(self, ask: Ask) -> list[Completion]:
+        """Return all answers, asking for what is not there. Raises what `ask` raises."""
+        if not self.is_kept:
+            return await self._ask(ask, self.prompt, self.sampling, range(self.sampling.n))
+        asking = [asyncio.ensure_future(self._answer(ask, choice)) for choice in range(self.sampling.n)]
         try:
             return list(await asyncio.gather(*asking))
         finally:
             for task in asking:  # gather leaves the others running
                 task.cancel()
 
-    async def _answer(
-        self, engine: Engine, key: tuple[str, int], prompt: str | list[int], sampling: Sampling, choice: int,
-        kept: KeptAnswer, more: Mapping[str, Any],
-    ) -> Completion:
+    @contextlib.contextmanager
+    def recorded(
+        self, request: str, choices: Sequence[int] | None = None, before: KeptAnswer | None = None
+    ) -> Iterator[OpenCall]:
+        """Record inside what comes for a request to the engine, by default for all answers."""
+        numbers = range(self.sampling.n) if choices is None else choices
+        call = OpenCall(
+            journal=self.journal, call=self.key[0], nth=self.key[1], engine=self.engine, request=request,
+            forbids=self.forbids, by_text=before is None and isinstance(self.prompt, str),
+            choices={i: (choice, before or KeptAnswer()) for i, choice in enumerate(numbers)},
+        )
+        self.journal.writer.open.add(call)
+        try:
+            yield call
+        finally:
+            self.journal.writer.open.discard(call)
+
+    async def written(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
+        """Record the end of a request, or with None what came before it failed."""
+        await self.journal.writer.write(recorded.progress() if answers is None else recorded.end(answers))
+
+    def _goes_on(self, kept: KeptAnswer) -> bool:
+        name = self.sampling.adapter
+        served = getattr(self.engine, "adapters", {}).get(name) if name else None
+        return (
+            bool(kept.tokens) and hasattr(self.engine, "partial") and not self.forbids
+            and len(kept.splices) < MOST_SPLICES and (kept.logprobs is not None) == self.sampling.logprobs
+            and (not name or kept.adapter == [name, served])
+        )
+
+    async def _answer(self, ask: Ask, choice: int) -> Completion:
         """Return one of the n answers: the kept one, one that goes on from it, or a new one."""
-        ids = kept.prompt or ([] if isinstance(prompt, str) else prompt)
+        kept, sampling = self.kept.get(choice, KeptAnswer()), self.sampling
+        ids = kept.prompt or ([] if isinstance(self.prompt, str) else self.prompt)
         if kept.finish:
             return _completion(ids, kept)
-        if not self._goes_on(engine, sampling, kept):
-            kept = KeptAnswer()
-        length = len(kept.tokens)
+        length = len(kept.tokens) if self._goes_on(kept) else 0
         alone = replace(sampling, n=1, seed=_seed(sampling.seed, choice, length))
         if not length:
-            [answer] = await self._ask(engine, key, prompt, alone, [choice], more)
+            [answer] = await self._ask(ask, self.prompt, alone, [choice])
             return answer
-        ended = _ended(cast(KeepsProgress, engine), ids, sampling, kept)
+        ended = _ended(cast(KeepsProgress, self.engine), ids, sampling, kept)
         if ended is not None:
             return ended
-        alone = replace(
-            alone, max_tokens=sampling.max_tokens - length, min_tokens=max(0, sampling.min_tokens - length)
-        )
-        [answer] = await self._ask(engine, key, [*ids, *kept.tokens], alone, [choice], more, kept)
+        least = max(0, sampling.min_tokens - length)
+        alone = replace(alone, max_tokens=sampling.max_tokens - length, min_tokens=least)
+        [answer] = await self._ask(ask, [*ids, *kept.tokens], alone, [choice], kept)
         return answer
 
-    @staticmethod
-    def _goes_on(engine: Engine, sampling: Sampling, kept: KeptAnswer) -> bool:
-        served = getattr(engine, "adapters", {}).get(sampling.adapter) if sampling.adapter else None
-        return (
-            bool(kept.tokens) and hasattr(engine, "partial") and not starts_over(sampling)
-            and len(kept.splices) < MOST_SPLICES and (kept.logprobs is not None) == sampling.logprobs
-            and (not sampling.adapter or kept.adapter == [sampling.adapter, served])
-        )
-
     async def _ask(
-        self, engine: Engine, key: tuple[str, int], prompt: str | list[int], sampling: Sampling,
-        choices: Sequence[int], more: Mapping[str, Any], before: KeptAnswer | None = None,
+        self, ask: Ask, prompt: str | list[int], sampling: Sampling, choices: Sequence[int],
+        before: KeptAnswer | None = None,
     ) -> list[Completion]:
         """Ask the engine for the answers with these numbers, one of them after `before`, and record what comes."""
-        request, version = uuid4().hex, engine.model_version
-        call = OpenCall(
-            journal=self, call=key[0], nth=key[1], engine=engine, request=request, by_text=isinstance(prompt, str),
-            forbids=starts_over(sampling),
-            choices={i: (choice, before or KeptAnswer()) for i, choice in enumerate(choices)},
-        )
-        if hasattr(engine, "partial"):
-            more = {**more, "request": request}
-        self._writer.open.add(call)
-        try:
-            answers = await engine.generate(prompt, sampling, **more)
-        except Exception:
-            await self._writer.write(call.progress())
-            raise
-        finally:
-            self._writer.open.discard(call)
-        if engine.model_version == version:
+        request, version = uuid4().hex, self.engine.model_version
+        with self.recorded(request, choices, before) as call:
+            try:
+                answers = await ask(prompt, sampling, request)
+            except Exception:
+                await self.written(call, None)
+                raise
+        if self.engine.model_version == version:
             answers = [a if a.version_spans else _of_version(a, version) for a in answers]
         if before is not None:
-            answers = [_cut_at_stop(cast(KeepsProgress, engine), answers[0], sampling, before)]
-        await self._writer.write(call.end(answers))
+            answers = [_cut_at_stop(cast(KeepsProgress, self.engine), answers[0], self.sampling, before)]
+        await self.written(call, answers)
         return answers if before is None else [_spliced(answers[0], before)]
 
 

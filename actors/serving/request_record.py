@@ -15,6 +15,7 @@ from typing import Any
 
 from trinity_es.actors.engines.interface import Generation, Sampling
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.run_journal import JournaledCall
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.actors.serving.small_requests import messages_of, template_of, tools_of
 from trinity_es.events.errors import EngineError, WorkflowError
@@ -79,6 +80,14 @@ class RequestRecord:
         asked = Generation(text=text, sampling=sampling, further=further, before=self.model.engine.model_version)
         self.generations.append(asked)
         return asked
+
+    def journaled(
+        self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
+    ) -> JournaledCall | None:
+        model = self.model
+        if model.journal is None:
+            return None
+        return model.journal.call(model.engine, model.name, ids, sampling, further, forbids)
 
     def fail(self, error: EngineError) -> None:
         if self.failed is None:  # the first error is the one to report

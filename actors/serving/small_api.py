@@ -181,7 +181,7 @@ class _SmallServer:
         async def one(prompt: str | list[int]) -> list[Completion]:
             generation = record.begin(sampling, {}, prompt if isinstance(prompt, str) else None)
             try:
-                generation.completions = await self.engine.generate(prompt, sampling)
+                generation.completions = await record.model.completions(prompt, sampling)
             except EngineError as e:
                 record.fail(e)
                 raise
@@ -198,7 +198,7 @@ class _SmallServer:
         self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer
     ) -> AsyncGenerator[bytes]:
         sampling = answer.sampling
-        if len(prompts) * sampling.n > 1:  # each in one piece, when all are there
+        if len(prompts) * sampling.n > 1 or record.model.journal is not None:  # each in one piece, when all are there
             groups = await self._generated(record, prompts, sampling)
             for i, completion in enumerate(c for group in groups for c in group):
                 yield answer.chunk(completion, i, new_prompt=i % sampling.n == 0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import OpenCall, RunJournal
 from trinity_es.events.journal import KeptRun, Run, kept_runs
 from trinity_es.testing import ByteTokenizer
@@ -22,7 +23,7 @@ WORDS = "naïve café — twelve ☕ cups; "
 class Steady:
     """Each token is a function of the ids before it, so an answer that goes on is the undisturbed one.
 
-    `tick` moves every open request by one token; nothing moves by itself. With `ends` an answer ends at a byte 46 (".").
+    `tick` moves every open request by one token; nothing moves by itself.
     """
 
     def __init__(self, *, version: int = 0, alphabet: bytes = WORDS.encode()) -> None:
@@ -108,9 +109,14 @@ class Written:
         return kept_runs([self.data]).get(RUN[3])
 
 
+async def ask(engine: Any, journal: RunJournal, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+    """Make one call, as a run's model does."""
+    return await Model(engine, journal=journal).completions(prompt, sampling)
+
+
 async def whole(engine: Any, journal: RunJournal, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
     """Return the answer to one call, with the engine moved until it is there."""
-    asking = asyncio.ensure_future(journal.generate(engine, "rollout", prompt, sampling))
+    asking = asyncio.ensure_future(ask(engine, journal, prompt, sampling))
     while not asking.done():
         await engine.tick(1)
     return asking.result()
@@ -120,7 +126,7 @@ async def cut_off(
     engine: Any, journal: RunJournal, writer: Written, prompt: str | list[int], sampling: Sampling, tokens: int
 ) -> None:
     """Ask, and end the attempt after this many tokens, as a kill does: nothing is recorded any more."""
-    asking = asyncio.ensure_future(journal.generate(engine, "rollout", prompt, sampling))
+    asking = asyncio.ensure_future(ask(engine, journal, prompt, sampling))
     await engine.tick(tokens)
     writer.look()
     asking.cancel()

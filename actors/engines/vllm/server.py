@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
+from trinity_es.actors.engines.interface import CallJournal, Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS, SHARED
 from trinity_es.actors.engines.vllm.values import (
     changed,
@@ -26,6 +26,7 @@ from trinity_es.actors.engines.vllm.values import (
     missing_fields,
     output_kind,
     read_at_the_end,
+    request_output,
     text_of,
     with_texts,
 )
@@ -223,10 +224,59 @@ class _RecordingClient:
             if _text_alone(sampling_params):
                 changes |= read_at_the_end(sampling_params.stop, 0)
         params = changed(sampling_params, changes)
+        call = None
         if record.wanted:
-            generation = record.begin(*_as_sampling(params, record.adapter), record.text)
+            sampling, further = _as_sampling(params, record.adapter)
+            generation = record.begin(sampling, further, record.text)
+            if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
+                call = record.journaled(ids, sampling, further, _forbids(params))
+        if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
+            return self._kept(record, generation, call, prompt, sampling_params, params, request_id, more)
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
-        return self._recorded(record, generation, outputs, sampling_params, params)
+        answers = self._recorded(record, generation, outputs, sampling_params, params)
+        if generation is None or call is None:
+            return answers
+        return self._journaled(generation, call, answers, request_id)
+
+    async def _kept(
+        self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, asked: Any, params: Any,
+        request_id: str, more: dict[str, Any],
+    ) -> AsyncGenerator[Any]:
+        """Answer a call of which the journal has something, all at once."""
+        tokenizer = self._llm.get_tokenizer()
+
+        async def ask(ids: list[int], one: Sampling, request: str) -> list[Completion]:
+            alone = changed(params, {
+                "n": one.n, "seed": one.seed, "max_tokens": one.max_tokens, "min_tokens": one.min_tokens,
+                "output_kind": output_kind("FINAL_ONLY"), **read_at_the_end(params.stop, 0),
+            })
+            source = self._engine.outputs({**prompt, "prompt_token_ids": ids}, alone, record.adapter, request, **more)
+            async with contextlib.aclosing(source) as outputs:
+                *_, (output, adapter) = [output async for output in outputs]
+            await with_texts(tokenizer, ids, alone, output.outputs)
+            return [completion_of(ids, new, adapter=adapter) for new in output.outputs]
+
+        try:
+            generation.completions = await call.answers(ask)
+        except EngineError as e:
+            record.fail(e)
+            raise
+        yield request_output(request_id, prompt, generation.completions, tokenizer if asked.logprobs == 0 else None)
+
+    async def _journaled(
+        self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
+    ) -> AsyncGenerator[Any]:
+        """Record in the run's journal what comes, and its end before the client has it."""
+        with call.recorded(request_id) as recorded:
+            try:
+                async with contextlib.aclosing(answers):
+                    async for output in answers:
+                        if generation.completions is not None:
+                            await call.written(recorded, generation.completions)
+                        yield output
+            except EngineError:
+                await call.written(recorded, None)
+                raise
 
     async def _recorded(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
@@ -270,6 +320,21 @@ def _text_alone(params: Any) -> bool:
 
 _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output",
             "thinking_token_budget", "extra_args", "repetition_detection")
+
+_STATEFUL = ("bad_words", "thinking_token_budget", "extra_args", "repetition_detection", "structured_outputs",
+             "include_stop_str_in_output", "prompt_logprobs")
+"""Options with which vLLM would treat the kept part of an answer otherwise if it came as a prompt."""
+
+
+def _forbids(params: Any) -> str:
+    return next((name for name in _STATEFUL if getattr(params, name, None)), "")
+
+
+def _is_answerable(asked: Any) -> bool:
+    """Return True if the journal has all that the client asked for: tokens and their own logprobs."""
+    further = (getattr(asked, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
+    return asked.logprobs in (None, 0) and not any(further)
+
 
 def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
     """Convert vLLM's SamplingParams to a `Sampling`, and a dict of the fields that it lacks."""

@@ -21,7 +21,7 @@ from trinity_es.events.errors import EngineError
 
 __all__ = [
     "changed", "completion_of", "missing_fields", "output_kind", "partial_answers", "prompt_of_ids", "read_at_the_end",
-    "sampling_params", "text_of", "with_load", "with_texts",
+    "request_output", "sampling_params", "text_of", "with_load", "with_texts",
 ]
 
 _DEARER = 16
@@ -105,6 +105,29 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
         prompt_token_ids=list(prompt), token_ids=ids, logprobs=_sampled_logprobs(output.logprobs, ids),
         text=output.text, finish_reason=output.finish_reason or "abort", version_spans=spans,
         top_logprobs=_top_logprobs(output, top), adapter=adapter,
+    )
+
+
+def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Completion], tokenizer: Any) -> Any:
+    """Return whole answers in the form in which vLLM's server takes them; with a tokenizer they have logprobs."""
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
+        if tokenizer is None or answer.logprobs is None:
+            return None
+        rows = zip(answer.token_ids, answer.logprobs, strict=True)
+        return [{token: Logprob(value, decoded_token=tokenizer.decode([token]))} for token, value in rows]
+
+    outputs = [
+        CompletionOutput(
+            index=i, text=answer.text, token_ids=answer.token_ids, cumulative_logprob=None, logprobs=logprobs(answer),
+            finish_reason=answer.finish_reason,
+        ) for i, answer in enumerate(answers)
+    ]
+    return RequestOutput(
+        request_id=request, prompt=prompt.get("prompt"), prompt_token_ids=list(prompt["prompt_token_ids"]),
+        prompt_logprobs=None, outputs=outputs, finished=True,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.journals import RUN, Steady, Written, cut_off, whole
+from tests.helpers.journals import RUN, Steady, Written, ask, cut_off, whole
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.run_journal import RunJournal, starts_over
 from trinity_es.events.journal import KeptAnswer, chunk, kept_runs, step
@@ -66,7 +66,7 @@ def test_promise_12_a_whole_answer_is_not_asked_again() -> None:
     async def test() -> None:
         engine, writer = Steady(), Written()
         first = await whole(engine, RunJournal(RUN, writer), PROMPT, sampling)
-        assert await RunJournal(RUN, Written(), writer.kept()).generate(engine, "rollout", PROMPT, sampling) == first
+        assert await ask(engine, RunJournal(RUN, Written(), writer.kept()), PROMPT, sampling) == first
         assert len(engine.asked) == 1
 
     play(test)
@@ -98,7 +98,7 @@ def test_equal_calls_side_by_side_find_their_answers_and_other_calls_are_new() -
         for prompt in (PROMPT, PROMPT, [9]):
             await whole(engine, journal, prompt, Sampling(max_tokens=3))
         again = RunJournal(RUN, Written(), writer.kept())
-        await asyncio.gather(*(again.generate(engine, "rollout", p, Sampling(max_tokens=3)) for p in (PROMPT, [9], PROMPT)))
+        await asyncio.gather(*(ask(engine, again, p, Sampling(max_tokens=3)) for p in (PROMPT, [9], PROMPT)))
         assert len(engine.asked) == 3
         for more in ({"max_tokens": 4}, {"temperature": 0.5}, {"n": 2}):
             await whole(engine, again, PROMPT, replace(Sampling(max_tokens=3), **more))
@@ -193,7 +193,7 @@ def test_a_character_that_was_cut_in_the_middle_is_whole() -> None:
 def test_spans_say_which_weights_made_which_part() -> None:
     async def test() -> None:
         engine, writer, sampling = Steady(version=4), Written(), Sampling(max_tokens=10)
-        asking = asyncio.ensure_future(RunJournal(RUN, writer).generate(engine, "rollout", PROMPT, sampling))  # type: ignore[arg-type]  # it has what is used
+        asking = asyncio.ensure_future(ask(engine, RunJournal(RUN, writer), PROMPT, sampling))
         await engine.tick(3)
         engine.model_version = 5
         await engine.tick(2)
