@@ -110,14 +110,13 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
 
 def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Completion], tokenizer: Any) -> Any:
     """Return whole answers in the form in which vLLM's server takes them; with a tokenizer they have logprobs."""
-    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
-        return [{token: Logprob(value, decoded_token=tokenizer.decode([token]))} for token, value in rows]
+        return [{t: SimpleNamespace(logprob=value, rank=None, decoded_token=tokenizer.decode([t]))} for t, value in rows]
 
     outputs = [
         CompletionOutput(
