@@ -32,6 +32,7 @@ USED: dict[str, tuple[str, str]] = {
     "vllm.sampling_params:StructuredOutputsParams": ("", "json json_object"),
     "vllm.sampling_params:RequestOutputKind": ("", "DELTA FINAL_ONLY"),
     "vllm.inputs.engine:tokens_input": ("", "prompt_token_ids"),
+    "vllm.outputs:RequestOutput": ("", ""),
     "vllm.outputs:RequestOutput.__init__": ("", "request_id prompt prompt_token_ids prompt_logprobs outputs finished"),
     "vllm.outputs:CompletionOutput": ("", "index text token_ids logprobs finish_reason cumulative_logprob"),
     "vllm.outputs:WeightVersionSpan": ("0.32", "version start end"),

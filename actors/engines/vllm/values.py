@@ -116,7 +116,8 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
-        return [{t: SimpleNamespace(logprob=value, rank=None, decoded_token=tokenizer.decode([t]))} for t, value in rows]
+        named = SimpleNamespace
+        return [{t: named(logprob=v, rank=None, decoded_token=tokenizer.decode([t]))} for t, v in rows]
 
     outputs = [
         CompletionOutput(
