@@ -55,6 +55,7 @@ class TrainerCheckpoints:
         self._rewritten = ""
         """Folder in shared memory to which lost weights were written again, until that is in the log."""
         self._caught_up: dict[int, dict[str, float]] = {}
+        """Metrics of the repeated steps, until they are in the log."""
         self.moved = False
         """True if the current weights lie elsewhere than the log says."""
         self._mark = self._checkpoints.folder / "begun.json"
@@ -78,10 +79,10 @@ class TrainerCheckpoints:
         """
         own = self._checkpoints.path(point.checkpoint_version)
         if point.checkpoint and own.is_dir() and str(own) != point.checkpoint:
-            lies, was = file_of(self.config.store.url), file_of(recorded_store)
-            together = lies is not None and was is not None and lies != was and (
-                os.path.relpath(own, lies) == os.path.relpath(point.checkpoint, was))
-            if together or not Path(point.checkpoint).is_dir():
+            file, recorded_file = file_of(self.config.store.url), file_of(recorded_store)
+            moved_together = file is not None and recorded_file is not None and file != recorded_file and (
+                os.path.relpath(own, file) == os.path.relpath(point.checkpoint, recorded_file))
+            if moved_together or not Path(point.checkpoint).is_dir():
                 path = str(own) if point.path == point.checkpoint else point.path
                 point = replace(point, checkpoint=str(own), path=path)
                 self.moved = point.path == str(own)
@@ -98,8 +99,8 @@ class TrainerCheckpoints:
         Only the process that writes this run's checkpoints may call it: to others a checkpoint that the trainer is just
         publishing looks like another run's.
         """
-        ours = self._unpublished_step()
-        if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
+        unpublished, newest = self._unpublished_step(), point.checkpoint_version
+        if others := [step for step in self._checkpoints.steps() if step > newest and step != unpublished]:
             raise ConfigError(
                 f"{self._checkpoints.folder} holds checkpoints that this run did not make "
                 f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"

@@ -162,12 +162,12 @@ class Explorer(RunProcess):
             self.progress.note(trained=max(self.done, self._point.trained))
         self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
-        parts = [self._submit_steps(), self._generate(), self._finish_evals()]
+        loops = [self._submit_steps(), self._generate(), self._finish_evals()]
         if elsewhere:
-            await all_of(*parts, beside=follow(self, self._take, idle=self._require_weights))
+            await all_of(*loops, beside=follow(self, self._take, idle=self._require_weights))
             await self._let_trainer_end()
         else:
-            await all_of(*parts, train_in_order(self, self._end_period))
+            await all_of(*loops, train_in_order(self, self._end_period))
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:

@@ -182,10 +182,10 @@ class TrainerProcess(RunProcess):
 
     def _require_same(self, source: TasksetSource) -> None:
         """Raise TasksetError if this process resolved the taskset before the explorer, and differently."""
-        mine = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
-        if any(getattr(mine, key) != getattr(source, key) for key in ("subset", "revision", "rows", "order")):
+        own = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
+        if any(getattr(own, key) != getattr(source, key) for key in ("subset", "revision", "rows", "order")):
             raise TasksetError(
-                f"taskset {source.taskset} is {mine.path} at {mine.revision} for this trainer, and at "
+                f"taskset {source.taskset} is {own.path} at {own.revision} for this trainer, and at "
                 f"{source.revision} for its explorer: start the trainer again, so that it takes the explorer's"
             )
 
