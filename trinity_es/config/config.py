@@ -61,8 +61,7 @@ class Config(RunConfig):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
-        """Return the config of this dict. Relative paths are relative to `folder` (default: the working directory), and
-        `${oc.env:NAME}` in texts is resolved as in a file.
+        """Return the config of this dict; `folder` (default: the working directory) is where relative paths begin.
 
         Raises ConfigError, which lists every problem; `source` is its name for the dict.
         """
@@ -222,7 +221,7 @@ class Config(RunConfig):
 
 
 def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return the problems of a taskset's source, as far as this machine alone can tell."""
+    """Return the problems of a taskset's source that this machine alone can find."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
         check = None if (problems := _import_problem(f"{key}.path", path)) else getattr(load(path), "check", None)

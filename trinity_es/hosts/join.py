@@ -259,7 +259,6 @@ class HostRun:
             time.sleep(min(LOOK_SECONDS, seconds))
 
     def _one_life(self, config: Config) -> str:
-        """Start the system and wait for its end. Return why it ended."""
         with closing(open_payloads(self._url)) as payloads:  # first, since it raises if a run can't use this database
             return self._start_and_wait(config, payloads)
 

@@ -194,7 +194,6 @@ class TrainerCheckpoints:
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:
-    """Return the trainer's `state_dict` method. Raises ConfigError if it has none."""
     method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if method is None:
         raise ConfigError(

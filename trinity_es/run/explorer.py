@@ -331,7 +331,6 @@ class Explorer(RunProcess):
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
-        """Finalize every eval, until the run is over."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)

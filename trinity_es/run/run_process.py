@@ -131,7 +131,7 @@ class RunProcess:
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Return the tasksets with which the run began. Raises TasksetError, also if one of them is another now."""
+        """Return the tasksets with which the run began. Raises TasksetError, also if one of them has changed."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))

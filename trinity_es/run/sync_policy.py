@@ -56,11 +56,11 @@ class SyncPolicy:
         return step % self.interval == 0
 
     def generated_before(self, version: int) -> int:
-        """Return the step up to which all must be generated, or the run must have ended, before this version comes."""
+        """Return the last step that must be generated before this version is published, unless the run ends earlier."""
         return version + self.offset if self.style == "fixed" else version
 
     def done_by(self, generated: int, *, ended: bool) -> int:
-        """Return the last step whose period is over in a run without a trainer, from the number of generated steps."""
+        """Return the last step whose period is over, in a run without a trainer."""
         if ended:
             return generated
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)

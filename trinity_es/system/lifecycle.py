@@ -67,7 +67,7 @@ def start_here(
 
 
 def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Start the system by a keeper, which stays, and starts it again after its death."""
+    """Have a new keeper start the system."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         begin = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
