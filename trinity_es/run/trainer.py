@@ -40,8 +40,8 @@ class Trainer(Protocol):
 def learn(trainer: Trainer, step: int, experiences: list[Experience]) -> dict[str, float]:
     """Have the trainer learn from a batch, and return its metrics that can be recorded.
 
-    Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. An
-    empty batch, of which filters removed all, is skipped.
+    Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A
+    batch that filters have emptied is skipped.
     """
     returned: Any = trainer.step(experiences) if experiences else {}
     if not isinstance(returned, Mapping):
