@@ -70,7 +70,7 @@ class Gathered:
         self._rows: dict[Prepared, list[Values]] = {}
 
     def add(self, statement: Prepared, *rows: Values) -> None:
-        """Keep these rows for this statement. Rows of one statement stay in order, statements may not."""
+        """Keep these rows for this statement. The rows of one statement stay in order, the statements may not."""
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
@@ -86,7 +86,7 @@ class Gathered:
 
 
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
-    """Raise what SQLAlchemy would raise; as there, a lost connection is invalidated."""
+    """Raise the error that SQLAlchemy would raise, and invalidate a lost connection as it does."""
     dialect = connection.dialect
     lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
     if lost:
