@@ -31,7 +31,7 @@ class ReadModels:
         """Raise ValueError if two projectors have the same name."""
         self._db, self.projectors = db, tuple(projectors)
         if len({p.name for p in projectors}) != len(projectors):
-            raise ValueError("two projectors of one name")
+            raise ValueError("two projectors have the same name")
 
     def prepare(self, connection: Connection) -> None:
         """Create missing tables, and bring those that are behind up to date."""
