@@ -1,7 +1,7 @@
 """Breakdown of a batch's time along the task that settled last. Pure.
 
-The batch waits for its last task, so its time splits into that task's waits for a runner, its attempts, and the
-pipeline afterwards.
+A batch waits for its last task, so its time consists of that task's waits for a runner, its attempts, and the pipeline
+afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Unreleased leases, the fold of stream `leases`, in a table of the read models.
 
-It has one row for each open lease, so a coordinator reads them in the same time however many there ever were.
+It has one row for each open lease, so reading it takes no longer however many leases there ever were.
 """
 
 from __future__ import annotations

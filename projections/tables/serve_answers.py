@@ -1,6 +1,6 @@
 """Answers of the proxy (mode `serve`), the fold of stream `answers`, in a table of the read models.
 
-With it, neither a start nor a reward for an old answer takes longer as answers accumulate.
+With it, a start and a reward for an old answer take no longer as answers accumulate.
 """
 
 from __future__ import annotations
