@@ -252,7 +252,6 @@ class Guardian(BaseActor):
             self.child_died(child, f"process {child.pid} ended")
 
     def check(self) -> None:
-        """End overdue children, and cut log files that grew too long."""
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
@@ -415,7 +414,6 @@ class Guardian(BaseActor):
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
-        """End the whole system in order, because it is of no use any more."""
         if not self.ending:
             self.log.warning("the system ends: %s", reason)
             self.ending = True

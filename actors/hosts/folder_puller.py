@@ -58,7 +58,6 @@ def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
 
 @dataclass(slots=True)
 class _Pull:
-    """State of one pull."""
 
     name: FolderName
     own: Path | None
@@ -323,7 +322,6 @@ def _opened(path: Path, has: int) -> FileIO:
 
 @_here()
 def _take(file: FileIO, hashed: Any, data: bytes) -> None:
-    """Write and hash the data. Raises _Local."""
     left = memoryview(data)
     while left:
         left = left[file.write(left):]

@@ -79,7 +79,6 @@ class HostAgent(BaseActor):
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
-        """Send the guardian a sign of life."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
@@ -111,7 +110,6 @@ class HostAgent(BaseActor):
         self.send(self.guardian, messages.LeaseLost(why))
 
     def take(self, items: Items) -> None:
-        """Forward messages of the head."""
         for name, message in items:
             if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
@@ -132,7 +130,6 @@ class HostAgent(BaseActor):
 
     # --- what this host's processes say -----------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
-        """Forward a message of a runner or the guardian."""
         forwarded = self.loads.forwarded(message)
         if sender == self.guardian:
             self.end_.send("", forwarded)

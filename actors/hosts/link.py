@@ -162,7 +162,6 @@ class LoopThread:
             self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """Cancel everything in the loop and end it."""
         self.begin(self._end())
 
     async def _end(self) -> None:
@@ -252,7 +251,6 @@ class HeadEnd:
         self._thread.call(end)
 
     def stop(self) -> None:
-        """Stop listening and end all connections."""
         def close() -> None:
             if self._server is not None and self._runner.server is not None:
                 self._server.close()
@@ -365,7 +363,6 @@ class HostEnd:
         self._thread = LoopThread("head")
 
     def start(self) -> None:
-        """Begin to look for the head."""
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:

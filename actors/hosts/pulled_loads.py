@@ -37,7 +37,6 @@ class _Pull:
 
 @dataclass(slots=True)
 class _Runner:
-    """State of a runner of this host."""
 
     weights: messages.LoadWeights | None = None
     """Held order to load weights."""

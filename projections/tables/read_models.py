@@ -375,7 +375,6 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    """Return counts over the batches of each type and state."""
     c = batches.c
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     query = sa.select(c.batch_type, c.state, sa.func.count(), *(sa.func.sum(c[name]) for name in summed))

@@ -236,7 +236,6 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
-    """Update or insert the row of the event's life."""
     key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
     new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
     if not _change_life(tuple(values)).change(connection, new):

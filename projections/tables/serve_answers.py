@@ -53,7 +53,6 @@ _table = sa.Table(
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:
-    """Apply one event, in the transaction that appends it."""
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0

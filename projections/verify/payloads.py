@@ -93,7 +93,6 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
-        """Note the positions at which the payloads of these streams were freed."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:

@@ -352,7 +352,6 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
 
 
 def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
-    """Explain why units wait although runners serve."""
     taken, by_batch = Counter[str](), Counter[BatchId]()
     for other in snapshot.batches.values():
         for flight in other.state.flights.values():

@@ -109,17 +109,17 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
     return head, lost
 
 
-def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, known: Mark | None) -> None:
+def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
     """Raise LogRewound if a log with this head row lacks the last event that this process wrote or saw."""
-    if known is None:
+    if mark is None:
         return
     actual = head.last_hash
-    if head.last_position != known.position:  # other processes wrote too, or the log is shorter
-        query = select(schema.events.c.hash).where(schema.events.c.position == known.position)
+    if head.last_position != mark.position:  # other processes wrote too, or the log is shorter
+        query = select(schema.events.c.hash).where(schema.events.c.position == mark.position)
         actual = connection.execute(query).scalar_one_or_none()
-    if known.position and (actual is None or bytes(actual) != known.hash):
+    if mark.position and (actual is None or bytes(actual) != mark.hash):
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
-        raise rewound(url, end, [Claim(known, "this process")])
+        raise rewound(url, end, [Claim(mark, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
@@ -198,7 +198,6 @@ class Memory:
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
-        """Return the memory of this store, with its file in this folder."""
         place = place_of(url)
         digest = hashlib.sha256(place.encode()).hexdigest()[:12]
         return cls(Path(folder) / f"acknowledged-{digest}", place)

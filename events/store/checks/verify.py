@@ -162,7 +162,6 @@ def check_pages(connection: Connection) -> list[str]:
 
 
 class _Chain:
-    """The chain of events, checked one after the other."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems

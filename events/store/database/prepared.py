@@ -74,7 +74,6 @@ class Gathered:
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
-        """Return the unwritten rows of this statement."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:
