@@ -23,7 +23,7 @@ LEAST_FILES = 128
 _PR_SET_PDEATHSIG = 1
 
 _ENDED = "ZX"
-"""States of a process that has ended and that its parent has not reaped."""
+"""States of a process that ended, until its parent reaps it."""
 
 
 def process_start_time(pid: int) -> str | None:

@@ -118,7 +118,7 @@ class Child:
     endpoint: str = ""
     """URL of its engine while it serves."""
     leaving: bool = False
-    """It was asked to retire, because its server was removed."""
+    """It retires, because its server was removed."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"

@@ -95,8 +95,8 @@ class FolderPuller:
     async def pull(self, name: FolderName, own: Path | None, tell: Callable[[str], None]) -> Path:
         """Return where the head's folder is on this host.
 
-        `own` is a path where it may be already. `tell` gets the progress, and obstacles. Raises SyncError with the
-        reason; its detail `refused` is set if the head refuses the folder.
+        `own` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
+        detail `refused` if the head refuses the folder.
         """
         async with self._turns[name.label]:  # a cancelled pull may still be ending
             return await self._pull(_Pull(name, own, tell, time.monotonic()))

@@ -13,8 +13,7 @@ __all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTaken(Event, stream="leases"):
-    """An attempt is about to create a resource. From here on the system releases it, whatever happens to the attempt.
-    """
+    """An attempt is about to create a resource, which the system releases whatever happens to the attempt."""
 
     lease: str
     """Key, chosen before the resource exists. The provider labels the resource with it, and finds it by it."""
@@ -66,8 +65,7 @@ class LeaseOrphaned(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleaseFailed(Event, stream="leases"):
-    """The provider could not release it and tries again. Recorded when the error changes, otherwise ever more rarely.
-    """
+    """The provider could not release it and tries again. Recorded if the error changes, otherwise ever more rarely."""
 
     lease: str
     error: str

@@ -114,6 +114,7 @@ class ConcurrencyChanged(_OfRunner):
     """The runner changed how many units it runs at the same time, because its engine has room or is full."""
 
     places: int
+    """Units that it runs at the same time."""
     kv_share: float
     """Share of its engine's KV cache in use at that moment."""
     waiting: int

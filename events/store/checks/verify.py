@@ -58,7 +58,7 @@ class Watcher(Protocol):
 
 
 class Problems:
-    """Problems, of which the first `MOST` are kept and further ones are counted."""
+    """The first `MOST` problems, and the number of further ones."""
 
     def __init__(self) -> None:
         self._first: list[str] = []

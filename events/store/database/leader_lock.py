@@ -54,7 +54,7 @@ class LeaderLock:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
         while not self._over.is_set() and not _try_lock(connection):
-            self._over.wait(LOOK_SECONDS)  # the server has not noticed yet that a predecessor's connection ended
+            self._over.wait(LOOK_SECONDS)  # to the server a predecessor's connection is still open
         pauses.reset()
         while not self._over.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
