@@ -102,7 +102,6 @@ class Child:
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
     short_lives: int = 0
-    """Short lives of a coordinator in a row."""
     state: str = "starting"
     seen: float = 0.0
     silent: float = 0.0

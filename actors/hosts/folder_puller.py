@@ -65,7 +65,6 @@ class _Pull:
     moved: float
     """Time of the last progress, in monotonic seconds: bytes came, or digests for the first time."""
     compared: bool = False
-    """The digests have arrived."""
     has_differed: bool = False
     """A file arrived with other bytes once."""
     reported: float = float("-inf")
@@ -90,7 +89,6 @@ class FolderPuller:
         """Digest of each local file that was compared with the head's."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._had: dict[FolderName, Path] = {}
-        """Folders that were pulled."""
 
     async def pull(self, name: FolderName, own: Path | None, tell: Callable[[str], None]) -> Path:
         """Return where the head's folder is on this host.

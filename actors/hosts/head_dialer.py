@@ -40,7 +40,6 @@ class HeadPlace:
     address: str
     """Host and port, as in 10.0.0.1:7700."""
     digest: bytes
-    """SHA-256 of its certificate."""
 
     @classmethod
     def of(cls, owner: Mapping[str, Any] | None) -> HeadPlace | None:

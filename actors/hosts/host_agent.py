@@ -48,7 +48,6 @@ class HostAgent(BaseActor):
         self.start_watch()
         self.epoch = 0
         self.addresses: dict[str, Any] = {}
-        """Addresses of this host's runners, by name."""
         self.clients: OrderedDict[str, Any] = OrderedDict()
         """Clients, by the id of their request."""
         self.last_problem = ""

@@ -39,9 +39,7 @@ class _Pull:
 class _Runner:
 
     weights: messages.LoadWeights | None = None
-    """Held order to load weights."""
     adapters: messages.LoadAdapters | None = None
-    """Held order to load adapters."""
     serves: int = 0
     serves_adapters: dict[str, int] = field(default_factory=dict)
     waited: tuple[int, float] = (0, 0.0)
@@ -65,7 +63,6 @@ class PulledLoads:
         """Errors of adapters that could not be pulled, by name and version."""
         self._newest = 0
         self._adapters: frozenset[Wanted] = frozenset()
-        """Adapters of the newest order."""
         self._thread = LoopThread("pulls")
 
     def stop(self) -> None:

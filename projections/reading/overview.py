@@ -107,7 +107,6 @@ class Distributions:
     """Reward of each run that has one."""
     response_tokens: list[int] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed attempts by kind."""
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:

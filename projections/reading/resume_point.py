@@ -25,7 +25,6 @@ class ResumePoint:
     """Progress of an explorer's run. Steps are train batches 1, 2, ..."""
 
     submitted: int = 0
-    """Last submitted step."""
     finished: int = 0
     """Last step up to which all were finalized or aborted by a person."""
     open: frozenset[int] = frozenset()

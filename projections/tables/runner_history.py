@@ -114,7 +114,6 @@ class WeightsLoad:
     seconds: float
     """Load time; 0 if it failed."""
     error: str | None
-    """Error if it failed, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,6 @@ class HostSnapshot:
     state: str
     """`joined`, `draining`, `lost` or `left`."""
     since: float | None = None
-    """When this state began."""
     reason: str = ""
     heard: float | None = None
     """When it was last heard of, if it is not connected to the running system."""

@@ -192,7 +192,6 @@ class Memory:
         self.key: tuple[Any, ...] = ()
         """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
         self._others: list[Claim] = []
-        """Claims of others that the log does not hold."""
         self.trouble = ""
         """Error of the last write; empty if it succeeded."""
 

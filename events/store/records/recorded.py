@@ -128,7 +128,6 @@ class Draft:
     recorded: list[Recorded]
     """The events, without position, time and hash."""
     bodies: list[bytes]
-    """Result of `schema.body_hash` for each event."""
     metadata: bytes
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
