@@ -82,7 +82,7 @@ def _row(experience: Experience, eos: int) -> dict[str, Any]:
 
 
 def sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function with None for failed runs, whatever it gives for their empty answers."""
+    """Return the reward function with None as the result of failed runs."""
 
     def spared(rewards: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
         return [None if lost else reward for reward, lost in zip(rewards, failed, strict=True)]
