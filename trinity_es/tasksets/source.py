@@ -1,6 +1,6 @@
 """Sources of tasksets: a file, a dataset of the hub at a commit, an environment or reasoning-gym at a version.
 
-What a path names may change before a run is resumed: a file gets another row, a branch another commit. So the log
+The target of a path may change before a run is resumed: a file gets another row, a branch another commit. So the log
 records the revision (`TasksetResolved`) and the order of rows. A resumed run reads exactly those, because its cursor
 counts them, or says why it can't.
 """
