@@ -4,7 +4,7 @@ Three workloads run through the whole system, on real vLLM engines of a tiny mod
 long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a slow tool
 between them. Systems with fixed numbers of places and one with `auto` are up all the time; those that are not measured
 are stopped. For each workload the best fixed number is found first. Then it and `auto` are measured again in
-alternating pairs, because the best of several was lucky, too. `auto` gets one workload after the other, so it starts
+alternating pairs, since the best of several was partly luck. `auto` gets one workload after the other, so it starts
 each with the places that the previous one left, and its first batch counts.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
@@ -71,17 +71,17 @@ class Workload:
     tool_seconds: tuple[float, ...] = (0.0,)
 
     def batch(self, number: int) -> list[trinity_es.Task]:
-        """Return its tasks, with different prompts for each number, so that no prefix cache has them."""
+        """Return its tasks, with different prompts for each number, so none is in the prefix cache."""
         return [self._task(number, i) for i in range(self.tasks)]
 
     def _task(self, number: int, i: int) -> trinity_es.Task:
-        more: dict[str, Any] = {"workflow": "single_turn", "reward_fn": "benchmarks.adaptive:no_reward"}
+        kind: dict[str, Any] = {"workflow": "single_turn", "reward_fn": "benchmarks.adaptive:no_reward"}
         if self.turns > 1:
             seconds = self.tool_seconds[i % len(self.tool_seconds)]
-            more = {"workflow": "benchmarks.adaptive:WithTool", "workflow_args": {"seconds": seconds}}
+            kind = {"workflow": "benchmarks.adaptive:WithTool", "workflow_args": {"seconds": seconds}}
         return trinity_es.Task(
             raw_task={"prompt": f"{number}:{i}="}, repeat_times=self.runs,
-            rollout_args={"max_tokens": self.tokens[i % len(self.tokens)], "ignore_eos": True}, **more,
+            rollout_args={"max_tokens": self.tokens[i % len(self.tokens)], "ignore_eos": True}, **kind,
         )
 
     @property
@@ -142,7 +142,7 @@ class System:
 def main() -> int:
     options = options_of(__doc__, [
         ("--rounds", {"type": int, "default": 8, "help": "pairs of `auto` and the best fixed number, a workload"}),
-        ("--search", {"type": int, "default": 3, "help": "rounds that look for the best fixed number"}),
+        ("--search", {"type": int, "default": 3, "help": "rounds of the search for the best fixed number"}),
         ("--fixed", {"type": int, "nargs": "*", "default": list(FIXED)}),
         ("--workloads", {"nargs": "*", "default": list(WORKLOADS)}),
     ])
@@ -156,11 +156,11 @@ def main() -> int:
                 system.run(WORKLOADS[name])  # warms up
         rows = []
         for name in options.workloads:
-            found = alternate({str(n): partial(alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
+            speeds = alternate({str(n): partial(alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
             for n in fixed:
-                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(found[str(n)])))
+                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(speeds[str(n)])))
                 print(rows[-1].told(), flush=True)
-            best = max(fixed, key=lambda n: statistics.median(found[str(n)]))
+            best = max(fixed, key=lambda n: statistics.median(speeds[str(n)]))
             rows.append(against(systems, name, best, rounds))
             print(rows[-1].told(), flush=True)
         with trinity_es.open_log(systems[AUTO].config.store.url) as log:
@@ -169,26 +169,26 @@ def main() -> int:
         for places, system in systems.items():
             with trinity_es.open_log(system.config.store.url) as log:
                 if len(log.runner_lives()) != 1:
-                    raise SystemExit(f"the runner of {places} places was started again, beside who was measured")
+                    raise SystemExit(f"the runner of {places} places was started again during the measurement")
         batches = systems[AUTO].number
         rows.append(Row("changes of places by auto", "a batch", Spread.of([len(changes) / batches])))
         print(f"the places that auto had, over {batches} batches: {changes}")
         return report("places that follow the load", rows, watch, [], options.json)
 
 
-def alone(systems: dict[int | str, System], which: int | str, load: Workload) -> float:
+def alone(systems: dict[int | str, System], measured_one: int | str, load: Workload) -> float:
     """Return tokens per second of one system while the others are stopped."""
-    with resting(*(pid for name, other in systems.items() if name != which for pid in pids_of(other.client))):
-        return systems[which].run(load)
+    with resting(*(pid for name, other in systems.items() if name != measured_one for pid in pids_of(other.client))):
+        return systems[measured_one].run(load)
 
 
 def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
     """Return the row that compares `auto` with the best fixed number."""
     load = WORKLOADS[name]
     ways = {AUTO: partial(alone, systems, AUTO, load), "fixed": partial(alone, systems, best, load)}
-    found = alternate(ways, rounds)
+    speeds = alternate(ways, rounds)
     what = f"{name}: auto, at last {systems[AUTO].places} places"
-    return pairs(what, "tokens/s", found[AUTO], f"{best} places", found["fixed"], aim=AIM)
+    return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds["fixed"], aim=AIM)
 
 
 if __name__ == "__main__":

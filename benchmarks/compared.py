@@ -1,8 +1,8 @@
 """Common parts of benchmarks that compare two ways: alternating turns, spreads, other load, rows, new databases.
 
-Both ways are measured in turn in one process, alternating which goes first, so that a machine that is slow for a while
-is slow for both. The processes of the other system are stopped meanwhile (`resting`), since an idle system takes time,
-too. A ratio is the median of the pairs' ratios; brackets hold the minimum and the maximum.
+Both ways are measured in turn, alternating which goes first, so a machine that is slow for a while is slow for both.
+The processes of the other system are stopped meanwhile (`resting`), since an idle system takes time, too. A ratio is
+the median of the pairs' ratios; brackets hold the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Row:
     """Ours / theirs."""
     aim: float | None = None
     most: bool = False
-    """The aim is not to be exceeded; else it is to be reached."""
+    """True if the aim is a maximum, else it is a minimum."""
     id: str = ""
-    """The aim that it belongs to (`benchmarks.table`), where a benchmark has rows of several."""
+    """Aim of this row (`benchmarks.table`), if the benchmark has rows of several."""
 
     @property
     def met(self) -> bool | None:
-        """Whether the aim is reached: by the ratio, or by our figure where it is compared with nothing."""
+        """True if the ratio reaches the aim, or our figure in a row without another way; None if not measured."""
         judged = self.ratio if self.other else self.ours
         if self.aim is None or judged is None:
             return None
@@ -84,26 +84,26 @@ class Row:
         return line if self.met is None else f"{line}   aim {self.aim_told()}: {'met' if self.met else 'MISSED'}"
 
     def aim_told(self) -> str:
-        """Say the aim; where it is less than a half and not to be exceeded, as one part of so many."""
+        """Return the aim as text; a maximum below 0.5 of another way is a fraction such as 1/12."""
         if self.aim is None:
             return ""
-        few = self.most and self.other and 0 < self.aim < 0.5
-        return f"{'<=' if self.most else '>='} " + (f"1/{1 / self.aim:g}" if few else f"{self.aim:,g}")
+        as_fraction = self.most and self.other and 0 < self.aim < 0.5
+        return f"{'<=' if self.most else '>='} " + (f"1/{1 / self.aim:g}" if as_fraction else f"{self.aim:,g}")
 
 
 def form_of(value: float) -> str:
-    """Return how a figure of this size is printed."""
+    """Return the format for a figure of this size."""
     return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Measure each way so often, in turn, the order turned round each time. What a way returns is its figure."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the figures of each way, called `repeats` times in turn, in reverse order every second time."""
+    figures: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats):
         for name in list(ways) if number % 2 else reversed(list(ways)):
-            gc.collect()  # nobody pays for what another left behind
-            found[name].append(ways[name]())
-    return found
+            gc.collect()  # so no way pays for another one's garbage
+            figures[name].append(ways[name]())
+    return figures
 
 
 def coordinator_of(client: Any) -> int:
@@ -113,19 +113,18 @@ def coordinator_of(client: Any) -> int:
 
 
 def pids_of(client: Any) -> list[int]:
-    """Return a process of each family that the system behind a client has: the actors', and the keeper's.
+    """Return a process of each process family of a client's system: the coordinator, and the keeper if there is one.
 
-    A keeper whose system is stopped for longer than `system.heartbeat_timeout` ends it, and starts another.
+    The keeper must be stopped with the actors: it ends a system that rests longer than `system.heartbeat_timeout`.
     """
     keeper = running_system.keeper(client.config)
     return [coordinator_of(client)] + ([] if keeper is None else [keeper])
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return every process of the system to which this one belongs: the first of its session, and all below that.
+    """Return every process of this one's system: the first of its session, and all below that.
 
-    A system is a session of its own. Its parent is not asked: that is nobody of the system, and where the parent has
-    ended it is whoever adopts orphans, such as a user's service manager or the process that runs all tests.
+    A system is its own session. Its parent lies outside, and may be any process that adopts orphans.
     """
     first, session = psutil.Process(pid), os.getsid(pid)
     while (parent := first.parent()) is not None and os.getsid(parent.pid) == session:
@@ -135,9 +134,9 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def resting(*pids: int) -> Iterator[None]:
-    """Stop these systems, named by a process each, while the block runs; what is measured then has the machine alone.
+    """Stop these systems, each named by one of its processes, while the block runs.
 
-    The block begins with what was stopped before, and goes on now, having had a moment for what it missed.
+    The block begins after `SETTLE_SECONDS`, in which systems that were stopped before catch up.
     """
     stopped: list[psutil.Process] = []
     try:
@@ -158,7 +157,7 @@ def pairs(
     what: str, unit: str, ours: Sequence[float], other: str, theirs: Sequence[float] | None, *,
     aim: float | None = None, most: bool = False, id: str = "",
 ) -> Row:
-    """Return the row of two ways that were measured in turn; of ours alone where there is no other."""
+    """Return the row of two ways that were measured in turn, or of ours alone if `theirs` is None."""
     if theirs is None:
         return Row(what, unit, Spread.of(ours), other, aim=aim, most=most, id=id)
     ratio = Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
@@ -166,7 +165,7 @@ def pairs(
 
 
 class Watch:
-    """What else runs on the machine, from here to `told`."""
+    """Load of other processes on the machine, from now to `told`."""
 
     def __init__(self) -> None:
         self._begun, self._before, self._load = time.monotonic(), self._times(), os.getloadavg()[0]
@@ -183,8 +182,8 @@ class Watch:
         return found
 
     def told(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
-        """Return load averages and every process over `BUSY`; not this one's family, nor those of names that are
-        `own`: a server that this benchmark started is nobody's child."""
+        """Return load averages and every other process over `BUSY`, except those whose name begins with one of `own`,
+        such as a server that this benchmark started and detached."""
         seconds = time.monotonic() - self._begun
         me = psutil.Process()
         family = {me.pid, *(p.pid for p in me.children(recursive=True))}
@@ -201,7 +200,7 @@ class Watch:
 def options_of(
     doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True
 ) -> argparse.Namespace:
-    """Read the command line: `--json`, `--quick` if there is one, and what a benchmark has besides."""
+    """Parse the command line: `--json`, `--quick` unless left out, and a benchmark's own arguments."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     if quick:
@@ -225,42 +224,42 @@ def report(
     title: str, rows: Sequence[Row], watch: Watch, left_out: Sequence[str], file: str | None,
     details: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print the rows and what else ran, and write them as JSON, with a benchmark's own `details`.
+    """Print the rows and the load of other processes, and write both as JSON with a benchmark's own `details`.
 
-    Returns the exit code: a missed aim is no failure.
+    Returns exit code 0 even if an aim is missed.
     """
-    found = about(watch)
+    context = about(watch)
     print(f"{title}: median (least - greatest)")
     for row in rows:
         print(row.told())
     for reason in left_out:
         print(f"  left out: {reason}")
-    print(f"  checked: all that was written is there and sound. {beside_told(found['beside'])}")
-    write_json(file, {"title": title, **found, "left_out": list(left_out),
+    print(f"  checked: all that was written is there and sound. {beside_told(context['beside'])}")
+    write_json(file, {"title": title, **context, "left_out": list(left_out),
                       "rows": [{**asdict(row), "met": row.met} for row in rows], **(details or {})})
     return 0
 
 
 def about(watch: Watch) -> dict[str, Any]:
-    """Return what belongs to every figure: of which machine, day and commit it is, and what else ran."""
+    """Return the context of all figures: machine, date, commit, and the load of other processes."""
     return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.told()}
 
 
 def beside_told(beside: Mapping[str, Any]) -> str:
-    """Say what else ran, as `Watch.told` found it."""
+    """Return the result of `Watch.told` as text."""
     others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
     return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
             f"{BUSY:.0%} of a core: {others}")
 
 
 def machine() -> dict[str, Any]:
-    """Return what figures are of: they mean nothing without."""
+    """Return the Python, system, cores and memory that figures belong to."""
     return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
 
 
 def commit() -> str:
-    """Return the commit that was measured, with a + where files differ from it; empty outside a repository."""
+    """Return the measured commit, with a + if files differ from it; empty outside a repository."""
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -268,17 +267,18 @@ def commit() -> str:
         return ""
 
 
-def sound(url: str) -> None:
-    """End the benchmark unless the log and all that belongs to it are what was written."""
+def sound(url: str) -> int:
+    """Verify a log with its payloads, and return the number of events. Ends the benchmark if there is a problem."""
     from trinity_es.projections.verify.log import verify_log
 
-    found = verify_log(url)
-    if found.problems:
-        raise SystemExit(f"{found.url} is not sound: {found.problems[0]}")
+    result = verify_log(url)
+    if result.problems:
+        raise SystemExit(f"{result.url} is not sound: {result.problems[0]}")
+    return result.events
 
 
 class Databases:
-    """Places for new logs, on SQLite and on a PostgreSQL server of this benchmark's own where one can be had."""
+    """Databases for new logs, on SQLite, and on this benchmark's own PostgreSQL server if it can be installed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.missing = folder, list[str]()
@@ -291,7 +291,7 @@ class Databases:
         self.kinds = ["sqlite"] if self._server is None else ["sqlite", "postgresql"]
 
     def new(self, kind: str) -> str:
-        """Return the URL of a database with nothing in it."""
+        """Return the URL of an empty database."""
         if kind == "sqlite":
             self._number += 1
             return f"sqlite:///{self.folder}/log_{self._number}.sqlite"
@@ -304,12 +304,12 @@ class Databases:
 
 @contextmanager
 def databases() -> Iterator[Databases]:
-    """Give places for new logs while the block runs; then they are deleted."""
+    """Give databases for new logs while the block runs; then delete them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # the server has a user of its own
-        found = Databases(folder)
+        pool = Databases(folder)
         try:
-            yield found
+            yield pool
         finally:
-            found.close()
+            pool.close()

@@ -61,14 +61,14 @@ KNOWN = "the known system"
 
 
 def full_reward(_: int) -> float:
-    """Return the reward of each task where nothing else is asked for."""
+    """Return the default reward of each task."""
     return 1.0
 
 
 def tasks(
     n: int, seconds: float, tokens: int = TOKENS, runs: int = 1, reward: Callable[[int], float] = full_reward
 ) -> list[trinity_es.Task]:
-    """Return tasks whose experiences have tokens and logprobs as a model samples them: no two alike."""
+    """Return tasks whose experiences have different tokens and logprobs, as if sampled by a model."""
     args = {"seconds": seconds, "tokens": tokens, "sampled": True}
     return [
         trinity_es.Task(
@@ -84,12 +84,12 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def check_experiences(
-    found: Sequence[Experience], count: int, tokens: int, reward: Callable[[int], float] = full_reward
+    experiences: Sequence[Experience], count: int, tokens: int, reward: Callable[[int], float] = full_reward
 ) -> None:
-    """See that all are there, each with the values that its workflow gave it and an advantage of the pipeline."""
-    if len(found) != count or len({(e.eid.task, e.eid.run, e.eid.step) for e in found}) != count:
-        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
-    for e in found:
+    """Check that all experiences are there, with their workflow's values and the pipeline's advantages."""
+    if len(experiences) != count or len({(e.eid.task, e.eid.run, e.eid.step) for e in experiences}) != count:
+        raise SystemExit(f"{len(experiences)} experiences were delivered where {count} were made")
+    for e in experiences:
         ids, logprobs = sampled(int(e.eid.task), tokens)
         right = (
             np.array_equal(e.tokens, ids) and e.prompt_length == tokens // 2 and e.reward == reward(int(e.eid.task))
@@ -108,7 +108,7 @@ class Bench:
         self, places: int, durability: str, operators: list[dict[str, Any]], *, url: str | None = None,
         rollout: dict[str, Any] | None = None,
     ) -> None:
-        """`url`: of its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines."""
+        """`url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines."""
         self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
         self.config = trinity_es.Config.from_dict(
             {
@@ -136,14 +136,14 @@ class Bench:
 
     @property
     def pids(self) -> list[int]:
-        """See `pids_of`: those of this moment, since processes may be replaced."""
+        """Current pids, since processes may be replaced."""
         return pids_of(self.client)
 
     def one(
         self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1,
         reward: Callable[[int], float] = full_reward,
     ) -> float:
-        """Return the seconds from submit to the return of finalize; see that every task is finished."""
+        """Return the seconds from submit to the return of finalize; check that every task is finished."""
         self.next_id += 1
         batch = tasks(n, seconds, tokens, runs, reward)
         started = perf_counter()
@@ -156,18 +156,18 @@ class Bench:
         return elapsed
 
     def check(self, tokens: int = TOKENS) -> None:
-        """Read all that the last batch delivered."""
+        """Check the experiences of the last batch."""
         check_experiences(list(self.client.experiences(self.next_id)), self.made[self.next_id], tokens)
 
     def check_named(self) -> None:
-        """See that the log names every experience of every batch."""
+        """Check that the log names every experience of every batch."""
         with trinity_es.open_log(self.config.store.url) as log:
             for batch, count in self.made.items():
                 if (found := sum(ref.count for ref in log.replay(batch).experiences)) != count:
                     raise SystemExit(f"batch {batch}: {found} of {count} experiences are stored")
 
     def check_all(self) -> None:
-        """See that the log names every experience, and that it is sound with all its payloads."""
+        """Check that the log names every experience and is sound with all its payloads."""
         self.check_named()
         sound(self.config.store.url)
 
@@ -175,7 +175,7 @@ class Bench:
 @contextmanager
 def both(places: int, durability: str, more: Sequence[dict[str, Any]] = ({"name": "grpo"},)) -> Iterator[
         tuple[Bench, KnownSystem | None]]:
-    """Give our system and the known one, warmed up; at the end all that ours wrote is checked."""
+    """Give our system and the known one, warmed up; check all that ours wrote at the end."""
     with known_system(places) as known, Bench(places, durability, list(more)) as bench:
         for _ in range(5):
             bench.one(8)
@@ -189,7 +189,7 @@ def in_turn(
     bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None,
     repeats: int,
 ) -> tuple[list[float], list[float] | None]:
-    """Measure ours and the known system, where there is one: each while the other is stopped."""
+    """Measure our system, and the known one if it is installed, each while the other is stopped."""
     if known is None:
         return alternate({"ours": ours}, repeats)["ours"], None
 
@@ -203,8 +203,8 @@ def in_turn(
             known.one(8, 0.0, TOKENS, 1)
             return theirs(known)
 
-    found = alternate({"ours": ours_alone, "known": theirs_alone}, repeats)
-    return found["ours"], found["known"]
+    figures = alternate({"ours": ours_alone, "known": theirs_alone}, repeats)
+    return figures["ours"], figures["known"]
 
 
 def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
@@ -230,27 +230,27 @@ def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[
 
 
 def rate(bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int) -> Row:
-    """Measure tasks a second, or runs a second where a task has several."""
+    """Measure tasks a second, or runs a second if a task has several."""
     def ours() -> float:
         return n * runs / bench.one(n, tokens=tokens, runs=runs)
 
-    found, other = in_turn(
+    ours_rates, other = in_turn(
         bench, ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS
     )
     bench.check(tokens)
     unit = "tasks/s" if runs == 1 else "runs/s"
-    return pairs(f"batches of {RATES[n, runs, tokens]}", unit, found, KNOWN, other, aim=RATE_AIM, id="E2")
+    return pairs(f"batches of {RATES[n, runs, tokens]}", unit, ours_rates, KNOWN, other, aim=RATE_AIM, id="E2")
 
 
 def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
     """Measure the share of the ideal on 16 places."""
     ideal = 256 / 16 * 0.1
-    found, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
+    ours_shares, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
                            lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)
     bench.check()
     what, unit = "256 tasks of 0.1 s on 16 places", "of the ideal"
-    rows = [Row(what, unit, Spread.of(found), aim=IDEAL_AIM, id="E3")]
-    return rows if other is None else [*rows, pairs(what, unit, found, KNOWN, other, id="E3")]
+    rows = [Row(what, unit, Spread.of(ours_shares), aim=IDEAL_AIM, id="E3")]
+    return rows if other is None else [*rows, pairs(what, unit, ours_shares, KNOWN, other, id="E3")]
 
 
 def main() -> int:

@@ -1,14 +1,13 @@
-"""What does the way to an engine cost? Completions of token ids through vLLM's own server, and through ours before it.
+"""What do our HTTP servers cost? Completions of token ids through vLLM's own server, and through ours.
 
-One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm"; "logprobs": asked
-for token ids and their logprobs, which nobody keeps there) and a runner's server over the same engine ("door";
-"session": within a run, which keeps each answer as an experience, with ids and logprobs). With `--system` there is a
-second engine, in a runner of mode `serve`: its server ("runner"), and the proxy before it ("proxy"), which records each
-answer in the log before it gives it. All are asked in each round, in another order, so that a machine whose speed
-drifts drifts for all; who is not asked is idle. A client that does nothing else, in a process of its own,
-holds so many connections open and sends on each the next request when it has its answer; its own share of a core is
-told. The figure is the median over the rounds of the ratio of tokens per second to "vllm", or to "logprobs" where
-answers are recorded.
+One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm"; "logprobs": with
+token ids and logprobs, which are not kept) and a runner's server over the same engine ("door"; "session": within a run,
+which keeps each answer as an experience, with ids and logprobs). With `--system` there is a second engine, in a runner
+of mode `serve`: its server ("runner"), and the proxy before it ("proxy"), which records each answer in the log before
+it returns it. Each round measures all of them, in another order, so a drift of the machine's speed affects all; the
+others are idle. A client in its own process holds many connections open and sends the next request on each after an
+answer; its share of a core is printed. The figure is the median over the rounds of the ratio of tokens per second to
+"vllm", or to "logprobs" if answers are recorded.
 
 `python -m benchmarks.door [--json FILE] [--quick] [--system] [--model DIR]`. Without `--model` a tiny model is made.
 """
@@ -51,9 +50,9 @@ from trinity_es.config.config import load_config
 from trinity_es.system import running_system
 
 NAME, TOKEN = "tiny", "secret"
-OF_ONE_PROCESS = ("vllm", "logprobs", "door", "session")
+IN_ONE_PROCESS = ("vllm", "logprobs", "door", "session")
 AGAINST = {"door": "vllm", "session": "logprobs", "runner": "vllm", "proxy": "logprobs"}
-MORE: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_token_ids": True}}
+EXTRA_FIELDS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_token_ids": True}}
 
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     await init_app_state(llm, app.state, args, tasks)
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the benchmark's own affair
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the benchmark ends it itself
     serving = await begin(server, listening)
     door = EngineServer(engine, name=NAME, token=TOKEN)
     url = await door.start()
@@ -88,7 +87,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     alone = url_of(listening)
     pipe.send({"vllm": alone, "logprobs": alone, "door": url, "session": f"{url}/s/{session}"})
     while not await asyncio.to_thread(pipe.poll, 0.2):
-        runs._history.clear()  # a run ends some time, this one does not
+        runs._history.clear()  # a real run would end and free it
     server.should_exit = True
     await serving
     await door.stop()
@@ -110,12 +109,13 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
             line = process.stdout.readline()
             assert line, "the proxy ended"
             lines += line
-        told = json.loads(lines)
+        proxy = json.loads(lines)
         config = load_config(file)
         with trinity_es.connect(config) as client:
-            [found] = client.request(GetRoutes(proxy="benchmark", url="", knows=-1))["engines"]
+            [engine] = client.request(GetRoutes(proxy="benchmark", url="", knows=-1))["engines"]
         token = engine_token(read_key(running_system.key_file(config)))
-        yield {"runner": (found["endpoint"], token), "proxy": (told["base_url"].removesuffix("/v1"), told["api_key"])}
+        yield {"runner": (engine["endpoint"], token),
+               "proxy": (proxy["base_url"].removesuffix("/v1"), proxy["api_key"])}
     finally:
         process.terminate()
         process.wait(60)
@@ -126,10 +126,10 @@ def client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
     """Run a client in a process: it gets (url, key, model, number, more fields), and sends (seconds, CPU seconds)."""
     import uvloop
 
-    while (asked := pipe.recv()) is not None:
-        url, key, model, number, more = asked
+    while (request := pipe.recv()) is not None:
+        url, key, model, number, fields = request
         try:
-            pipe.send(uvloop.run(load(url, key, {"model": model, **more}, number, connections, each, tokens)))
+            pipe.send(uvloop.run(load(url, key, {"model": model, **fields}, number, connections, each, tokens)))
         except Exception as e:
             pipe.send(e)
             raise
@@ -141,7 +141,7 @@ async def load(
     parts, chance = urlsplit(url), random.Random(number)
 
     def request() -> bytes:
-        prompt = [chance.randrange(256) for _ in range(16)]  # no prefix cache knows it
+        prompt = [chance.randrange(256) for _ in range(16)]  # in no prefix cache
         body = json.dumps({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}).encode()
         head = (f"POST {parts.path}/v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n")
@@ -192,8 +192,8 @@ def main() -> int:
         its.close()
         ways = {name: (url, TOKEN, NAME) for name, url in pipe.recv().items()}
         if options.system:
-            found = stack.enter_context(system(Path(folder), model))
-            ways |= {name: (url, key, model) for name, (url, key) in found.items()}
+            routes = stack.enter_context(system(Path(folder), model))
+            ways |= {name: (url, key, model) for name, (url, key) in routes.items()}
         speeds: dict[str, list[float]] = {name: [] for name in ways}
         shares: dict[str, list[float]] = {name: [] for name in ways}
         cores: dict[str, list[float]] = {name: [] for name in ways}
@@ -201,7 +201,7 @@ def main() -> int:
             for name in random.Random(number).sample(list(ways), len(ways)):
                 wait_until_idle()
                 before = cpu_seconds(process.pid)
-                clients.send((*ways[name], number, MORE.get(name, {})))
+                clients.send((*ways[name], number, EXTRA_FIELDS.get(name, {})))
                 answer = clients.recv()
                 if isinstance(answer, Exception):
                     raise answer
@@ -222,7 +222,7 @@ def wait_until_idle() -> None:
     time.sleep(0.3)
     while psutil.cpu_percent(0.5) > 5:
         if time.monotonic() > deadline:
-            raise RuntimeError("the machine computes although nobody is asked: measure where nothing else runs")
+            raise RuntimeError("the machine is busy between the cases: measure where nothing else runs")
 
 
 def cpu_seconds(pid: int | None) -> float:
@@ -238,15 +238,15 @@ def told(
     """Print the figures. CPU time is steadier than wall time if other processes use the same cores."""
     figures: dict[str, Any] = about(watch) | {
         "connections": options.connections, "tokens": options.tokens, "uvloop": options.uvloop, "speeds": speeds,
-        "server_ms": {name: cores[name] for name in OF_ONE_PROCESS},
+        "server_ms": {name: cores[name] for name in IN_ONE_PROCESS},
     }
     print(f"{options.connections} connections, {options.tokens} tokens an answer, {rounds} rounds")
-    for name, found in speeds.items():
+    for name, rates in speeds.items():
         share = statistics.median(shares[name])
-        used = f", the server {statistics.median(cores[name]):.2f} ms a request" if name in OF_ONE_PROCESS else ""
-        print(f"  {name:8} {statistics.median(found):8.0f} tokens/s   the client takes {share:.2f} of a core{used}")
+        cost = f", the server {statistics.median(cores[name]):.2f} ms a request" if name in IN_ONE_PROCESS else ""
+        print(f"  {name:8} {statistics.median(rates):8.0f} tokens/s   the client takes {share:.2f} of a core{cost}")
         if name in AGAINST:
-            ratio = figures[name] = spread([b / a for a, b in zip(speeds[AGAINST[name]], found, strict=True)])
+            ratio = figures[name] = spread([b / a for a, b in zip(speeds[AGAINST[name]], rates, strict=True)])
             print(f"           to {AGAINST[name]} {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), "
                   f"the median within {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
     print(f"  checked: every answer was whole. {beside_told(figures['beside'])}")

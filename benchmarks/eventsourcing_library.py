@@ -1,12 +1,12 @@
 """The same events appended and replayed by the `eventsourcing` library, and by us, in turn.
 
-The library (from PyPI, pinned, with psycopg) gets an environment of its own in the cache folder of the user, made
-once; where it can't be had the rows are left out, with the reason. It is used as it is meant to be: an
-aggregate a stream, `Application.save` of a group in one transaction, `repository.get`. It has no lease, hash chain or
-read models, and its aggregates keep a count and the last event; ours have every guarantee on, and batches are folded
-whole. Both are durable against the loss of power.
+The library (from PyPI, pinned, with psycopg) is installed once, in its own environment in the user's cache folder. If
+that fails, the rows are left out, with the reason. It is used as intended: an aggregate for each stream,
+`Application.save` of a group in one transaction, `repository.get`. It has no lease, hash chain or read models, and its
+aggregates keep a count and the last event; ours have every guarantee on, and batches are folded whole. Both are durable
+against the loss of power.
 
-After each repeat both are read back: ours is verified, of the library each stream's events are compared.
+After each repeat our log is verified, and each stream's events in the library are compared.
 
 `python -m benchmarks.eventsourcing_library [--json FILE] [--quick]`
 """
@@ -28,13 +28,11 @@ import orjson
 from sqlalchemy.engine import make_url
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
-from benchmarks.log_append import Appended, a_run, append_all, check_log, groups_of
+from benchmarks.log_append import GROUPS, Appended, a_run, append_all, check_log, groups_of
 from benchmarks.replay import replay_all
 from trinity_es.events.codec import encode
 
 PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
-GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
-"""Events of one repeat, by the size of a group."""
 REPEATS, AHEAD = 7, 1.0
 PATIENCE = 120
 """Time limit in seconds for one answer of the library's process."""
@@ -54,7 +52,7 @@ def environment() -> Path:
 
 
 class Library:
-    """The process that has the library."""
+    """Process with the library."""
 
     def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
         lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(encode(e))]) for stream, e in run]
@@ -67,7 +65,7 @@ class Library:
             raise SystemExit("the library's process has not read the whole run")
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Send it a command, and return its answer."""
+        """Send a command, and return the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{json.dumps(order)}\n")
@@ -80,14 +78,13 @@ class Library:
         return dict(json.loads(answer))
 
     def close(self) -> None:
-        """End it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def variables(url: str) -> dict[str, str]:
-    """Return the settings that make the library keep its events there."""
+    """Return the library's settings for a database."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return {"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": str(parsed.database)}
@@ -95,7 +92,7 @@ def variables(url: str) -> dict[str, str]:
         "PERSISTENCE_MODULE": "eventsourcing.postgres", "POSTGRES_DBNAME": str(parsed.database),
         "POSTGRES_HOST": str(parsed.host or parsed.query["host"]), "POSTGRES_PORT": str(parsed.port or 5432),
         "POSTGRES_USER": str(parsed.username), "POSTGRES_PASSWORD": parsed.password or "none",
-        # Its faster way, and the one that works: without it 1,024 events in one `save` wait for ever in the driver.
+        # Faster, and necessary: without it a `save` of 1,024 events hangs in the driver.
         "POSTGRES_ENABLE_DB_FUNCTIONS": "y",
     }
 
@@ -123,10 +120,10 @@ def measure(
             raise SystemExit(f"the library has {right} of {events} events")
         return float(events / seconds)
 
-    found = alternate({"ours": ours, "theirs": theirs}, repeats)
+    rates = alternate({"ours": ours, "theirs": theirs}, repeats)
     name, unit = "eventsourcing 9.5.6", "events/s"
     return (
-        pairs(f"append, groups of {size:,}, {kind}", unit, found["ours"], name, found["theirs"], aim=AHEAD),
+        pairs(f"append, groups of {size:,}, {kind}", unit, rates["ours"], name, rates["theirs"], aim=AHEAD),
         pairs(f"replay of all batches, {kind}", unit, replayed["ours"], name, replayed["theirs"], aim=AHEAD),
     )
 

@@ -1,16 +1,16 @@
-"""Is it as fast where there is more? No-op tasks on a long log, beside open batches, on many places, engines, hosts.
+"""Does speed stay the same with a long log, open batches, and many places, engines and hosts? Runs no-op tasks.
 
-Each time two systems that differ in one thing are up, and batches go to them in turn, the other being stopped:
+Two systems that differ in one respect get batches in turn, while the other one is stopped:
 
 - log: one of 1 thousand events and one of 10 million (`benchmarks.long_log`; SQLite);
-- open batches: 10 and 100 that are open, their tasks finished and nobody finalizing them, against 1;
+- open batches: 10 and 100 with finished tasks that are not finalized, against 1;
 - places: tasks of 50 ms, 16 for each place, on 4, 16 and 64 places against 1: tasks/s a place;
 - engines: 10 and 100 servers that speak vLLM's API (stand-ins in one process) behind as many runners, against 1;
 - hosts: CPU time of the coordinator's process for a task with 3 hosts that joined, against 1 (`benchmarks.scale_real`;
   it needs the PostgreSQL of the tests).
 
-Measured are p50 of batches of one task, and tasks/s of batches of 256. Before it prints, every batch is checked as
-`benchmarks.dispatch` does it, and all logs are verified; the long one with `--verify` only, which takes ten minutes.
+It measures p50 of batches of one task, and tasks/s of batches of 256. Every batch is checked as in
+`benchmarks.dispatch`, and all logs are verified; the long one only with `--verify`, which takes ten minutes.
 
 `python -m benchmarks.growth [log] [open] [places] [engines] [hosts] [--events N] [--verify] [--json FILE] [--quick]`
 """
@@ -35,10 +35,10 @@ from benchmarks.recovery import config_in, make_history
 EVENTS, QUICK_EVENTS, SHORT = 10_000_000, 100_000, 1_000
 OPEN, PLACES, ENGINES, HOSTS = (1, 10, 100), (1, 4, 16, 64), (1, 10, 100), (1, 3)
 REPEATS, BATCHES = 5, 24
-"""Turns, and batches of one task in each."""
+"""Number of turns, and of one-task batches in each."""
 RATE_TASKS = 256
 FLAT, SLOWER, A_PLACE = 1.15, 0.87, 0.85
-"""At most so much longer; at least so much of the rate; of the tasks a second that one place gives."""
+"""Maximum ratio of times; minimum ratio of rates; minimum ratio of tasks a second of a place."""
 SECONDS = 0.05
 OPERATORS = [{"name": "grpo"}]
 
@@ -78,7 +78,7 @@ def in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict
 
 @contextmanager
 def log_of(events: int) -> Iterator[str]:
-    """Return the URL of a log with so many old events."""
+    """Give the URL of a log with this many old events."""
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         config = config_in(Path(folder), runners=1, places=8)
         Path(config.store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True)
@@ -124,11 +124,11 @@ def places(counts: Sequence[int]) -> list[Row]:
     """Measure tasks per second and place."""
     with ExitStack() as stack:
         systems = {str(n): system(stack, n) for n in counts}
-        found = in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
+        rates = in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
         for bench in systems.values():
             bench.check_all()
     return [
-        pairs(f"tasks of {SECONDS:g} s, {n} places", "tasks/s a place", found[str(n)], "1 place", found["1"],
+        pairs(f"tasks of {SECONDS:g} s, {n} places", "tasks/s a place", rates[str(n)], "1 place", rates["1"],
               aim=A_PLACE)
         for n in counts[1:]
     ]
@@ -159,12 +159,12 @@ def hosts(quick: bool) -> list[Row]:
     from tests.helpers.hosts import KEY
 
     os.environ["TRINITY_ES_KEY"] = KEY
-    found: dict[int, list[float]] = {n: [] for n in HOSTS}
+    costs: dict[int, list[float]] = {n: [] for n in HOSTS}
     for _ in range(2 if quick else REPEATS):
         for n in HOSTS:
             row = measured(n, 100 if quick else 600, 32, 1.0, 1)
-            found[n].append(row["us_per_task"])
-    return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", found[n], "1 host", found[HOSTS[0]],
+            costs[n].append(row["us_per_task"])
+    return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", costs[n], "1 host", costs[HOSTS[0]],
                   aim=FLAT, most=True) for n in HOSTS[1:]]
 
 

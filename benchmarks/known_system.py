@@ -1,8 +1,8 @@
-"""The known system beside ours, where it is installed: a process that runs one batch when it is asked to.
+"""The known system, if it is installed: a process that runs one batch for each request.
 
-The environment variable `KNOWN_SYSTEM` names a folder that has the known system in `venv`, and the script that drives
-it, `bench_trinity.py`. It is used as that script does it, with its lean pipeline: experiences go to a queue in memory,
-and nothing is kept. After each batch, outside of its time, they are taken out of the queue and counted.
+The environment variable `KNOWN_SYSTEM` names a folder with the known system in `venv` and its driver,
+`bench_trinity.py`. The driver's lean pipeline puts experiences into a queue in memory and stores nothing. After each
+batch, outside of the measured time, they are taken out of the queue and counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ finally:
 
 
 class KnownSystem:
-    """See the module."""
-
     def __init__(self, folder: Path, places: int) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
         self.process = subprocess.Popen(
@@ -61,7 +59,6 @@ class KnownSystem:
         return float(self._answer())
 
     def close(self) -> None:
-        """End it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(120)
@@ -69,12 +66,12 @@ class KnownSystem:
 
 @contextmanager
 def known_system(places: int) -> Iterator[KnownSystem | None]:
-    """Give the known system with so many runners during the block; None if it is not installed."""
+    """Give the known system with `places` runners during the block; None if it is not installed."""
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return
-    found = KnownSystem(Path(name).absolute(), places)
+    system = KnownSystem(Path(name).absolute(), places)
     try:
-        yield found
+        yield system
     finally:
-        found.close()
+        system.close()

@@ -1,11 +1,11 @@
-"""What does a batch of 100,000 tasks take, and what a system that does nothing?
+"""How much time and memory does a batch of 100,000 tasks take, and how much an idle system?
 
 - A batch of 100,000 no-op tasks on one runner of 64 places, each time in a new system: seconds of submit, seconds from
-  then to the return of finalize, and the most memory that the coordinator had (resident; and by how much that is more
-  than before). Once as evals, which keep no experiences, and once with an experience of 8 tokens of each, which the
-  pipeline has in memory all at once. Before it prints: every task is finished and has its result in the log, every
-  experience is stored, and `verify` finds nothing.
-- 8 idle runners: memory of all processes of the system (PSS: what is shared is counted once), CPU over 30 s.
+  then to the return of finalize, and the coordinator's peak resident memory and its growth. Once as evals, which keep
+  no experiences, and once with an experience of 8 tokens for each task, which the pipeline has in memory all at once.
+  It checks that every task finished with its result in the log, that every experience is stored, and that `verify`
+  finds nothing.
+- 8 idle runners: memory of all processes (PSS, so shared memory is counted once), CPU over 30 s.
 
 `python -m benchmarks.large_batch [--json FILE] [--quick] [--tasks N] [--repeats N] [--only batch|idle]`
 """
@@ -30,11 +30,11 @@ from trinity_es.testing import SleepWorkflow
 
 TASKS, QUICK, REPEATS = 100_000, 2_000, 5
 PLACES, RUNNERS = 64, 8
-"""Of the runner of the batch; of the idle system."""
+"""Places of the batch's runner; runners of the idle system."""
 FINALIZE_AIM, MEMORY_AIM = 25.0, 300.0
-"""Seconds, and MB of the coordinator."""
+"""Seconds of finalize, and MB of the coordinator."""
 IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
-"""How long it is looked at, GB, and percent of a core."""
+"""Duration of the measurement, aim in GB, aim in percent of a core."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
         result = finalize(batch_id, timeout=1200)
         ended = time.perf_counter()
         if coordinator_of(client) != coordinator:
-            raise SystemExit("the coordinator died over it, and another one went on: there is no figure of that")
+            raise SystemExit("the coordinator died and was replaced during the batch: there is no figure")
         peak = resident(coordinator, "VmHWM")
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
@@ -82,7 +82,7 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
 
 
 def resident(pid: int, what: str = "VmRSS") -> float:
-    """Return MB of a process; `VmHWM`: its peak."""
+    """Return the resident memory of a process in MB; `VmHWM`: its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
 
@@ -95,13 +95,11 @@ def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
 def idle(seconds: float) -> dict[str, Any]:
     """Measure an idle system."""
     with system(RUNNERS) as (_, client):
-        time.sleep(min(10.0, seconds))  # until what its start left to do is done
+        time.sleep(min(10.0, seconds))  # until its start is over
         members = members_of(client)
         memory = {}
         for member in members:
-            lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
-            pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
-            memory[member.pid] = (" ".join(member.cmdline())[:60], round(pss, 1))
+            memory[member.pid] = (" ".join(member.cmdline())[:60], round(member.memory_full_info().pss / 1e6, 1))
         before = {m.pid: sum(m.cpu_times()[:2]) for m in members}
         time.sleep(seconds)
         used = {m.pid: 100 * (sum(m.cpu_times()[:2]) - before[m.pid]) / seconds for m in members}
@@ -111,9 +109,9 @@ def idle(seconds: float) -> dict[str, Any]:
                 "processes": [(*memory[pid], round(used[pid], 2)) for pid in memory]}
 
 
-def rows_of(name: str, found: list[dict[str, float]]) -> list[Row]:
+def rows_of(name: str, results: list[dict[str, float]]) -> list[Row]:
     """Return the rows of one kind of batch."""
-    spread = {key: Spread.of([one[key] for one in found]) for key in found[0]}
+    spread = {key: Spread.of([one[key] for one in results]) for key in results[0]}
     return [
         Row(f"{name}: submit", "s", spread["submit_s"]),
         Row(f"{name}: finalize", "s", spread["finalize_s"], aim=FINALIZE_AIM, most=True),

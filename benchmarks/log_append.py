@@ -5,9 +5,8 @@ Ours: `EventLog.append` with every guarantee on: the lease, versions, repeated c
 psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, with nothing checked,
 computed or folded; one transaction a group, and as durable: WAL with `synchronous=FULL`, `synchronous_commit=on`.
 
-Each repeat writes a new log. After it everything that was appended is read back and compared, and the chain is
-verified; of the last one `verify` checks everything, read models and payloads too. Of the driver's table the rows are
-counted, and the bytes of all of them compared by a digest.
+Each repeat writes a new log, reads it back, compares all events and verifies the chain; `verify` checks the last log
+completely, with read models and payloads. A digest of all rows checks the driver's table.
 
 `python -m benchmarks.log_append [--json FILE] [--quick]`
 """
@@ -60,17 +59,17 @@ def a_run(folder: Path, events: int) -> list[Appended]:
 
 
 def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
-    """Return the appends: neighbours of one stream are one write."""
+    """Return the appends, with neighbouring events of a stream as one write."""
     versions: dict[str, int] = {}
-    made = []
+    groups = []
     for first in range(0, len(run), size):
         writes = []
         for stream, events in groupby(run[first : first + size], key=lambda one: one[0]):
-            some = [event for _, event in events]
-            writes.append(Write(stream=stream, expected_version=versions.get(stream, 0), events=some))
-            versions[stream] = versions.get(stream, 0) + len(some)
-        made.append(writes)
-    return made
+            stream_events = [event for _, event in events]
+            writes.append(Write(stream=stream, expected_version=versions.get(stream, 0), events=stream_events))
+            versions[stream] = versions.get(stream, 0) + len(stream_events)
+        groups.append(writes)
+    return groups
 
 
 def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
@@ -90,19 +89,19 @@ def _owner(groups: Sequence[Sequence[Write]]) -> dict[str, Any]:
 
 
 def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) -> None:
-    """See that the log holds these events and nothing else, in order, with a sound chain.
+    """Check that the log holds exactly these events, in order, with a sound chain.
 
-    `payloads`: URL of the log whose payloads it names; then everything that `verify` knows is checked.
+    `payloads`: URL of the log whose payloads it names, for a full `verify`.
     """
     with EventLog.open(url, read_only=True) as log:
-        found = [(r.stream, r.event) for r in log.read()]
-        if found != list(run):
-            raise SystemExit(f"{url}: {len(found)} events are there, or other ones, where {len(run)} were appended")
+        events = [(r.stream, r.event) for r in log.read()]
+        if events != list(run):
+            raise SystemExit(f"{url}: {len(events)} events are there, or other ones, where {len(run)} were appended")
         problems = log.verify()
     if payloads is not None and not problems:
-        with closing(open_payloads(payloads)) as those, closing(open_payloads(url, durability="process")) as these:
-            for digest in those.digests():
-                these.put(those.get(digest))
+        with closing(open_payloads(payloads)) as source, closing(open_payloads(url, durability="process")) as target:
+            for digest in source.digests():
+                target.put(source.get(digest))
         problems = verify_log(url).problems
     if problems:
         raise SystemExit(f"{url} is not sound: {problems[0]}")
@@ -184,8 +183,8 @@ DRIVERS: dict[str, type[Sqlite] | type[Psycopg]] = {"sqlite": Sqlite, "postgresq
 def stored_rows(url: str) -> list[tuple[Any, ...]]:
     """Return the rows of a log as they are stored."""
     with EventLog.open(url, read_only=True) as log:
-        found = log.query(lambda c: c.execute(text("SELECT * FROM es_event ORDER BY position")).all())
-    return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in found]
+        rows = log.query(lambda c: c.execute(text("SELECT * FROM es_event ORDER BY position")).all())
+    return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]
 
 
 def digest(rows: Iterable[tuple[Any, ...]]) -> str:
@@ -210,7 +209,7 @@ def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> f
 def measure(places: Databases, kind: str, run: list[Appended], size: int, repeats: int) -> Row:
     """Measure groups of one size on one database."""
     groups = groups_of(run, size)
-    append_all(url := places.new(kind), groups)  # also what both would pay the first time
+    append_all(url := places.new(kind), groups)  # also warms up
     rows = stored_rows(url)
     last = [url]
 
@@ -224,10 +223,10 @@ def measure(places: Databases, kind: str, run: list[Appended], size: int, repeat
         with closing(DRIVERS[kind](places.new(kind))) as driver:
             return len(rows) / insert_all(driver, rows, size)
 
-    found = alternate({"ours": ours, "theirs": theirs}, repeats)
+    rates = alternate({"ours": ours, "theirs": theirs}, repeats)
     check_log(last[0], run, payloads=f"sqlite:///{places.folder}/run.sqlite")
-    return pairs(f"append, groups of {size:,}, {kind}", "events/s", found["ours"], DRIVERS[kind].__name__.lower(),
-                 found["theirs"], aim=AIM if size >= FROM else None)
+    return pairs(f"append, groups of {size:,}, {kind}", "events/s", rates["ours"], DRIVERS[kind].__name__.lower(),
+                 rates["theirs"], aim=AIM if size >= FROM else None)
 
 
 def main() -> int:

@@ -1,8 +1,7 @@
-"""A log of many millions of events, in minutes: a short one that the log's own `append` wrote, copied over and over.
+"""A log of many millions of events, made in minutes by copying a short log many times.
 
-What is copied are the rows of every table, with the numbers of batches, steps and positions moved on; each event gets
-the hash that belongs to it. So the result is what appends would have made, and `verify` finds nothing in it (a test
-sees to that on a small one). SQLite only: it is written by the driver.
+The rows of every table are copied, with shifted numbers of batches, steps and positions, and new hashes. So the result
+is what appends would have made, and `verify` finds no problem (a test checks a small one). SQLite only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.urls import parse_url
 
 AT_ONCE = 100
-"""Copies in one transaction."""
+"""Number of copies in one transaction."""
 _NUMBERED = {"BatchSubmitted": ("batch_id",), "BatchFinalized": ("result", "batch_id"), "BatchTrained": ("step",)}
 """Path of the batch's number in an event."""
 _MOVED = {
@@ -31,7 +30,7 @@ _MOVED = {
 
 
 def lengthen(url: str, events: int) -> int:
-    """Copy a log whose streams are batches, numbered from 1 on, until it has so many events; return their number."""
+    """Copy a log whose streams are batches, numbered from 1, until it has `events` events; return their number."""
     with closing(sqlite3.connect(str(parse_url(url).database), isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=OFF")

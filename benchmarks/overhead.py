@@ -65,21 +65,21 @@ AIM, LOWER_AIM = 0.98, 0.95
 
 
 def reward(response: str, prompt: str, truth: str | None) -> float:
-    """The cheapest reward there is: what is measured is the way, not the scoring."""
+    """Return a cheap reward, since scoring is not what is measured."""
     return float(len(response) % 2)
 
 
 def prompts(n: int, round_: int) -> list[str]:
-    """Different in every round, so that the prefix cache of neither engine knows them."""
+    """Return prompts that differ in every round, so neither engine has them in its prefix cache."""
     return [f"{round_}:{i}=" for i in range(n)]
 
 
 class ThroughDoor(SingleTurnWorkflow):
-    """Asks as single_turn does, over HTTP; what was answered is taken from the runner's record."""
+    """Workflow `single_turn` over HTTP, with the answers from the runner's record."""
 
     async def run_async(self) -> list[Experience]:
-        asked = self.model.get_openai_async_client()
-        await asked.chat.completions.create(
+        client = self.model.get_openai_async_client()
+        await client.chat.completions.create(
             model=self.model.model_name, messages=self.prompt_messages(), n=self.repeat_times
         )
         experiences: list[Experience] = self.model.extract_experience_from_history()
@@ -90,7 +90,7 @@ class ThroughDoor(SingleTurnWorkflow):
 
 
 class Conversation(SingleTurnWorkflow):
-    """Answers several times in each run, with the user's next message between."""
+    """Workflow with several answers in each run, and a user's message between them."""
 
     async def run_async(self) -> list[Experience]:
         runs = await asyncio.gather(*(self.one(self.run_id_base + i) for i in range(self.repeat_times)))
@@ -108,7 +108,7 @@ class Conversation(SingleTurnWorkflow):
 
 
 class Bare:
-    """vLLM alone: all prompts at once, each awaited as vLLM's own examples do."""
+    """vLLM alone, with all prompts at once, awaited as in vLLM's own examples."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = VLLMEngine(config)
@@ -119,7 +119,7 @@ class Bare:
         self.count = 0
 
     async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -130,8 +130,8 @@ class Bare:
         )
 
         def ids_of(*messages: tuple[str, str]) -> list[int]:
-            said = [{"role": role, "content": content} for role, content in messages]
-            return list(self.engine.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+            chat = [{"role": role, "content": content} for role, content in messages]
+            return list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
         async def answer(ids: list[int]) -> list[list[int]]:
             self.count += 1
@@ -157,9 +157,9 @@ class Bare:
 
 
 def bare_process(config: EngineConfig, pipe: Connection) -> None:
-    """Answers (case, texts, max_tokens, runs) with tokens per second until None comes. The process of the bare engine.
+    """Run the bare engine: answer (case, texts, max_tokens, runs) with tokens per second until None comes.
 
-    It is a session of its own, as the actor system is one: Linux groups processes by session when it shares out cores
+    The process is its own session, like the actor system: Linux groups processes by session when it shares out cores
     (sched_autogroup_enabled), and on two cores that alone was worth 10 %.
     """
     os.setsid()
@@ -180,7 +180,7 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
 def through_system(
     client: trinity_es.RolloutClient, case: str, batch: int, texts: list[str], max_tokens: int, runs: int
 ) -> float:
-    """Tokens per second from submit to the return of finalize."""
+    """Return tokens per second from submit to the return of finalize."""
     each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
@@ -234,16 +234,16 @@ def main() -> int:
 
 def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> list[Row]:
     """Return the rows of each case: the ratio, and the lower end of the interval of its median."""
-    made = []
+    table_rows = []
     for case, pair in found.items():
         bare, whole = [a for a, _ in pair], [b for _, b in pair]
         ratio = spread([b / a for a, b in pair])
-        made += [
+        table_rows += [
             pairs(CASES[case], "tokens/s", whole, "vLLM alone", bare, aim=AIM),
             Row(f"  its median in 95 % of resamples, {ratio['median_from']:.3f} - {ratio['median_to']:.3f}: lower end",
                 "of vLLM alone", Spread.of([ratio["median_from"]]), aim=LOWER_AIM),
         ]
-    return made
+    return table_rows
 
 
 def measure(
@@ -272,7 +272,7 @@ def measure(
                 for case, pair in found.items():
                     batch += 1
                     texts, sizes = prompts(options.tasks, batch), (options.tokens, options.runs)
-                    if number % 2:  # who goes first changes from pair to pair
+                    if number % 2:  # the first of a pair alternates
                         whole = through_system(client, case, batch, texts, *sizes)
                         alone = bare(case, texts, *sizes)
                     else:
@@ -301,7 +301,7 @@ def pin(*processes: psutil.Process) -> None:
 
 
 def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:
-    """Median, range, quartiles and the bootstrap's 95 % interval of the median."""
+    """Return median, range, quartiles and the bootstrap's 95 % interval of the median."""
     chance = random.Random(seed)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(10_000))
     lower, _, upper = statistics.quantiles(ratios, n=4)

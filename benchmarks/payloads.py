@@ -1,19 +1,19 @@
-"""How fast do experiences reach the trainer, and what do they take on the disk?
+"""How fast do experiences reach the trainer, and how much disk do they take?
 
 A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) runs batches of experiences of 512 tokens
-with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then, in turn, as a trainer does
-it and on the same files, which are the delivered payloads and the raw ones that they refer to:
+with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then it measures in turn, on the
+same files (the delivered payloads and the raw ones that they refer to):
 
-- delivered: `client.experiences(batch)`: the files are read, their digests compared, and each experience is made with
-  arrays that can be written to;
-- floor: the same files are read, and nothing is done with their bytes (the machine has them in memory for both);
-- beside it the same with the SHA-256 of each file, what a store that is addressed by content must compute.
+- delivered: `client.experiences(batch)` reads the files, compares their digests, and makes each experience with
+  writable arrays;
+- floor: the same files are read, and nothing is done with their bytes (in the page cache for both);
+- the floor with the SHA-256 of each file, which a store addressed by content must compute.
 
-And the bytes of the payload store, raw and delivered copies together as the run leaves them, for each token and each
-logprob of what was delivered, against 4 bytes for each.
+It also measures the bytes of the payload store, raw and delivered copies together, for each delivered token and
+logprob, against 4 bytes for each.
 
-Before it prints: every experience has all of its tokens, logprobs, reward and advantage with the right values; each
-file's digest is its name; the store holds what the log names and nothing else; `verify` finds nothing.
+It checks that every experience has the right tokens, logprobs, reward and advantage, that each file's digest is its
+name, that the store holds exactly what the log names, and that `verify` finds nothing.
 
 `python -m benchmarks.payloads [--json FILE] [--quick]`
 """
@@ -37,7 +37,7 @@ from trinity_es.projections.verify.log import verify_log
 SIZES = {512: 1024, 8192: 192}
 """Experiences of one batch, by their tokens."""
 REPEATS, ROUNDS = 11, 3
-"""Measurements, and reads of the batch in each."""
+"""Number of measurements, and of reads in each."""
 AIM, STORED_AIM = 0.7, 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
@@ -84,12 +84,12 @@ def check_advantages(found: Sequence[Experience]) -> None:
 
 
 def numbers_of(count: int, tokens: int) -> int:
-    """Tokens and logprobs of a batch."""
+    """Return the number of tokens and logprobs of a batch."""
     return count * (tokens + tokens - tokens // 2)
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Run one batch through the system, and read it in each way in turn."""
+    """Run one batch through the system, and measure the ways to read it in turn."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)

@@ -1,9 +1,9 @@
 """How fast does a host pull weights from the head? Against `cat` of the same file over a plain socket.
 
 Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one reads the file and
-writes it to a socket, the other from the socket to a file. Beside it a pull as a host makes it, in TLS, of files that
-the head has not hashed before ("first") or has ("next"): each byte is hashed by both sides for the digest of its file.
-In each round all are measured, in turn.
+writes it to a socket, the other writes from the socket to a file. "first" and "next" are a host's pulls in TLS, of
+files that the head has not hashed before or has; both sides hash each byte for the digest of its file. Each round
+measures all of them in turn.
 
 `python -m benchmarks.pull [--json FILE] [--gib 1.0] [--rounds 5]`
 """
@@ -70,7 +70,7 @@ def pull(place: HeadPlace, into: Path) -> None:
 
 def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
     """Return MB/s of each way, round by round."""
-    found: dict[str, list[float]] = {"plain": [], "first": [], "next": []}
+    rates: dict[str, list[float]] = {"plain": [], "first": [], "next": []}
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=head, args=(str(folder), there), daemon=True)
     process.start()
@@ -86,13 +86,13 @@ def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
                 try:
                     began = time.monotonic()
                     work(into)
-                    found[way].append(size / 1e6 / (time.monotonic() - began))
+                    rates[way].append(size / 1e6 / (time.monotonic() - began))
                 finally:
                     shutil.rmtree(into)
     finally:
         process.kill()
         process.join()
-    return found
+    return rates
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def config_in(folder: Path, runners: int, places: int) -> trinity_es.Config:
 
 
 def kill_coordinators(kills: int) -> dict[str, Any]:
-    """From death to dispatch, `kills` times."""
+    """Return the seconds from death to the next dispatch, `kills` times."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         config = config_in(Path(name), runners=8, places=4)
         notes = Path(name) / "ran"
@@ -54,7 +54,7 @@ def kill_coordinators(kills: int) -> dict[str, Any]:
                 tasks = [
                     Task(workflow=SLEEP, workflow_args={"seconds": 5.0 * (i % 32 + 1) / 32 if i < 32 else 5.0,
                                                         "count_file": str(notes)})
-                    for i in range(count)  # the first ones end one after the other, and so do all that follow
+                    for i in range(count)  # ends are spread over time, from the first tasks on
                 ]
                 client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=0)
                 deaths: list[float] = []
@@ -81,7 +81,7 @@ def coordinator_pid(client: trinity_es.RolloutClient) -> int:
 
 
 def make_history(config: trinity_es.Config, events: int) -> None:
-    """A log of so many old events: batches of 50 tasks, submitted, dispatched, finished, finalized and trained."""
+    """Make a log of old events: batches of 50 tasks, submitted, dispatched, finished, finalized and trained."""
     url = config.store.url
     data = [task_to_dict(Task(workflow=SLEEP))] * 50
     result: dict[str, Any] = {}
@@ -93,24 +93,24 @@ def make_history(config: trinity_es.Config, events: int) -> None:
             for _ in range(20):
                 batch += 1
                 units = [ev.Unit(task=t, run_id_base=0, runs=1, attempt=1) for t in range(50)]
-                who = {"runner": "runner-0", "incarnation": 1}
-                happened: list[ev.Event] = [
+                runner = {"runner": "runner-0", "incarnation": 1}
+                history: list[ev.Event] = [
                     ev.BatchSubmitted(batch_id=batch, batch_type="train", repeat_times=[1] * 50, tasks=data),
-                    ev.TasksDispatched(**who, units=units, model_version=0),
+                    ev.TasksDispatched(**runner, units=units, model_version=0),
                     *(
                         ev.TaskFinished(
-                            task=t, run_id_base=0, attempt=1, **who, payload=None, model_version=0,
+                            task=t, run_id_base=0, attempt=1, **runner, payload=None, model_version=0,
                             runs=[ev.RunResult(run=0, metrics={"reward": 1.0})], model_version_end=0, seconds=0.1,
                         )
                         for t in range(50)
                     ),
                     ev.BatchFinalizing(),
                 ]
-                if not result and (state := fold(happened)) is not None:  # of all batches the same, but for their id
+                if not result and (state := fold(history)) is not None:  # the same for all batches, but for their id
                     result = batch_result(state)
-                happened += [ev.BatchFinalized(result=result | {"batch_id": batch}), ev.BatchTrained(step=batch)]
-                writes.append(Write(stream=f"batch/{batch}", expected_version=0, events=happened))
-                written += len(happened)
+                history += [ev.BatchFinalized(result=result | {"batch_id": batch}), ev.BatchTrained(step=batch)]
+                writes.append(Write(stream=f"batch/{batch}", expected_version=0, events=history))
+                written += len(history)
             log.append(writes, commit_id=f"history-{batch}", lease=lease)
             print(f"\r  {written:,} events ", end="", file=sys.stderr, flush=True)
         log.release_lease(lease)
@@ -118,25 +118,25 @@ def make_history(config: trinity_es.Config, events: int) -> None:
 
 
 def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds from the start of the command to the first dispatch, by events in the log."""
+    """Return the seconds from a start to the first dispatch, by the number of events in the log."""
     with tempfile.TemporaryDirectory(prefix="history-") as name:
         configs = {}
         for size in sizes:
             configs[size] = config_in(Path(name) / str(size), runners=1, places=8)
             Path(configs[size].store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
             make_history(configs[size], size)
-        found: dict[int, list[float]] = {size: [] for size in sizes}
+        seconds_by_size: dict[int, list[float]] = {size: [] for size in sizes}
         batch = 10_000_000
-        for size in sizes:  # what is open when everything dies
+        for size in sizes:  # open when everything dies
             open_batch(configs[size], batch)
         for _ in range(rounds):
             for size in sizes:
-                found[size].append(start_to_dispatch(configs[size], batch))
-        medians = {size: statistics.median(times) for size, times in found.items()}
-        ratios = [b / a for a, b in zip(found[sizes[0]], found[sizes[-1]], strict=True)]
+                seconds_by_size[size].append(start_to_dispatch(configs[size], batch))
+        medians = {size: statistics.median(times) for size, times in seconds_by_size.items()}
+        ratios = [b / a for a, b in zip(seconds_by_size[sizes[0]], seconds_by_size[sizes[-1]], strict=True)]
         for config in configs.values():
             sound(config.store.url)
-        return {"seconds": found, "medians": medians, "ratios": ratios,
+        return {"seconds": seconds_by_size, "medians": medians, "ratios": ratios,
                 "ratio": medians[sizes[-1]] / medians[sizes[0]]}
 
 

@@ -2,13 +2,13 @@
 
 A log of a run (`benchmarks.sample_log`) on SQLite and on PostgreSQL, the same events on both. In turn:
 
-- replay: every batch is replayed as `Log.replay` does it, from its events alone;
-- `rebuild`: every read model is made again;
+- replay: `Log.replay` of every batch, from its events alone;
+- `rebuild` of every read model;
 - `verify`: order, hash chain, results, read models, payloads;
 - floor: the driver alone (sqlite3, psycopg) reads all columns of all rows in order, and orjson decodes their JSON.
 
-Each is in events a second. Before it prints: every row was read, every batch was folded to the state that the read
-models have and to the result that its last event holds, `rebuild` left every table as it was, `verify` found nothing.
+Figures are events a second. It checks that every row was read, that every batch was folded to the state of its read
+model and to the result in its last event, that `rebuild` changed no table, and that `verify` found nothing.
 
 `python -m benchmarks.replay [--json FILE] [--quick] [--events N] [--repeats N] [--folder KEPT]`
 """
@@ -27,13 +27,13 @@ import orjson
 import psycopg
 from sqlalchemy import inspect, text
 
-from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report
+from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report, sound
 from benchmarks.sample_log import make
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.projections.verify.log import canonical, verify_log
+from trinity_es.projections.verify.log import canonical
 
 EVENTS, QUICK, REPEATS = 200_000, 50_000, 5
 PAGE = 1000
@@ -60,13 +60,13 @@ class Floor:
 
     @staticmethod
     def _read(cursor: Any) -> int:
-        found, loads = 0, orjson.loads
+        rows, loads = 0, orjson.loads
         while page := cursor.fetchmany(PAGE):
             for row in page:
                 loads(row[_DATA])
                 loads(row[_METADATA])
-            found += len(page)
-        return found
+            rows += len(page)
+        return rows
 
 
 def replay_all(url: str) -> int:
@@ -110,16 +110,8 @@ def rebuild(url: str) -> int:
         return log.rebuild()
 
 
-def verify(url: str) -> int:
-    """Verify everything; return the number of checked events. Ends the benchmark if the log is not sound."""
-    found = verify_log(url)
-    if found.problems:
-        raise SystemExit(f"{found.url} is not sound: {found.problems[0]}")
-    return found.events
-
-
 def rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
-    """Return a way that gives events a second; `most`: what it must count."""
+    """Return a function that measures events a second. `most`: the count that `work` must return."""
     def measured() -> float:
         started = time.perf_counter()
         count = work()
@@ -132,36 +124,36 @@ def rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float
 
 
 def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[Row]:
-    """Measure all of it in turn on each log."""
+    """Measure replay, rebuild, verify and the floor in turn on each log."""
     before = {kind: tables(url) for kind, url in urls.items()}
     ways: dict[str, Callable[[], float]] = {}
     for kind, url in urls.items():
         ways[f"floor {kind}"] = rate(Floor(kind, url), events[kind])
         ways[f"replay {kind}"] = rate(lambda u=url: replay_all(u))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-        ways[f"verify {kind}"] = rate(lambda u=url: verify(u), events[kind])  # type: ignore[misc]  # as above
+        ways[f"verify {kind}"] = rate(lambda u=url: sound(u), events[kind])  # type: ignore[misc]  # as above
         ways[f"rebuild {kind}"] = rate(lambda u=url: rebuild(u), events[kind])  # type: ignore[misc]  # as above
-    found = alternate(ways, repeats)
+    rates = alternate(ways, repeats)
     for kind, url in urls.items():
         if tables(url) != before[kind]:
             raise SystemExit(f"{kind}: rebuild left other tables than the appends made")
     rows = []
     for kind in urls:
-        floor = found[f"floor {kind}"]
+        floor = rates[f"floor {kind}"]
         rows += [
-            pairs(f"replay of all batches, {kind}", "events/s", found[f"replay {kind}"], "reading and decoding", floor,
+            pairs(f"replay of all batches, {kind}", "events/s", rates[f"replay {kind}"], "reading and decoding", floor,
                   aim=AIM),
-            pairs(f"verify, {kind}", "events/s", found[f"verify {kind}"], "reading and decoding", floor),
+            pairs(f"verify, {kind}", "events/s", rates[f"verify {kind}"], "reading and decoding", floor),
         ]
         if kind == "sqlite":
-            rows.append(Row("rebuild, sqlite", "events/s", Spread.of(found["rebuild sqlite"])))
+            rows.append(Row("rebuild, sqlite", "events/s", Spread.of(rates["rebuild sqlite"])))
         else:
-            rows.append(pairs(f"rebuild, {kind}", "events/s", found[f"rebuild {kind}"], "rebuild, sqlite",
-                              found["rebuild sqlite"], aim=AIM))
+            rows.append(pairs(f"rebuild, {kind}", "events/s", rates[f"rebuild {kind}"], "rebuild, sqlite",
+                              rates["rebuild sqlite"], aim=AIM))
     return rows
 
 
 def logs(places: Databases, folder: str | None, events: int) -> dict[str, str]:
-    """Make the log on each database; the SQLite one is kept in `folder`, if one is given, and made there once."""
+    """Make the log on each database. The SQLite log is made in `folder` once and kept, if that is given."""
     urls = {kind: places.new(kind) for kind in places.kinds}
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -177,7 +169,7 @@ def main() -> int:
     options = options_of(__doc__, [
         ("--events", {"type": int, "help": f"of the log (default: {EVENTS:,}, with --quick {QUICK:,})"}),
         ("--repeats", {"type": int, "default": REPEATS}),
-        ("--folder", {"help": "where the SQLite log is kept for the next time (default: it is not)"}),
+        ("--folder", {"help": "folder that keeps the SQLite log for the next time (default: none)"}),
     ])
     events = options.events or (QUICK if options.quick else EVENTS)
     with databases() as places:

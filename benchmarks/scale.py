@@ -1,8 +1,8 @@
-"""What does it cost the coordinator to be many? A real one under virtual time, with hosts, runners and a log in memory.
+"""What do many hosts and runners cost the coordinator? A real one under virtual time, with all others simulated.
 
-Hosts join, batches are submitted, given out, collected and finalized; with `--churn` a host breaks its connection, is
-lost or drains every so many virtual seconds, and comes back. What the coordinator does is metered in CPU time of this
-process; what is simulated, and how the figures compare with real processes, is in docs/SCALE.md.
+Hosts join, batches are submitted, given out, collected and finalized. With `--churn SECONDS` a host breaks its
+connection, is lost or drains at that virtual interval, and comes back. The coordinator's work is measured in CPU time
+of this process. docs/SCALE.md says what is simulated and how the figures compare with real processes.
 
 `python -m benchmarks.scale [--hosts 1,10,100] [--runners 1000] [--units 100000] [--tasks N] [--batch N] [--churn S]
 [--repeats N] [--json FILE]`. Every number of hosts is played with every number of runners that it divides; `--units`
@@ -23,8 +23,8 @@ from benchmarks.compared import Watch, about, beside_told, options_of, write_jso
 from tests.simulation.many import ManyWorld, Plan, play
 
 A_TASK = ("submit", "dispatch", "collect", "finalize", "rest", "collector")
-"""Phases that tasks cost; `rest`: turns as such, what is sent, waking up, what follows a commit; `collector`: Python's
-garbage collector, over what the stand-ins have too."""
+"""Phases that tasks cost. `rest`: turns, sending, waking up, work after a commit; `collector`: Python's garbage
+collector, including objects of the stand-ins."""
 STANDING = ("beats", "timers")
 """Phases that cost time even without tasks: runners' heartbeats and statuses; checks of hosts, batches and stalls."""
 
@@ -56,7 +56,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def one(plan: Plan) -> dict[str, Any]:
-    """Return the figures of one play."""
+    """Play a plan and return its figures."""
     size = 0
 
     def full(world: ManyWorld) -> bool:
@@ -68,23 +68,23 @@ def one(plan: Plan) -> dict[str, Any]:
 
     gc.collect()
     begun = time.process_time()
-    found = play(plan, at=full)
-    meter, account = found.world.meter, found.world.account
-    by_task = {name: 1e6 * meter.seconds[name] / found.tasks for name in A_TASK}
-    heard = sum(n for kind, n in account.heard.items() if kind not in ("_Woken", "WakeupMessage"))
+    result = play(plan, at=full)
+    meter, account = result.world.meter, result.world.account
+    by_task = {name: 1e6 * meter.seconds[name] / result.tasks for name in A_TASK}
+    messages = sum(n for kind, n in account.heard.items() if kind not in ("_Woken", "WakeupMessage"))
     standing = sum(account.heard[kind] for kind in ("Heartbeat", "RunnerStatus"))
     longest = max(meter.longest, key=lambda name: 0.0 if name in ("rest", "collector") else meter.longest[name])
     return {
-        "hosts": plan.hosts, "runners": plan.runners, "units": plan.units, "tasks": found.tasks, "batch": plan.batch,
-        "churn_s": plan.churn, "most_in_flight": account.most_flying, "virtual_s": found.seconds,
+        "hosts": plan.hosts, "runners": plan.runners, "units": plan.units, "tasks": result.tasks, "batch": plan.batch,
+        "churn_s": plan.churn, "most_in_flight": account.most_flying, "virtual_s": result.seconds,
         "us_per_task": by_task, "us_per_task_all": sum(by_task.values()),
-        "standing_ms_per_s": 1e3 * sum(meter.seconds[name] for name in STANDING) / found.seconds,
-        "events_per_task": sum(account.events.values()) / found.tasks,
-        "messages_per_task": (heard - standing + sum(account.told.values())) / found.tasks,
-        "standing_messages_per_s": standing / found.seconds,
+        "standing_ms_per_s": 1e3 * sum(meter.seconds[name] for name in STANDING) / result.seconds,
+        "events_per_task": sum(account.events.values()) / result.tasks,
+        "messages_per_task": (messages - standing + sum(account.told.values())) / result.tasks,
+        "standing_messages_per_s": standing / result.seconds,
         "bytes_per_unit": size / plan.units,
         "longest_ms": {name: 1e3 * seconds for name, seconds in sorted(meter.longest.items())},
-        "longest": longest, "struck": dict(found.struck),
+        "longest": longest, "struck": dict(result.struck),
         "join_ms": 1e3 * meter.seconds["join"] / max(1, meter.calls["join"]),
         "loss_ms": 1e3 * meter.seconds["loss"] / max(1, account.events["HostLost"]),
         "cpu_s": time.process_time() - begun,
@@ -110,8 +110,8 @@ def show(row: dict[str, Any]) -> None:
         f" {row['bytes_per_unit'] / 1024:>8.1f}   {stretch}", flush=True,
     )
     if row["churn_s"]:
-        told = ", ".join(f"{n:.0f} {kind}" for kind, n in sorted(row["struck"].items()))
-        print(f"      hosts: {told}; a join {row['join_ms']:.1f} ms, a loss {row['loss_ms']:.1f} ms in the mean, "
+        strikes = ", ".join(f"{n:.0f} {kind}" for kind, n in sorted(row["struck"].items()))
+        print(f"      hosts: {strikes}; a join {row['join_ms']:.1f} ms, a loss {row['loss_ms']:.1f} ms in the mean, "
               f"{row['longest_ms'].get('loss', 0.0):.0f} ms at most", flush=True)
 
 
@@ -144,9 +144,9 @@ def main() -> int:
             )
             rows.append(middle([one(plan) for _ in range(options.repeats)]))
             show(rows[-1])
-    found = about(watch)
-    print(f"checked: every task ended once, on a runner that had it. {beside_told(found['beside'])}")
-    write_json(options.json, {**found, "simulated": rows})
+    context = about(watch)
+    print(f"checked: every task ended once, on a runner that had it. {beside_told(context['beside'])}")
+    write_json(options.json, {**context, "simulated": rows})
     return 0
 
 

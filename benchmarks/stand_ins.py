@@ -14,13 +14,13 @@ from trinity_es.testing import wait_until
 
 
 def model_folder(folder: Path) -> str:
-    """Return the folder of a model that all of them claim to serve."""
+    """Return the folder of a tiny model for the stand-ins to serve."""
     return str(make_tiny_model(folder / "model", seed=0))
 
 
 @contextmanager
 def stand_ins(folder: Path, model: str, count: int) -> Iterator[list[str]]:
-    """Give the URLs of so many servers while the block runs."""
+    """Give the URLs of `count` servers while the block runs."""
     file = folder / "urls"
     more = ["--servers", str(count), "--urls", str(file)]
     server: ServerProcess = one_stand_in(Path(model), folder / "servers.log", *more)

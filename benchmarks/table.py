@@ -1,7 +1,7 @@
-"""One table of what the benchmarks found: each aim, how far it is reached, and what else ran while it was measured.
+"""Table of all benchmark results: each aim, how far it is reached, and what else ran during the measurement.
 
-Reads what `make bench` wrote (`benchmarks/results/*.json`), prints it as a Markdown table, and writes it as JSON. An
-aim of which nothing was measured is a row too. A row without an aim is told beside one that has one.
+Reads the results of `make bench` (`benchmarks/results/*.json`), prints a Markdown table, and writes JSON. An aim
+without a measurement has a row, too.
 
 `python -m benchmarks.table [--folder benchmarks/results] [--json FILE]`
 """
@@ -51,12 +51,12 @@ class Line:
                    spread_told(row.ratio), row.aim_told(), verdict(row))
 
 
-def spread_told(found: Spread | None) -> str:
+def spread_told(spread: Spread | None) -> str:
     """Return a figure as text, with its spread if it was measured more than once."""
-    if found is None:
+    if spread is None:
         return ""
-    form = form_of(found.median)
-    return found.told(form) if found.times > 1 else f"{found.median:{form}}"
+    form = form_of(spread.median)
+    return spread.told(form) if spread.times > 1 else f"{spread.median:{form}}"
 
 
 def verdict(row: Row) -> str:
@@ -68,44 +68,44 @@ def verdict(row: Row) -> str:
         return f"not measured: without {row.other}"
     if row.met:
         return "reached"
-    far = judged.median / row.aim if row.most else row.aim / judged.median
-    return f"missed: {far:.2f} times" if far >= 1.1 else f"missed by {far - 1:.1%}"
+    factor = judged.median / row.aim if row.most else row.aim / judged.median
+    return f"missed: {factor:.2f} times" if factor >= 1.1 else f"missed by {factor - 1:.1%}"
 
 
-def row_of(found: Mapping[str, Any]) -> Row:
-    """Return a row as it was written."""
-    spreads = {key: None if found.get(key) is None else Spread(**found[key]) for key in ("ours", "theirs", "ratio")}
-    return Row(**{k: v for k, v in found.items() if k != "met"} | spreads)
+def row_of(fields: Mapping[str, Any]) -> Row:
+    """Return a row read from JSON."""
+    spreads = {key: None if fields.get(key) is None else Spread(**fields[key]) for key in ("ours", "theirs", "ratio")}
+    return Row(**{k: v for k, v in fields.items() if k != "met"} | spreads)
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Return the lines of all results (by benchmark), in the order of the aims."""
-    found: dict[str, list[Line]] = {id: [] for id in AIMS}
+    by_aim: dict[str, list[Line]] = {id: [] for id in AIMS}
     for name, source in SOURCES.items():
         for row in map(row_of, results.get(name, {}).get("rows", ())):
-            found[row.id or source].append(Line.of(row.id or source, row))
-    return [line for id, some in found.items() for line in some or [Line(id, AIMS[id])]]
+            by_aim[row.id or source].append(Line.of(row.id or source, row))
+    return [line for id, aim_lines in by_aim.items() for line in aim_lines or [Line(id, AIMS[id])]]
 
 
-def markdown(found: list[Line]) -> Iterator[str]:
+def markdown(table: list[Line]) -> Iterator[str]:
     """Yield the table, line by line."""
     yield "| | what | here | against | | here / that | aim | |"
     yield "|---|---|---|---|---|---|---|---|"
-    for one in found:
+    for one in table:
         yield (f"| {one.id} | {one.what} | {one.ours} | {one.other} | {one.theirs} | {one.ratio} | {one.aim} "
                f"| {one.verdict} |")
 
 
 def measured(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield when and where each benchmark ran, what else ran meanwhile, and what it left out."""
-    for name, found in results.items():
-        if "beside" not in found:
+    for name, result in results.items():
+        if "beside" not in result:
             continue
-        on = found["machine"]
-        yield (f"- {name}: {found['date']}, commit {found['commit'] or 'unknown'}, {on['cores']} cores, "
-               f"{on['memory_gb']} GB, Python {on['python']}, {on['system']}; {found['beside']['seconds']:,.0f} s. "
-               f"{beside_told(found['beside'])}")
-        for reason in found["left_out"]:
+        host = result["machine"]
+        yield (f"- {name}: {result['date']}, commit {result['commit'] or 'unknown'}, {host['cores']} cores, "
+               f"{host['memory_gb']} GB, Python {host['python']}, {host['system']}; "
+               f"{result['beside']['seconds']:,.0f} s. {beside_told(result['beside'])}")
+        for reason in result["left_out"]:
             yield f"  - left out: {reason}"
 
 
@@ -116,16 +116,17 @@ def main() -> int:
     options = parser.parse_args()
     files = [Path(options.folder) / f"{name}.json" for name in SOURCES]
     results = {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
-    found = lines(results)
+    table = lines(results)
     print("Median (least - greatest) of turns that alternate.\n")
-    for text in [*markdown(found), "", *measured(results)]:
+    for text in [*markdown(table), "", *measured(results)]:
         print(text)
     if options.json:
         rows = [{**row, "id": row.get("id") or SOURCES[name], "benchmark": name}
                 for name, result in results.items() for row in result.get("rows", ())]
-        lacking = [one.id for one in found if not one.ours]
-        how = {name: {k: v for k, v in result.items() if k != "rows"} for name, result in results.items()}
-        Path(options.json).write_text(json.dumps({"rows": rows, "not_measured": lacking, "measured": how}, indent=2))
+        lacking = [one.id for one in table if not one.ours]
+        measured_by = {name: {k: v for k, v in result.items() if k != "rows"} for name, result in results.items()}
+        figures = {"rows": rows, "not_measured": lacking, "measured": measured_by}
+        Path(options.json).write_text(json.dumps(figures, indent=2))
     return 0
 
 

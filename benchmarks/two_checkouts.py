@@ -1,10 +1,9 @@
-"""Is one checkout as fast as another? The same batches in turn, one here and one there, so that a machine that is slow
-for a while is slow for both.
+"""Is one checkout as fast as another? Runs the same batches on both in turn, so a slow machine is slow for both.
 
     python -m benchmarks.two_checkouts OLD_CHECKOUT NEW_CHECKOUT [--durability power|process]
 
-Each checkout has `.venv` and a system of its own, of `benchmarks.dispatch`; what it prints are milliseconds from submit
-to finalize, and how much faster (over 1) or slower the second one is: the median of the pairs.
+Each checkout has its own `.venv` and its own system of `benchmarks.dispatch`. Prints the milliseconds from submit to
+finalize, and the median ratio of the pairs: over 1 if the second checkout is faster.
 """
 
 from __future__ import annotations

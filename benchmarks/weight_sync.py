@@ -64,7 +64,7 @@ WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_
 
 
 class WatchedEngine(VLLMEngine):
-    """Engine that notes the end of each step, and begin and end of each call that changes weights."""
+    """Engine that records the end of each step, and begin and end of each call that changes weights."""
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
@@ -77,7 +77,7 @@ class WatchedEngine(VLLMEngine):
         self.notes.write(f"step {time.monotonic()} {load.running}\n")
 
     def watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)  # its signature is looked at
+        @functools.wraps(call)  # for callers that inspect the signature
         async def watch(*args: Any, **kwargs: Any) -> Any:
             began = time.monotonic()
             try:
@@ -93,9 +93,9 @@ class Change:
     """Durations of one change of weights in the engine, in seconds."""
 
     silent: float
-    """From the end of the last step before it until requests go on."""
+    """Time from the end of the last step before it until requests go on."""
     first: float
-    """The first step after it: requests are read again, as many as vLLM takes in one step."""
+    """First step after it, which prefills as many requests as fit into it."""
     calls: dict[str, float]
     """Duration of each call."""
     step: float
@@ -119,7 +119,7 @@ class Change:
 
 
 def enlarge(model: Path, hidden: int, layers: int) -> None:
-    """Put more random weights into a tiny model's folder."""
+    """Replace the model in this folder by a larger one with random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config.from_pretrained(model)
@@ -208,9 +208,9 @@ class Bench:
             time.sleep(0.005)
         self.sync()
         self.client.finalize_train_batch(self.batch, timeout=300)
-        found = list(self.client.experiences(self.batch))
-        assert len(found) == REQUESTS
-        spans = [experience.version_spans for experience in found]
+        experiences = list(self.client.experiences(self.batch))
+        assert len(experiences) == REQUESTS
+        spans = [experience.version_spans for experience in experiences]
         assert all(sum(end - start for _, start, end in some) == self.tokens for some in spans), spans
         versions = [[version for version, _, _ in some] for some in spans]
         both = [self.version - 1, self.version]
@@ -219,23 +219,22 @@ class Bench:
 
 
 def measured(size: Size, repeats: int) -> tuple[list[Row], str]:
-    """Return a model's rows, and what was left out of them."""
+    """Return a model's rows, and a note on repeated batches."""
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder, ExitStack() as stack:
         bench = Bench(Path(folder), stack, size)
         bench.alone()
         bench.busy()
         bench.changes.clear()  # the first of each warms up
-        found = alternate({"busy": bench.busy, "alone": bench.alone}, repeats)
+        figures = alternate({"busy": bench.busy, "alone": bench.alone}, repeats)
         changes = bench.changes
-    busy, alone = ([1e3 * s for s in found[name]] for name in ("busy", "alone"))
+    busy, alone = ([1e3 * s for s in figures[name]] for name in ("busy", "alone"))
     what = f"{size.name}, {REQUESTS} requests in flight: no token for"
-    row = pairs(what, "ms", busy, "vLLM's reload alone", alone, aim=AIM)
-    rows = [Row(row.what, row.unit, row.ours, row.other, row.theirs, row.ratio, AIM, most=True)]
+    rows = [pairs(what, "ms", busy, "vLLM's reload alone", alone, aim=AIM, most=True)]
     for name in WATCHED:
         rows.append(Row(f"  of it {name}", "ms", Spread.of([1e3 * c.calls[name] for c in changes])))
     rows.append(Row("  the first step after it", "ms", Spread.of([1e3 * c.first for c in changes])))
     rows.append(Row("  a step before it", "ms", Spread.of([1e3 * c.step for c in changes])))
-    return rows, f"{size.name}: {bench.missed} batches, of which some request was over too soon" if bench.missed else ""
+    return rows, f"{size.name}: {bench.missed} batches in which a request ended too soon" if bench.missed else ""
 
 
 def main() -> int:
@@ -243,8 +242,8 @@ def main() -> int:
         ("--repeats", {"type": int, "help": f"default {', '.join(str(s.repeats) for s in SIZES)} of each model"}),
     ])
     watch = Watch()
-    found = [measured(size, 2 if options.quick else options.repeats or size.repeats) for size in SIZES]
-    rows, left_out = [row for some, _ in found for row in some], [what for _, what in found if what]
+    results = [measured(size, 2 if options.quick else options.repeats or size.repeats) for size in SIZES]
+    rows, left_out = [row for some, _ in results for row in some], [what for _, what in results if what]
     return report("weights that change under load", rows, watch, left_out, options.json)
 
 

@@ -39,11 +39,11 @@ from trinity_es.testing import ScriptedEngine
 MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}
 """Modules that a workflow imports."""
 WARMED = {"torch beside vLLM": ["torch:Tensor"]}
-"""What is imported before the first task; where nothing is, no process is there before it either."""
+"""Modules imported before the first task; without any, no process starts before it."""
 COUNTS = {2: 5, 16: 3, 64: 2}
 """Numbers of workers, and the repeats of each."""
 SPAWNED_MOST = {"numpy": 64, "torch": 16, "torch beside vLLM": 0}
-"""Maximum number of spawned ones: 64 that import torch are minutes of two cores, and 11 GB."""
+"""Maximum number of spawned processes: 64 that import torch take minutes on two cores, and 11 GB."""
 
 _MODULE = """
 import os, time
@@ -69,13 +69,8 @@ class Meets(Workflow):
 
 
 def megabytes(pids: list[int]) -> float:
-    """Return the total PSS of these processes."""
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1])
-    return total / 1024
+    """Return the total PSS of these processes, in MiB."""
+    return float(sum(psutil.Process(pid).memory_full_info().pss for pid in pids)) / 1024**2
 
 
 class Here:
@@ -147,7 +142,7 @@ async def cold(
 
 
 async def replaced(module: str, folder: Path, rounds: int) -> list[float]:
-    """Return the seconds from the death of the only worker to the end of the next task. A spawned pool breaks."""
+    """Return the seconds from the death of the only worker to the end of the next task; a spawned pool would break."""
     pool = Here(module, 2)
     found = []
     try:

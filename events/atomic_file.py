@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written aside, then renamed."""
+"""Files that appear whole or not at all: written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def whole_file(
 ) -> Iterator[IO[bytes]]:
     """Give a file to write, which gets its name when it is complete. On any error no file remains.
 
-    `durable` also brings file and name to the disk. Its mode is `mode` or 0600; `prefix` begins its temporary name.
+    `durable` also brings file and name to the disk. `mode` is 0600 by default; `prefix` begins its temporary name.
     """
     handle, unfinished = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:

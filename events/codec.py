@@ -1,6 +1,6 @@
 """Events as JSON bytes, and back. Name and schema version have columns of their own.
 
-`check` reads an event back before it is written, because an unreadable event would stop every replay for ever.
+`check` decodes an event before it is written, because an unreadable event would stop every replay for ever.
 `UPCASTERS` lift older schemas when an event is read; stored bytes are never rewritten.
 """
 

@@ -22,11 +22,11 @@ class EID:
     task: int | str = ""
     """Position in the batch; set by the runner."""
     run: int = 0
-    """Set by the runner, except for workflows that do all runs themselves."""
+    """Set by the runner, except for workflows that play all runs themselves."""
     step: int = 0
     """Turn in the run, from 0; set by workflows with several experiences per run."""
     suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
-    """Six random hex digits by default; pass one to be deterministic."""
+    """Six random hex digits by default; give one to be deterministic."""
 
     @property
     def uid(self) -> str:
@@ -65,7 +65,7 @@ class EID:
 
 @dataclass(frozen=True, slots=True)
 class CustomField:
-    """A value of `Experience.info` that the trainer gets as a column of its own."""
+    """Value of `Experience.info` that the trainer gets as a column of its own."""
 
     source_field: str
     """Key in `Experience.info`."""

@@ -16,8 +16,8 @@ TrinityError
 ```
 
 Every error that this software raises on purpose is a `TrinityError`; many are also the built-in error with the same
-meaning. An error crosses processes as its class name, its message and a dict of plain details, so it pickles, encodes
-to JSON and is raised again on the other side as the same class. A message names the thing, the value and the way out.
+meaning. An error crosses processes as its class name, its message and a dict of plain details, and is raised on the
+other side as the same class. A message names the thing, the value and the way out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class TrinityError(Exception):
-    """Base of all. `message` is for people; `details` are plain JSON values for programs."""
+    """Base of all errors. `message` is for people; `details` are plain JSON values for programs."""
 
     def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
@@ -83,11 +83,11 @@ class NotFinite(DataError):
 
 # --- batches --------------------------------------------------------------------------------------------------------
 class BatchAlreadyActive(TrinityError, ValueError):
-    """submit_batch with the id of a batch that is still open."""
+    """A submission with the id of a batch that is still open."""
 
 
 class BatchNotFound(TrinityError, KeyError):
-    """No batch with that id in the log."""
+    """No batch has this id in the log."""
 
 
 class RunnerNotFound(TrinityError, KeyError):
@@ -149,7 +149,7 @@ class InvalidEvent(LogError, ValueError):
 
 
 class LogNotFound(LogError, FileNotFoundError):
-    """No log at this place."""
+    """No log exists at this place."""
 
 
 class NotALog(LogError):
@@ -187,7 +187,7 @@ class LogReplaced(LogUnavailable):
 
 
 class PayloadNotFound(LogError, KeyError):
-    """No payload with that digest."""
+    """No payload has this digest."""
 
 
 class CorruptPayload(LogError):
@@ -235,7 +235,7 @@ class SyncError(TrinityError):
 
 
 class WeightNotFound(TrinityError, KeyError):
-    """No tensor with that name in the weights in use."""
+    """No tensor has this name in the weights in use."""
 
 
 class WorkflowError(TrinityError):
@@ -282,10 +282,7 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def said_and_where(error: str) -> tuple[str, str]:
-    """Split an error's text into the error itself and the last frame of its traceback, as `(code.py:12 in run)`.
-
-    Without a traceback the parts are the whole text and "".
-    """
+    """Split an error's text into the error and the last frame of its traceback, as `(code.py:12 in run)`, or ""."""
     message, _, frames = error.partition("\n")
     places = _FRAME.findall(frames)
     if not places:

@@ -12,7 +12,6 @@ import sys
 from trinity_es.events import vocabulary
 
 __all__ = ["documented_fields", "fields_table", "markdown"]
-__all__ = ["documented_fields", "fields_table", "markdown"]
 
 
 def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:

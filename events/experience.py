@@ -1,7 +1,7 @@
 """Experiences, which rollouts produce and trainers learn from, and their serialisation.
 
-An experience is checked when it is made and again when it is serialised, since it is mutable in between. Arrays are
-numpy; torch tensors are accepted but torch is never imported, so an auditor's machine can read every payload.
+An experience is checked when it is made and again when it is serialised, since it may be changed in between. Arrays are
+numpy. Torch tensors are accepted, but torch is never imported, so an auditor's machine can read every payload.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Experience:
             self.prompt_length = prompt_length
         else:
             aligned = self.action_mask if self.action_mask is not None else self.logprobs
-            # A vector over all tokens does not tell the prompt's length.
+            # A vector over all tokens does not show the length of the prompt.
             self.prompt_length = 1 if aligned is None or len(aligned) == seq else seq - len(aligned)
         self.token_level_reward, self.advantages, self.returns = token_level_reward, advantages, returns
         self.chosen, self.rejected, self.teacher_logprobs = chosen, rejected, teacher_logprobs
@@ -296,7 +296,7 @@ class Experience:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its fields as plain JSON, without arrays and fields that are None."""
+        """Return the fields as plain JSON, without arrays and without fields that are None."""
         out: dict[str, Any] = {
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
@@ -327,7 +327,7 @@ class Experience:
         return encode(items, columns_of([e.__dict__ for e in experiences]))
 
     def item(self) -> dict[str, Any]:
-        """Return its part of a payload besides the arrays. Raises DataError as `validate`."""
+        """Return the part of a payload besides the arrays. Raises DataError as `validate`."""
         self.validate()
         eid = self.eid
         return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
@@ -343,7 +343,7 @@ class Experience:
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
-        """The oldest and the newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
+        """Oldest and newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
         if versions := [version for version, _, _ in self.version_spans]:
             return min(versions), max(versions)
         oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")
@@ -353,7 +353,7 @@ class Experience:
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
         """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
 
-        Raises DataError for a negative number. Raises CorruptPayload for other bytes, too few experiences, and a
+        Raises DataError for a negative number, CorruptPayload for other bytes, for too few experiences, and for a
         delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):

@@ -19,8 +19,8 @@ COLUMNS = (
 )
 """Columns of the table. `tokens` are prompt and completion, the first `prompt_length` are the prompt; `action_mask,
 logprobs, advantages, returns` have a value per completion token. `prompt` and `completion` are None if the rollout kept
-no text, since nothing is decoded here. The versions are the oldest and newest weights that made any of its tokens.
-`runner, attempt, trained_step` come from the log, and are None in an output's file."""
+no text: nothing is decoded here. The versions are the oldest and newest weights that made any of its tokens. `runner,
+attempt, trained_step` come from the log, and are None in an output's file."""
 
 
 def row_of(
@@ -54,7 +54,7 @@ def require_parquet() -> Any:
 
 
 class ParquetTable:
-    """Rows in a parquet file: `batch` and `task` are text, `messages, metrics` and `info` JSON."""
+    """Parquet file of rows. `batch` and `task` are text, `messages, metrics` and `info` JSON."""
 
     def __init__(self, file: IO[bytes], compression: str = "zstd") -> None:
         self._pa = pa = require_parquet()

@@ -1,4 +1,4 @@
-"""JSON values of any origin, copied to Python's own types: infos, metrics and messages of `events/experience.py`."""
+"""JSON values of any origin, copied to Python's own types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own lev
 
 
 class NotPlain(Exception):
-    """A value that can't be JSON; `path` leads to it, innermost first."""
+    """Value that can't be JSON. `path` leads to it, innermost part first."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -40,7 +40,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         return value
     if kind is int:
         if not -(2**63) <= value < 2**64:
-            raise NotPlain(f"is {shown(value)}: JSON here holds 64 bits")
+            raise NotPlain(f"is {shown(value)}: JSON numbers here have 64 bits")
         return value
     if depth == 0:
         raise NotPlain("is nested too deeply")

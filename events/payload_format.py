@@ -1,4 +1,4 @@
-"""File format of payloads: the JSON and the arrays of many experiences, whatever they mean.
+"""File format of payloads: the JSON and the arrays of many experiences.
 
 The format, version 2, is a safetensors file:
 - metadata `trinity_es`: JSON `{"version": 2, "crc32": int}`, the checksum over all tensors.
@@ -10,8 +10,8 @@ The format, version 2, is a safetensors file:
 - tensors `0.lengths`, `1.lengths`, ...: run lengths. Then its tensor holds one value per run of bitwise equal values:
   an advantage that is the same for a response, a mask that is true throughout.
 
-Version 1 has no sources, no run lengths and no index in place of shapes. The same input gives the same bytes, since
-payloads are addressed by content. This module reads and writes the format itself: safetensors copies all that it reads.
+Version 1 has no sources, no run lengths and no index in place of shapes. Payloads are addressed by content, so the same
+input gives the same bytes. This module reads and writes the format itself: safetensors copies all that it reads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Column(NamedTuple):
     key: str | None
     """Key of the array, if the field is a dict of arrays."""
     arrays: list[Array | None]
-    """None: this experience has none, or, when reading, has it in another column of another dtype."""
+    """None: this experience has no such array, or, when reading, has it in another column with another dtype."""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
     """Return an array as its runs' values and lengths, or None if that is not smaller."""
     if not flat.size or flat.size >= 2**32:
         return None
-    bits = flat.view(f"u{flat.itemsize}")  # by bits, -0.0 differs from 0.0 and a NaN equals itself
+    bits = flat.view(f"u{flat.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
     begins = np.flatnonzero(bits[1:] != bits[:-1]) + 1
     if (len(begins) + 1) * (flat.itemsize + 4) + _RUNS_COST >= flat.nbytes:
         return None
@@ -90,7 +90,7 @@ def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
 
 
 def _file(tensors: dict[str, Array], mark: str) -> bytes:
-    """Return a safetensors file. The widest numbers come first, so that each lies at a multiple of its width."""
+    """Return a safetensors file, the widest numbers first, so that each lies at a multiple of its width."""
     head: dict[str, Any] = {"__metadata__": {_METADATA: mark}}
     at, parts = 0, list[Any]()
     for name, tensor in sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0])):
@@ -141,12 +141,12 @@ class Payload:
     """
 
     def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
-        """Skip the checksum if `checked`: the SHA-256 of the bytes was compared already."""
+        """Open the payload; `checked` skips the checksum, because the SHA-256 of the bytes was compared before."""
         mark, self._tensors = _open_file(data)
         if mark["version"] not in _VERSIONS:
             raise CorruptPayload(
-                f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written "
-                "by a newer one?"
+                f"this payload has format version {mark['version']!r}, and this software reads up to {_VERSION}: "
+                "upgrade trinity-es"
             )
         if not checked and mark["crc32"] != _checksum(self._tensors):
             raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
@@ -167,9 +167,9 @@ class Payload:
         return range(first, last)
 
     def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
-        """Yield the arrays of these different experiences; call it only once for all of them.
+        """Yield the arrays of these different experiences; call it once for all of them.
 
-        The arrays of a part are copied: a view would keep the whole payload in memory.
+        The arrays of a part are copied, since a view would keep the whole payload in memory.
         """
         copied = len(numbers) < len(self.items)
         for number, (name, key, shapes, ends) in enumerate(self._columns):
@@ -193,7 +193,7 @@ class Payload:
                 raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
             flat = self._tensors[name] = np.repeat(flat, lengths)
         if flat.size != size:
-            raise CorruptPayload("this payload is wrong: its arrays are not of the size that its header says")
+            raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
         return flat
 
 
@@ -203,7 +203,7 @@ def _ends(shapes: list[Any]) -> list[int]:
 
 
 def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes raise any error."""
+    """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes may raise any error."""
     begin = 8 + int.from_bytes(data[:8], "little")
     head = orjson.loads(memoryview(data)[8:begin])
     mark = orjson.loads(head.pop("__metadata__")[_METADATA])

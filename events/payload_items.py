@@ -1,7 +1,7 @@
 """Fields of an experience in a payload: an item of JSON, and columns of arrays.
 
-An item may be a difference from another experience, its base: `of` is `[source, number]` of the base, `without` names
-fields that only the base has. All other fields present, in the item or as arrays, replace those of the base.
+An item may be a difference from another experience, its base: `of` is `[source, number]` of the base, and `without`
+names fields that only the base has. All other fields in the item or among the arrays replace those of the base.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
 def difference(
     fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and arrays (for `columns_of`) that say how an experience differs, by bits, from its base."""
+    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base."""
     changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
@@ -104,7 +104,7 @@ def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, in
 def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
     """Return the fields of these experiences of a payload.
 
-    `bases` has the base's fields of each difference, by its index in `numbers`; the result reuses them.
+    `bases` has the fields of each difference's base, by its index in `numbers`; the result reuses them.
     """
     items = payload.items
     all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
@@ -121,7 +121,7 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
 
 
 def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
-    """Return an item's fields, without arrays of its own; missing ones are its base's, or empty."""
+    """Return an item's fields, without arrays of its own. Missing ones are its base's, or empty."""
     if "of" in item:
         if base is None:
             raise CorruptPayload("this payload refers to others: read it from its store, by `read_experiences`")

@@ -1,6 +1,6 @@
 """Files and folders for this user alone, and locks on them.
 
-flock and SQLite's locks only need the right to read, so any user who could read a file could hold its lock. That is why
+flock and SQLite's locks need only the right to read, so any user who could read a file could hold its lock. That is why
 the files of a run have mode 0600, in folders of mode 0700.
 """
 
@@ -40,13 +40,13 @@ def make_private_folder(path: str | Path) -> None:
 
 
 def require_regular(path: str | Path) -> None:
-    """Require a regular file: reading a pipe or /dev/zero may never end. Raises OSError."""
+    """Require a regular file, since reading a pipe or /dev/zero may never end. Raises OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
-    """Open a file, made for this user alone if it is missing. Raises OSError."""
+    """Open a file, and make it for this user alone if it is missing. Raises OSError."""
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 

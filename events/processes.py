@@ -1,7 +1,7 @@
 """Identity of processes, although pids are reused and clocks are set.
 
-A process is identified by its pid and its start: the clock ticks from the machine's boot to its start (field 22 of
-/proc/PID/stat), the id of that boot, and its pid namespace. psutil's `create_time()` changes when the clock is set.
+A pid and a start identify a process. The start is made of the clock ticks from the machine's boot (field 22 of
+/proc/PID/stat), the id of that boot, and the pid namespace. psutil's `create_time()` changes when the clock is set.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LEAST_FILES = 128
 _PR_SET_PDEATHSIG = 1
 
 _ENDED = "ZX"
-"""States of a process that has ended and waits for its parent to reap it."""
+"""States of a process that ended, until its parent reaps it."""
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return the start of a process, which with the pid identifies it for ever; None if it has ended.
+    """Return the start of a process, which identifies it together with its pid; None if it has ended.
 
-    A zombie has ended: without an init that reaps orphans, as in some containers, it stays for ever.
+    A zombie has ended. Without an init that reaps orphans, as in some containers, it stays for ever.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
@@ -42,7 +42,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 def open_files() -> int:
-    """Raise this process's limit of open files, since each client needs some. Return the new limit."""
+    """Raise this process's limit of open files, since each client needs some, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -68,7 +68,7 @@ def end_with_parent(parent: int) -> None:
 def seen_from_here(started: object) -> bool | None:
     """Return True if a process with this start is visible from here, None if it is in another pid namespace.
 
-    False: its boot is over, or it runs on another machine. Only its host name tells which.
+    False: its boot is over, or it runs on another machine. Only its host name shows which.
     """
     place, own_place = str(started).partition("@")[2], _boot_and_namespace()
     if place == own_place:

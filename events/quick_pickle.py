@@ -1,4 +1,4 @@
-"""A decorator with which frequently sent dataclasses pickle at a quarter of the usual cost.
+"""Decorator with which frequently sent dataclasses pickle at a quarter of the usual cost.
 
 Python looks up the fields of a frozen dataclass with slots for every object, which was a tenth of the coordinator's
 work for a task (docs/PROFILES.md).

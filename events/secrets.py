@@ -2,7 +2,7 @@
 
 A value is a secret by its key, its type (`Secret`, pydantic's SecretStr), or its form (a bearer token, an API key, a
 URL with a password). Recorded configs have `***` instead. Recorded tasks have a name, `${secret:...}`, since they may
-run again: the value is in a private file, and the runner restores it just before the workflow gets the task.
+run again: a private file has the value, and the runner restores it just before the workflow gets the task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECRET_KEYS = (
     "authorization", "auth", "bearer", "cookie", "credential", "credentials", "connection_string", "pat", "dsn",
     "webhook", "webhook_url",
 )
-"""A secret's key is one of these or ends with one after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
+"""Keys of secrets, alone or after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
 
 _MANY = tuple(f"{key}s" for key in SECRET_KEYS if key not in ("token", "auth", "pwd", "authorization", "credentials"))
 """Keys of several secrets: `api_keys`. Plain `tokens` is not one of them, since those are a model's."""
@@ -56,20 +56,20 @@ _WITHIN = re.compile(
     r"(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?i:bearer|basic)\s+(?P<value>[^\s'\"]{8,})|"
     r"(?P<key>\b(sk|rk)-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b)"
 )
-"""A secret inside a longer text. It is stricter, since a prompt may speak of tokens and bearers."""
+"""Secret inside a longer text. It is stricter than `_LOOKS`, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
 _URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
 """Passwords of URLs inside a longer text."""
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
 SHORT = 6
-"""Minimum length of a secret that is searched for in other texts; shorter ones occur in any text."""
+"""Minimum length of a secret that is replaced in other texts; shorter ones occur in any text."""
 LOCK_SECONDS = 10.0
-"""Seconds to wait for the lock of the secrets file, which is held for some milliseconds."""
+"""Seconds to wait for the lock of the secrets file, which a process holds for some milliseconds."""
 
 
 class Secret(str):
-    """A text that must not be shown, whatever its key."""
+    """Text that must not be shown, whatever its key."""
 
     __slots__ = ()
 
@@ -139,9 +139,9 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
-def mask(value: Any, key: str = "") -> Any:
+def mask(value: Any) -> Any:
     """Return a JSON value without secrets or passwords in URLs, to be shown."""
-    return replaced(value, _mask_text, key)
+    return replaced(value, _mask_text)
 
 
 def _mask_text(value: str) -> str:
@@ -163,7 +163,7 @@ def masked_text(text: str, environment: Mapping[str, str]) -> str:
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:
-    """Return the keys whose values `mask` has masked."""
+    """Return the keys whose values `mask` changed."""
     if isinstance(value, Mapping):
         return [k for key, v in value.items() for k in masked_keys(v, f"{path}.{key}" if path else str(key))]
     if isinstance(value, list):
@@ -172,7 +172,7 @@ def masked_keys(value: Any, path: str = "") -> list[str]:
 
 
 class SecretFile:
-    """A private file with the secrets of tasks, one line each with name and value."""
+    """Private file with the secrets of tasks, one line each with name and value."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "secrets"
@@ -183,7 +183,7 @@ class SecretFile:
         return replaced(value, self._keep)
 
     def reveal(self, value: Any) -> Any:
-        """Return a task's fields with its secrets restored. Raises DataError for one that is not on this machine."""
+        """Return a task's fields with its secrets restored. Raises DataError for a secret that this machine lacks."""
         if isinstance(value, dict):
             return {k: self.reveal(v) for k, v in value.items()}
         if isinstance(value, list):

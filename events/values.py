@@ -30,15 +30,15 @@ NAME_LENGTH = 200
 MOST_METRICS = 10_000
 """Maximum number of metrics of one run, and of one step of a trainer."""
 _SHOWN = 80
-"""Characters of a wrong value that its error shows."""
+"""Number of characters of a wrong value that its error shows."""
 
 BatchId = int | str
 BatchType = Literal["train", "eval", "collect"]
 """Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Cause of a failed attempt: the task's data, workflow code, the time limit, the grader, the runner's death, our
-code."""
+"""Cause of a failed attempt: the task's data, workflow code, the time limit, the grader, the runner's death, our code.
+"""
 
 
 class BatchLifecycleState(StrEnum):
@@ -68,7 +68,7 @@ def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str
 def with_offset(at: datetime) -> datetime:
     """Return a moment with its offset; one without a zone is local.
 
-    Raises DataError for a local time that came twice or never, since the clock was changed.
+    Raises DataError for a local time that came twice or never, because clocks were changed.
     """
     if at.tzinfo is not None:
         return at.astimezone()
@@ -135,7 +135,7 @@ def batch_stream(batch_id: BatchId) -> str:
 
 
 class Args(dict[str, Any]):
-    """Arguments of a task, whose keys are also attributes. Missing known ones have defaults; None: as in the config.
+    """Arguments of a task, whose keys are also attributes. Missing known keys have defaults; None: as in the config.
 
     >>> args = Args({"prompt_key": "question"})
     >>> args.prompt_key, args.response_key, args.system_prompt
@@ -160,8 +160,7 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """Data sample, the workflow that plays it, and how often. Fields have Trinity-RFT's order, for positional
-    arguments.
+    """A data sample, the workflow that plays it, and how often. Fields have Trinity-RFT's order, for positional use.
 
     Submission sets `batch_id` and `task_id` (the position in the batch). All fields but the two classes are plain JSON.
     """
@@ -206,7 +205,7 @@ class Task:
         return cls(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return `raw_task`, under the name that Trinity-RFT has for it."""
+        """Return `raw_task`, under Trinity-RFT's name for it."""
         return self.raw_task
 
     @property
@@ -232,7 +231,7 @@ class TaskWrapper:
 
 @dataclass(slots=True)
 class Status:
-    """Outcome of a task. `metrics` has one dict per run; from a Scheduler one dict for the whole task."""
+    """Outcome of a task. `metrics` has one dict per run; from a Scheduler it has one dict for the whole task."""
 
     completed_runs: int
     total_runs: int

@@ -1,7 +1,7 @@
 """Fold of a batch's stream into a `BatchState`.
 
-The coordinator and a replay both change a `BatchState` by `evolve(state, event)` alone, so live and replayed states are
-equal. `evolve` reads no clock and no database. It changes the state in place: copy it first if you need the old one.
+The coordinator and a replay both change a `BatchState` by `evolve` alone, so live and replayed states are equal.
+`evolve` reads no clock and no database. It changes the state in place: copy it first if you need the old one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BatchState:
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Reason for each task that was given up unfinished."""
+    """Reason why each task was dropped unfinished."""
     failed_attempts: int = 0
     oldest_version: int | None = None
     """Oldest weights version among the tokens of its completed runs."""

@@ -1,8 +1,8 @@
 """Fold of the experience queue: the experiences that train batches delivered, and how often each was taken.
 
 It folds BatchFinalized, ExperiencesTaken and the events that take these back, and needs about 16 bytes an experience.
-The queue holds the newest deliveries, up to `capacity` experiences; older ones leave the queue, but stay in the log and
-the payload store. A batch's delivery also leaves when its payloads are freed or its id is submitted again.
+The queue holds the newest deliveries, up to `capacity` experiences. Older ones leave it, but stay in the log and the
+payload store. A batch's delivery also leaves when its payloads are freed or its id is submitted again.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
     state.deliveries |= newer
     unused = state.unused
     _trim(state)
-    state.unused = unused  # a delivery that does not fit had left before
+    state.unused = unused  # a delivery that does not fit was counted when it left
 
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:

@@ -14,11 +14,11 @@ from trinity_es.events.values import batch_stream
 __all__ = ["EXPERIENCES", "experience_digests", "freed_at"]
 
 EXPERIENCES = "experiences"
-"""Stream of the events about experiences of no batch, or of many."""
+"""Stream of events about experiences of no batch, or of many."""
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """Return the last position at which payloads were freed, by batch stream. Batches submitted later have theirs."""
+    """Return the last position at which payloads were freed, by batch stream. Later submissions keep theirs."""
     freed: dict[str, int] = {}
     for item in recorded:
         if isinstance(item.event, ev.PayloadsFreed):

@@ -51,12 +51,12 @@ class RunnerLife:
     """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
     served: bool = False
-    """True if it has ever had the current version. If so, it keeps serving when it can't load a newer one."""
+    """True if it has ever had the current version. Then it keeps serving when it can't load a newer one."""
     refused: tuple[int, str] | None = None
     """(version, error) of its last load, if that failed."""
 
     def refuses(self, weights: Weights) -> str:
-        """Return why it could not load these weights; empty if it has them or has not tried."""
+        """Return the error with which it failed to load these weights; empty if it has them or did not try yet."""
         version, error = self.refused or (None, "")
         return error if version == weights.version != self.model_version else ""
 
@@ -121,7 +121,7 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
         case ev.WeightsLoaded():
             life.model_version, life.served, life.refused = event.version, True, None
         case ev.WeightsFailed():
-            life.refused = event.version, event.error  # it goes on with what it had
+            life.refused = event.version, event.error  # it goes on with its weights
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:

@@ -1,7 +1,4 @@
-"""The whole config, and its form inside a running system.
-
-`trinity_es.config` reads a file, resolves its variables and makes its paths absolute.
-"""
+"""The whole config, as a file has it and as a running system has it. `trinity_es.config` reads the file."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class RunConfig(Section):
         return data
 
     def masked(self) -> dict[str, Any]:
-        """Return the config as plain JSON with `***` for every secret, so that it may be shown and recorded."""
+        """Return the config as plain JSON with `***` for every secret, to be shown and recorded."""
         plain = self.plain()
         data: dict[str, Any] = mask({key: plain[key] for key in RunConfig.model_fields})
         data["store"]["url"] = masked(self.store.url)

@@ -1,6 +1,6 @@
 """Sections of the config about models, engines, explorer, trainer, store and system. `config.py` combines all sections.
 
-The docstring under a field is its line in docs/CONFIG.md. Code uses every key.
+The docstring under a field is its line in docs/CONFIG.md.
 """
 
 from __future__ import annotations

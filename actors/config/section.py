@@ -32,7 +32,7 @@ def _text(value: Any, check: Callable[[Any], str]) -> str:
 
 
 def matching(pattern: str, form: str) -> AfterValidator:
-    """Return a validator of texts that must match `pattern` as a whole; its error describes them by `form`."""
+    """Return a validator of texts that must match `pattern` as a whole; `form` describes them in its error."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):

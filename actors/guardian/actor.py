@@ -3,10 +3,9 @@
 Runners are its children, not the coordinator's, so they outlive a coordinator. The guardian tells runners where the
 coordinator and the auxiliary models are, the coordinator which runners died, and clients where to send requests.
 
-A child fails in four ways: its process is gone (Thespian reports it), it never said hello, its heartbeat stopped (it
-hangs, or was stopped), or its engine's loop does not answer although the heartbeat goes on. In the last three the
-guardian kills it with SIGKILL, a runner with its whole process group. `supervision.py` decides which child is overdue
-and when it is started again.
+A child fails in four ways: its process is gone (Thespian reports it), it never said hello, its heartbeat stopped, or
+its engine's loop does not answer although the heartbeat goes on. In the last three the guardian kills it with SIGKILL,
+a runner with its whole process group. `supervision.py` decides which child is overdue and when it is started again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NAME = "trinity-es-guardian"
 """Global name of the guardian in the actor system."""
 
 END_SECONDS = 20.0
-"""How long an orderly end may take before the processes are killed, if the system ends by itself."""
+"""How long an orderly end may take before the processes are killed."""
 RETIRE_SECONDS = 10.0
 """How long runners may take to stop their engines before the coordinator closes the log without them."""
 LEFT_SECONDS = 1.0
@@ -133,7 +132,7 @@ class Guardian(BaseActor):
         self.tell_endpoints([child])
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
-        """Send the auxiliary models' endpoints to those in `to`, or else to coordinator and rollout runners."""
+        """Send the auxiliary models' endpoints to `to`, by default to the coordinator and the rollout runners."""
         if not self.config.auxiliary:
             return
         models: dict[str, dict[str, str]] = {model: {} for model in self.config.auxiliary}
@@ -161,8 +160,7 @@ class Guardian(BaseActor):
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
             self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own message was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
-            # the first one was lost
-            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
+            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))  # the first was lost
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         child = self.children["coordinator"]
@@ -254,7 +252,6 @@ class Guardian(BaseActor):
             self.child_died(child, f"process {child.pid} ended")
 
     def check(self) -> None:
-        """End overdue children, and cut log files that grew too long."""
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
@@ -336,7 +333,7 @@ class Guardian(BaseActor):
             self.start_runner(child.name, child.model)
 
     def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
-        """End everything: another system took the store, and both would take it from each other for ever."""
+        """End everything: another system took the store, and otherwise both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
             return  # from an earlier coordinator: its successor decides
         self.log.error("fenced off: %s", message.owner)
@@ -379,14 +376,14 @@ class Guardian(BaseActor):
         self.check_retired()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Ask the head to give this host no new units; end the host at once if no head has ever taken it in.
+        """Ask the head to give this host no new units; end the host at once if no head has ever admitted it.
 
         `join` repeats the message, which is lost while the agent, its connection or the head's log is away.
         """
         if self.config.host is None or self.stopping:
             return
         if not self.epoch:
-            self.end("this host leaves, and no head has taken it in")
+            self.end("this host leaves, and no head has admitted it")
         elif self.coordinator_address is not None:
             self.send(self.coordinator_address, message)
 
@@ -417,7 +414,6 @@ class Guardian(BaseActor):
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
-        """End the whole system in order, because it is of no use any more."""
         if not self.ending:
             self.log.warning("the system ends: %s", reason)
             self.ending = True

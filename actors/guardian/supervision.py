@@ -6,8 +6,7 @@ its engine is not ready in time. If the guardian itself was suspended, it extend
 A runner that ends is started again after a pause that doubles with every end, with some jitter so that many do not
 start at once; one long healthy life resets the count. A runner that ends too often is quarantined: its slot stays
 empty, an event records it, and the others go on. The coordinator is never quarantined, since nothing goes on without
-it. It is started again at once after a life that served, and after the same growing pauses if short lives follow each
-other.
+it. After a life that served it is started again at once, and after several short lives with the same growing pauses.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ENDED = GONE | {"retired", "failed"}
 CHECK_SECONDS = 1.0
 """Interval between two checks of the children's heartbeats."""
 HELLO_SECONDS = 60.0
-"""How long a new process may take until its first heartbeat, on a busy machine."""
+"""How long a new process may take until its first heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,7 @@ def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
 def short_lives(policy: Policy, before: int, served: float) -> int:
     """Return the number of short lives of coordinators in a row, this one included; `before` is without this one.
 
-    Longer lives do not count, because their ends are no sign of trouble at the start. If they did, a coordinator killed
-    early after several long lives would have the longest pause.
+    A longer life resets it. Otherwise a coordinator killed early after several long lives would have the longest pause.
     """
     return 0 if served >= policy.short else before + 1
 
@@ -104,7 +102,6 @@ class Child:
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
     short_lives: int = 0
-    """Short lives of a coordinator in a row."""
     state: str = "starting"
     seen: float = 0.0
     silent: float = 0.0
@@ -120,7 +117,7 @@ class Child:
     endpoint: str = ""
     """URL of its engine while it serves."""
     leaving: bool = False
-    """It has orders to retire, because its server was removed."""
+    """It retires, because its server was removed."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"

@@ -1,8 +1,8 @@
 """Limit on the size of log files, whichever process writes to them.
 
-A system's processes, their workflows and the programs that these start write to open files: by loggers, by `print`, and
-directly to descriptor 1. No logging handler sees all of it, so a file that grew too long is copied and truncated in
-place. All writers have it open for appending and go on at its new end without waiting.
+A system's processes, their workflows and the programs that these start write by loggers, by `print`, and directly to
+descriptor 1. No logging handler sees all of it, so a file that grew too long is copied and truncated in place. All
+writers have it open for appending and go on at its new end without waiting.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def printed_to() -> str | None:
 def cut(paths: Iterable[str], most: int = MOST_BYTES) -> list[str]:
     """Truncate each file that grew beyond `most` bytes, and return these files.
 
-    `FILE.1` gets the last `most` bytes, and replaces the copy of the time before. Never raises: if the disk is full,
-    there is no copy.
+    The last `most` bytes replace `FILE.1`. Never raises: if the disk is full, there is no copy.
     """
     cut_files = []
     for path in paths:

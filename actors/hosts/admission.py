@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["Admission", "Items"]
 
 Items = list[tuple[str, Any]]
-"""Messages, each with the name of the process that it is to, or from."""
+"""Messages, each with the name of its receiver or sender."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""The head's certificate: each coordinator that admits hosts makes one for its time as leader, and its lease names it.
-"""
+"""The head's certificate. Each coordinator that admits hosts makes one, and its lease names it."""
 
 from __future__ import annotations
 

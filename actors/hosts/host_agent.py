@@ -1,4 +1,4 @@
-"""Agent of the coordinator on a host that joined: the guardian starts it, and restarts it.
+"""Agent of the coordinator on a host that joined; the guardian starts and restarts it.
 
 The host's guardian, runners and clients use it as their coordinator. It decides nothing: it forwards their messages to
 the head over one connection, and the head's messages to their receivers. The log's lease says where the head is. An
@@ -30,12 +30,11 @@ __all__ = ["HostAgent"]
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats to the guardian."""
 FIND_SECONDS = 2.0
-"""Time limit of the database for naming the leader."""
+"""Time limit for asking the database who leads."""
 LEFT_SECONDS = 1.0
 """Time limit for the last messages to the head."""
 MAX_CLIENTS = 10_000
-"""Maximum number of open requests of this host's clients; beyond it the oldest loses its answer, and its client asks
-again."""
+"""Maximum number of open requests of this host's clients; beyond it the oldest client gets no answer and asks again."""
 
 
 class HostAgent(BaseActor):
@@ -49,10 +48,9 @@ class HostAgent(BaseActor):
         self.start_watch()
         self.epoch = 0
         self.addresses: dict[str, Any] = {}
-        """Addresses of this host's runners, by name."""
         self.clients: OrderedDict[str, Any] = OrderedDict()
         """Clients, by the id of their request."""
-        self.said = ""
+        self.last_problem = ""
         self.shows = Path(config.system.log_dir) / "connected"
         self.show(False)
         me = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
@@ -60,7 +58,7 @@ class HostAgent(BaseActor):
         dialer = HeadDialer(config.host.name, key, self.find_head, config.hosts.timeout)
         self.loads = PulledLoads(
             FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), dialer),
-            to_runner=self.to_runner, to_head=lambda name, told: self.end_.send(name, told), post=self.post,
+            to_runner=self.to_runner, to_head=lambda name, result: self.end_.send(name, result), post=self.post,
             log=self.log,
         )
         self.end_ = HostEnd(
@@ -80,15 +78,14 @@ class HostAgent(BaseActor):
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
-        """Send the guardian a sign of life."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
     # --- the connection ---------------------------------------------------------------------------------------------
     def connected(self, epoch: int, leads: int) -> None:
         """Have all runners introduce themselves and repeat what was not acknowledged."""
-        self.log.info("taken in by the head, as epoch %d of this host; the coordinator's is %d", epoch, leads)
-        self.epoch, self.said = leads, ""
+        self.log.info("the head admitted this host with epoch %d; the coordinator's is %d", epoch, leads)
+        self.epoch, self.last_problem = leads, ""
         self.show(True)
         self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
 
@@ -102,8 +99,8 @@ class HostAgent(BaseActor):
     def disconnected(self, why: str) -> None:
         """Log, once, why the connection can't be made again."""
         self.show(False)
-        if why != self.said:
-            self.said = why
+        if why != self.last_problem:
+            self.last_problem = why
             self.log.warning("no connection to the head: %s", why)
 
     def refused(self, why: str) -> None:
@@ -112,7 +109,6 @@ class HostAgent(BaseActor):
         self.send(self.guardian, messages.LeaseLost(why))
 
     def take(self, items: Items) -> None:
-        """Forward messages of the head."""
         for name, message in items:
             if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
@@ -133,13 +129,12 @@ class HostAgent(BaseActor):
 
     # --- what this host's processes say -----------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
-        """Forward a message of a runner or the guardian."""
-        told = self.loads.told(message)
+        forwarded = self.loads.forwarded(message)
         if sender == self.guardian:
-            self.end_.send("", told)
+            self.end_.send("", forwarded)
         else:
             self.addresses[message.name] = sender
-            self.end_.send(message.name, told)
+            self.end_.send(message.name, forwarded)
 
     on_RunnerStatus = on_Heartbeat = on_RunnerActivity = on_OutcomeReport = on_LeaseReport = to_head  # noqa: N815
     on_WeightsLoadResult = on_AdaptersLoadResult = on_GroupJoinResult = to_head  # noqa: N815
@@ -161,7 +156,7 @@ class HostAgent(BaseActor):
         """Tell the head that this host is gone."""
         self.show(False)
         self.loads.stop()
-        if not self.epoch:  # and stop asking to join
+        if not self.epoch:  # not admitted: stop trying
             self.end_.stop()
         self.end_.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -1,12 +1,11 @@
 """The two ends of the connection between a host and the head, each an event loop in its own thread.
 
 The head is an HTTPS server (`certificate.py`), and the host holds a WebSocket to it (`head_dialer.py`). A client
-without a token of the key gets 401 and nothing else. Messages are pickles, since whoever has the key may run code
-anyway.
+without a token of the key gets 401 and nothing else. Messages are pickles: whoever has the key may run code anyway.
 
 Nothing here blocks its actor: outgoing messages go into a queue, and incoming ones to a callable that the actor makes
-with `post`. Messages under way are lost when a connection breaks. Runners and coordinator repeat what was not
-acknowledged, as they do after a restart of either.
+with `post`. A broken connection loses the messages under way. Runners and coordinator repeat what was not acknowledged,
+as they do after a restart of either.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ __all__ = ["HeadEnd", "HostEnd", "LoopThread"]
 BEAT_SECONDS = 1.0
 """Maximum interval between two frames."""
 REDIAL_SECONDS = 0.2, 5.0
-"""Pause before the next attempt to find the head, or to listen: the first, and the longest."""
+"""Shortest and longest pause before the next attempt to find the head, or to listen."""
 MAX_WAITING = 20_000
-"""Maximum number of messages that wait for a host; beyond it the connection is ended."""
+"""Number of messages waiting for a host beyond which the connection is ended."""
 FRAME_BYTES = 128 * 1024
-"""Size of a frame beyond which it takes no further message: on a slow link a large frame would look like silence."""
+"""Size beyond which a frame takes no further message: on a slow link a large frame would look like silence."""
 SILENCE = 1 / 3, 3.0
-"""A connection that is silent for this share of the timeout, or for so many seconds if that is longer, is replaced. So
-a link that returns is used at once, while TCP would wait as long again as it was away."""
+"""Share of the timeout, and seconds: a connection that is silent for the longer of the two is replaced. So a link that
+returns is used at once, while TCP would wait as long again as it was away."""
 WARN_SECONDS = 10.0
-"""Interval between two warnings about strangers."""
+"""Interval between two warnings about refused requests."""
 _log = logging.getLogger(__name__)
 
 
 class _Pipe:
-    """One open connection: outgoing queue, heartbeat, and the receiver of its messages."""
+    """One open connection, with its outgoing queue and heartbeat."""
 
     def __init__(
         self, ws: web.WebSocketResponse | ClientWebSocketResponse, connection: Any, take: Callable[[Items], None],
@@ -71,14 +70,14 @@ class _Pipe:
         """Time of the last message received."""
 
     def put(self, name: str, message: Any) -> None:
-        """Queue a message to, or from, the process of this name; called in the event loop."""
+        """Queue a message for the process of this name, or from it; called in the event loop."""
         self._out.append(pickle.dumps((name, message), protocol=5))
         self._wake.set()
         if len(self._out) > MAX_WAITING:
             self._full.set()
 
     async def run(self) -> str:
-        """Work until the connection ends; return the reason."""
+        """Work until the connection ends, and return the reason."""
         tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +89,6 @@ class _Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """End the connection at once and drop unsent messages."""
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -105,7 +103,7 @@ class _Pipe:
                     await asyncio.sleep(0)  # without it, a long queue would starve other tasks
                     await self._ws.send_bytes(self._next())
             except OSError as e:
-                return f"it can't be sent to: {e}"
+                return f"it can't be reached: {e}"
 
     def _next(self) -> bytes:
         frame = bytearray()
@@ -123,18 +121,18 @@ class _Pipe:
             try:
                 items = list(_items(message.data))
             except Exception as e:  # a message of ours that can't be unpickled here
-                return f"it says what is not understood here: {type(e).__name__}"
+                return f"a message of it can't be read: {type(e).__name__}"
             if items:
                 self._take(items)
 
     async def _fill(self) -> str:
         await self._full.wait()
-        return f"it takes nothing: {len(self._out)} messages wait for it"
+        return f"it reads nothing: {len(self._out)} messages wait for it"
 
     async def _watch(self) -> str:
         while (silent := time.monotonic() - self.heard) < self._timeout:
             await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
-        return f"nothing was heard of it for {self._timeout:.0f} s"
+        return f"no message came from it for {self._timeout:.0f} s"
 
 
 def _items(frame: bytes) -> Iterator[tuple[str, Any]]:
@@ -153,19 +151,17 @@ class LoopThread:
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this coroutine in the loop."""
         try:
             asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # it was closed
             work.close()
 
     def call(self, call: Callable[[], Any]) -> None:
-        """Call this in the loop soon; after the loop's end nothing happens."""
+        """Call this in the loop soon; do nothing if the loop has ended."""
         with suppress(RuntimeError):  # it was closed
             self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """Cancel everything in the loop and end it."""
         self.begin(self._end())
 
     async def _end(self) -> None:
@@ -194,8 +190,8 @@ class HeadEnd:
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`key` is called for each request; it may read a file and raise WrongKey. `facts()`, which may block, returns
-        the answer for a host that asks without joining.
+        """`key` is called for each request; it may read a file and raise WrongKey. `facts()` returns the answer for a
+        host that asks without joining; it may block.
         """
         self._address, self._key, self._certificate, self._timeout = address, key, certificate, timeout
         self._hello, self._take, self._gone, self._facts = hello, take, gone, facts
@@ -206,7 +202,7 @@ class HeadEnd:
         self._refused, self._warned = 0, float("-inf")
 
     def start(self) -> Future[int]:
-        """Begin to listen, and retry while the port is still a predecessor's. Calls back with the port."""
+        """Begin to listen, retrying while a predecessor still has the port. The future is the port."""
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
@@ -235,9 +231,9 @@ class HeadEnd:
     def send(self, host: str, to: str, message: Any) -> None:
         """Send to a host, from any thread; dropped if the host has no connection now."""
         def put() -> None:
-            found = self._pipes.get(host)
-            if found is not None:
-                found[1].put(to, message)
+            connection = self._pipes.get(host)
+            if connection is not None:
+                connection[1].put(to, message)
 
         self._thread.call(put)
 
@@ -248,14 +244,13 @@ class HeadEnd:
     def hang_up(self, host: str, epoch: int) -> None:
         """End the connection to this epoch of a host, from any thread."""
         def end() -> None:
-            found = self._pipes.get(host)
-            if found is not None and found[0] == epoch:
-                found[1].close()
+            connection = self._pipes.get(host)
+            if connection is not None and connection[0] == epoch:
+                connection[1].close()
 
         self._thread.call(end)
 
     def stop(self) -> None:
-        """Stop listening and end all connections."""
         def close() -> None:
             if self._server is not None and self._runner.server is not None:
                 self._server.close()
@@ -271,7 +266,6 @@ class HeadEnd:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refuse clients without the key."""
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:
@@ -280,16 +274,17 @@ class HeadEnd:
         shown = request.headers.get("Authorization", "")
         if not hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()):
             name = request.headers.get(NAME_HEADER, "")[:64]
-            self._warn(request, "it shows no key" if not shown else f"it has another key, and calls itself {name!r}: "
+            self._warn(request, "it has no key" if not shown else f"it has another key, and calls itself {name!r}: "
                        "give that host the head's (hosts.key_file, or TRINITY_ES_KEY)")
             raise web.HTTPUnauthorized
         return await handler(request)
 
-    async def _admission(self, said: Mapping[str, Any], request: web.Request) -> Admission:
+    async def _admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
         """Return the decision of `hello`. Raises TimeoutError while the log can't be written."""
-        asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
-        self._hello(said, request.remote or "", lambda found: self._thread.call(lambda: _settle(asked, found)))
-        return await asyncio.wait_for(asked, self._timeout)
+        decision: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+        self._hello(
+            offer, request.remote or "", lambda answer: self._thread.call(lambda: _settle(decision, answer)))
+        return await asyncio.wait_for(decision, self._timeout)
 
     async def _check(self, request: web.Request) -> web.Response:
         try:
@@ -301,8 +296,8 @@ class HeadEnd:
 
     async def _folder(self, request: web.Request) -> web.Response:
         try:
-            said = await request.json()
-            admission = await self._admission({"fetch": said.get("fetch"), "build": said.get("build")}, request)
+            wish = await request.json()
+            admission = await self._admission({"fetch": wish.get("fetch"), "build": wish.get("build")}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         if admission.refused:
@@ -314,20 +309,20 @@ class HeadEnd:
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
-            said = await _first(ws, HELLO_SECONDS)
-            admission = await self._admission(said, request)
+            offer = await _first(ws, HELLO_SECONDS)
+            admission = await self._admission(offer, request)
             if admission.refused:
-                _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
+                _log.warning("host %s is refused: %s", offer.get("name"), admission.refused)
                 await ws.send_json({"refused": admission.refused, "for_good": admission.for_good})
             else:
-                await self._joined(ws, connection, str(said["name"]), admission)
+                await self._joined(ws, connection, str(offer["name"]), admission)
         return ws
 
     async def _joined(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
         epoch = admission.epoch
         pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
         before = self._pipes.get(host)
-        if before is not None and before[0] > epoch:  # this epoch ended before it heard so
+        if before is not None and before[0] > epoch:  # the host has a newer epoch already
             return
         self._pipes[host] = epoch, pipe
         if before is not None:
@@ -337,26 +332,25 @@ class HeadEnd:
             self._take(host, epoch, [])  # it is connected
             why = await pipe.run()
         except OSError as e:
-            why = f"it can't be answered: {e}"
+            why = f"it can't be reached: {e}"
         now = self._pipes.get(host)
         if now == (epoch, pipe):
             del self._pipes[host]
-        if now is None or now[0] != epoch or now[1] is pipe:  # unless another connection of this epoch took its place
+        if now is None or now[0] != epoch or now[1] is pipe:  # unless another connection of this epoch replaced it
             self._gone(host, epoch, why, pipe.heard)
 
     def _warn(self, request: web.Request, why: str) -> None:
         self._refused += 1
         if time.monotonic() - self._warned >= WARN_SECONDS:
             self._warned = time.monotonic()
-            _log.warning("refused who wanted to join from %s: %s (%d refused so far)", request.remote, why,
-                         self._refused)
+            _log.warning("refused a request from %s: %s (%d refused so far)", request.remote, why, self._refused)
 
 
 class HostEnd:
     """The host's end: finds the head, connects, and repeats both whenever the connection ends.
 
     The callables run in its thread: `up(epoch, coordinator epoch)`; `take(items)`; `down(reason)`, also for each failed
-    attempt; `refused(reason)`: the head refuses this host for good, and no attempt follows.
+    attempt; `refused(reason)` when the head refuses this host for good, and no attempt follows.
     """
 
     def __init__(
@@ -369,11 +363,10 @@ class HostEnd:
         self._thread = LoopThread("head")
 
     def start(self) -> None:
-        """Begin to look for the head."""
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:
-        """Send to the head, from the process of this name and from any thread; dropped without a connection."""
+        """Send to the head in the name of this process, from any thread; dropped without a connection."""
         def put() -> None:
             if self._pipe is not None:
                 self._pipe.put(name, message)
@@ -381,7 +374,6 @@ class HostEnd:
         self._thread.call(put)
 
     def stop(self) -> None:
-        """Stop looking for the head."""
         self._thread.stop()
 
     async def _run(self) -> None:
@@ -404,10 +396,10 @@ class HostEnd:
         async with self._dialer.session() as session, session.ws_connect("/join", max_msg_size=MAX_FRAME) as ws:
             connection = ws.get_extra_info("socket")
             await ws.send_json(self._hello)
-            said = require_taken(await _first(ws, HELLO_SECONDS + self._dialer.timeout))
+            answer = require_taken(await _first(ws, HELLO_SECONDS + self._dialer.timeout))
             self._pipe = _Pipe(ws, connection, self._take, self._dialer.timeout)
             pauses.reset()
-            self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
+            self._up(int(answer["epoch"]), int(answer["coordinator_epoch"]))
             return await self._pipe.run()
 
 
@@ -416,10 +408,10 @@ async def _first(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: f
     message = await ws.receive(seconds)
     if message.type is not WSMsgType.TEXT:
         raise ConnectionError("the other side ended the connection")
-    said: dict[str, Any] = json.loads(message.data)
-    return said
+    content: dict[str, Any] = json.loads(message.data)
+    return content
 
 
-def _settle(asked: asyncio.Future[Admission], found: Admission) -> None:
-    if not asked.done():
-        asked.set_result(found)
+def _settle(decision: asyncio.Future[Admission], answer: Admission) -> None:
+    if not decision.done():
+        decision.set_result(answer)

@@ -32,18 +32,14 @@ Wanted = tuple[FolderName, str]
 class _Pull:
     future: Future[Path]
     began: float
-    said: str = ""
-    """Its progress."""
+    progress: str = ""
 
 
 @dataclass(slots=True)
 class _Runner:
-    """State of a runner of this host."""
 
     weights: messages.LoadWeights | None = None
-    """Held order to load weights."""
     adapters: messages.LoadAdapters | None = None
-    """Held order to load adapters."""
     serves: int = 0
     serves_adapters: dict[str, int] = field(default_factory=dict)
     waited: tuple[int, float] = (0, 0.0)
@@ -57,18 +53,16 @@ class PulledLoads:
         self, puller: FolderPuller, *, to_runner: Callable[[str, Any], None], to_head: Callable[[str, Any], None],
         post: Callable[[Callable[[], None]], None], log: logging.Logger,
     ) -> None:
-        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in the name of a runner.
-        """
+        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in a runner's name."""
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[Wanted, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
         self._places: dict[Wanted, Path] = {}
         """Folders of adapters, found or pulled."""
         self._errors: dict[tuple[str, int], str] = {}
-        """Errors of adapters that can't be had, by name and version."""
+        """Errors of adapters that could not be pulled, by name and version."""
         self._newest = 0
         self._adapters: frozenset[Wanted] = frozenset()
-        """Adapters of the newest order."""
         self._thread = LoopThread("pulls")
 
     def stop(self) -> None:
@@ -84,12 +78,12 @@ class PulledLoads:
         self._newest = max(self._newest, order.version)
         for (wanted, path), pull in self._pulls.items():
             if wanted.kind == "weights" and (wanted.version, path) != (order.version, order.path):
-                pull.future.cancel()  # of an older order, or from an earlier path
+                pull.future.cancel()  # a pull of an older order, or from an earlier path
         self._runner(name).weights = order
         self._begin(_weights(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
-        """Have a runner load adapters once they are all here."""
+        """Have a runner load adapters once all of them are here."""
         runner = self._runner(name)
         runner.adapters = order
         named = {(event.adapter, event.version) for event in order.adapters}
@@ -106,15 +100,15 @@ class PulledLoads:
         if wanted in self._pulls and not self._pulls[wanted].future.cancelled():
             return
         name, path = wanted
-        tell = lambda text: self._post(lambda: self._got_on(wanted, text))  # noqa: E731
+        tell = lambda text: self._post(lambda: self._note_progress(wanted, text))  # noqa: E731
         future = asyncio.run_coroutine_threadsafe(self._puller.pull(name, Path(path), tell), self._thread.loop)
         self._pulls[wanted] = _Pull(future, time.monotonic())
         future.add_done_callback(lambda done: self._post(lambda: self._ended(wanted, done)))
 
-    def _got_on(self, wanted: Wanted, text: str) -> None:
+    def _note_progress(self, wanted: Wanted, text: str) -> None:
         pull = self._pulls.get(wanted)
         if pull is not None:
-            pull.said = text
+            pull.progress = text
 
     def _ended(self, wanted: Wanted, future: Future[Path]) -> None:
         pull = self._pulls.get(wanted)
@@ -122,43 +116,43 @@ class PulledLoads:
             return
         del self._pulls[wanted]
         place, error = _outcome(future)
-        seconds, what = time.monotonic() - pull.began, wanted[0]
+        seconds, name = time.monotonic() - pull.began, wanted[0]
         if place is not None:
-            self._log.info("%s is here after %.1f s: %s", what, seconds, place)
+            self._log.info("%s is here after %.1f s: %s", name, seconds, place)
         elif error:
             self._log.error("%s", error)
-        if what.kind == "adapter":
+        if name.kind == "adapter":
             if place is not None:
                 self._places[wanted] = place
             elif error:
-                self._errors[what.name, what.version] = error
-            for name, runner in self._runners.items():
-                self._give_adapters(name, runner)
+                self._errors[name.name, name.version] = error
+            for name_of_runner, runner in self._runners.items():
+                self._give_adapters(name_of_runner, runner)
             return
-        for name, runner in self._runners.items():
+        for name_of_runner, runner in self._runners.items():
             order = runner.weights
             if order is None or _weights(order) != wanted:
                 continue
             runner.weights, runner.waited = None, (order.version, seconds)
             if place is not None:
-                self._to_runner(name, replace(order, path=str(place)))
+                self._to_runner(name_of_runner, replace(order, path=str(place)))
             elif error:
-                told = messages.WeightsLoadResult(name, order.incarnation, order.version, seconds, error)
-                self._to_head(name, told)
+                result = messages.WeightsLoadResult(name_of_runner, order.incarnation, order.version, seconds, error)
+                self._to_head(name_of_runner, result)
 
     def _give_adapters(self, name: str, runner: _Runner) -> None:
-        """Hand on an order whose pulls are over. A folder that can't be had keeps the head's path, where loading fails.
+        """Hand on an order whose pulls are over. An adapter that could not be pulled keeps the head's path, and fails.
         """
         order = runner.adapters
         if order is None or any(_adapter(event) in self._pulls for event in order.adapters):
             return
         runner.adapters = None
-        given = (replace(e, path=str(self._places.get(_adapter(e), e.path))) for e in order.adapters)
-        self._to_runner(name, replace(order, adapters=tuple(given)))
+        adapters = (replace(e, path=str(self._places.get(_adapter(e), e.path))) for e in order.adapters)
+        self._to_runner(name, replace(order, adapters=tuple(adapters)))
 
-    # --- what runners say -------------------------------------------------------------------------------------------
-    def told(self, message: Any) -> Any:
-        """Return the message for the head when a runner or the guardian sends this one."""
+    # --- messages of runners ----------------------------------------------------------------------------------------
+    def forwarded(self, message: Any) -> Any:
+        """Return what the head gets when a runner or the guardian sends this message."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
@@ -167,8 +161,8 @@ class PulledLoads:
                 runner.serves, runner.serves_adapters = message.model_version, dict(message.adapters)
                 if runner.weights is not None and runner.weights.incarnation == message.incarnation:
                     return replace(message, loading=runner.weights.version)
-            case messages.Heartbeat() if (said := self._waits_for(message.name)) and not message.waits_for:
-                return replace(message, waits_for=said)
+            case messages.Heartbeat() if (progress := self._waits_for(message.name)) and not message.waits_for:
+                return replace(message, waits_for=progress)
             case messages.WeightsLoadResult():
                 runner = self._runner(message.name)
                 if message.error is None:
@@ -187,14 +181,14 @@ class PulledLoads:
         return self._runners.setdefault(name, _Runner())
 
     def _waits_for(self, name: str) -> str:
-        """Return why an order to this runner is held; empty if none is held."""
+        """Return the progress of the pulls that this runner waits for; empty if no order is held."""
         runner = self._runners.get(name)
         if runner is None:
             return ""
         held = [] if runner.weights is None else [_weights(runner.weights)]
         held += [] if runner.adapters is None else map(_adapter, runner.adapters.adapters)
         return "; ".join(
-            pull.said or f"{wanted[0]} is pulled from the head"
+            pull.progress or f"{wanted[0]} is pulled from the head"
             for wanted in held if (pull := self._pulls.get(wanted)) is not None
         )
 
@@ -218,7 +212,7 @@ def _adapter(event: ev.AdapterPublished) -> Wanted:
 
 
 def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
-    """Return the place of a folder, or why it can't be had; neither if it is not wanted any more."""
+    """Return the place of a folder, or the reason why it could not be pulled; neither if the pull was cancelled."""
     try:
         return future.result(), ""
     except CancelledError:

@@ -1,7 +1,7 @@
 """Leases, which decide who may write.
 
-A lease is held until another writer takes it. Its epoch, compared in the transaction of each append, decides, so no
-clock matters. It also records its store: in a copy of that store it does not count.
+A lease is held until another writer takes it. Each append compares its epoch in its transaction, so no clock matters.
+A lease also records its store: in a copy of that store it does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["acquire", "check", "read", "release"]
 
 _L = schema.leases.c
 _STORE = "store"
-"""Key of an owner's row that holds the identity of the store."""
+"""Key of an owner's row under which the identity of the store is."""
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:

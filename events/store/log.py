@@ -12,8 +12,7 @@ Its guarantees, each with a test in tests/main/test_log_contract.py or tests/ful
 - read models (`Projector`) change in the transaction of the append, or not at all.
 
 Durability: "process" survives the death of every process, "power" also the loss of power (an fsync per commit). On
-PostgreSQL both are "power", if its server is set to fsync. `projections/reading/follow.py` reads from a remembered
-position on.
+PostgreSQL both are "power", if its server is set to fsync.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class EventLog:
         self._db = database
         self._read_models = ReadModels(database, projectors)
         self.acknowledged: Mark | None = None
-        """The last event that was written through this object, or that the opener already knew."""
+        """Last event that was written through this object, or that the opener already knew."""
         self._generation, self._marking = "", threading.Lock()
         self.memory: Memory | None = None
         """File that notes the last event before an append returns."""
@@ -142,10 +141,10 @@ class EventLog:
         """Write all of `writes`, or nothing. When this returns, they are durable.
 
         `commit_id` names the decision: the same one for every retry, and for no other decision. A write without events
-        only requires its stream's version. `patience`: instead of the log's own; with 0 there is one try. `generation`
-        is the log's generation from here on, if given. Raises ConcurrencyError(stream, expected, actual), Fenced,
-        CommitMismatch, LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried
-        again), and the errors of projectors.
+        only requires its stream's version. `patience` replaces the log's own; with 0 there is one try. `generation`, if
+        given, is the log's from here on. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
+        LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and the
+        errors of projectors.
         """
         drafted = draft(writes, commit_id, lease, metadata)
         size = 32768 + sum(len(r.data) + len(drafted.metadata) + 400 for r in drafted.recorded)
@@ -235,7 +234,7 @@ class EventLog:
             position, previous = one.place(position, previous, repeat(recorded_at))
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
-        """Return the end of the log, and those of these claims that it does not hold."""
+        """Return the end of the log, and the claims that it does not hold."""
         return self._db.read(lambda c: lost_of(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
@@ -248,7 +247,7 @@ class EventLog:
                 self._acknowledge(mark)
 
     def _duplicate(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
-        # One more than this commit has, since the earlier one may have been longer.
+        # One more than this commit has, since the earlier one may be longer.
         values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
         earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
         parts = ("stream", "type", "schema_version", "data")
@@ -352,8 +351,8 @@ class EventLog:
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
         """Return the last event of this type in a stream with a position greater than `after`, or None."""
-        # Not `type = ...`: PostgreSQL assumes that stream and type are independent and expects few rows even if all of
-        # the stream have this type. It would read and sort them all instead of the stream's index from its end.
+        # Not `type = ...`: PostgreSQL assumes that stream and type are independent and expects few rows, even if every
+        # event of the stream has this type. It would read and sort them all instead of the index from its end.
         query = select(schema.events).where(
             _E.stream == stream, func.coalesce(_E.type, "") == type_name, _E.position > after
         )

@@ -28,10 +28,9 @@ class ReadModels:
     """The projectors of one open log. The caller provides the transaction of each call."""
 
     def __init__(self, db: Database, projectors: Sequence[Projector]) -> None:
-        """Raise ValueError if two projectors have the same name."""
         self._db, self.projectors = db, tuple(projectors)
         if len({p.name for p in projectors}) != len(projectors):
-            raise ValueError("two projectors of one name")
+            raise ValueError("two projectors have the same name")
 
     def prepare(self, connection: Connection) -> None:
         """Create missing tables, and bring those that are behind up to date."""
@@ -55,7 +54,6 @@ class ReadModels:
             projector.apply(connection, recorded)
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
-        """Record that the log continues under another generation."""
         own = _K.name.in_([p.name for p in self.projectors])
         connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
 

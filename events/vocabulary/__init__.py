@@ -1,7 +1,7 @@
 """The vocabulary: every event of the log.
 
 Events are frozen, plain JSON, and never change; a new shape is a new `schema_version` with an upcaster in `codec.py`.
-The docstrings of classes and fields are printed into docs/EVENTS.md. Each class names its stream.
+The docstrings of classes and fields are printed into docs/EVENTS.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem"
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Consecutive runs of one task that a runner gets together, and the number of this attempt."""
+    """Consecutive runs of one task that a runner gets together, in one attempt."""
 
     task: int
     run_id_base: int
@@ -49,7 +49,7 @@ class TakenItem:
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """One completed run: its metrics (aggregated from its experiences) and its cost."""
+    """Metrics of one completed run, aggregated from its experiences, and its cost."""
 
     run: int
     metrics: dict[str, float]
@@ -83,17 +83,17 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the field of that name, `<id>` for the
-    batch's."""
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the field of that name, `<id>` for the batch.
+    """
     schema_version: ClassVar[int] = 1
 
     def __init_subclass__(cls, stream: str = "") -> None:
-        if stream:  # `dataclass` makes a class with slots again, without its arguments
+        if stream:  # for a class with slots `dataclass` makes the class once more, without this argument
             cls.stream = stream
 
     @classmethod
     def stream_of(cls, name: str) -> str:
-        """Return the stream of this event about the runner, taskset or output of this name."""
+        """Return the stream of this event for the runner, taskset or output of this name."""
         return f"{cls.stream.partition('<')[0]}{name}"
 
     def own_stream(self) -> str:

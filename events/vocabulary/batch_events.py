@@ -34,14 +34,14 @@ class BatchSubmitted(Event, stream="batch/<id>"):
     """max_repeat_times_per_runner; None: all runs of a task are one unit."""
     detailed_stats: bool = False
     submission: str = ""
-    """The client's id for this request; identifies a resent request."""
+    """The client's id for this request, by which a resent one is recognized."""
     evals: list[int] = field(default_factory=list)
     """Indexes of the tasks that are evals (`Task.is_eval`): their experiences are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksAdded(Event, stream="batch/<id>"):
-    """More tasks were scheduled in an open batch; their numbers and places in its queue follow those already there."""
+    """A scheduler added tasks to an open batch. Their numbers and their places in its queue follow the earlier ones."""
 
     repeat_times: list[int]
     tasks: list[dict[str, Any]] | None = None
@@ -122,8 +122,8 @@ class AttemptFailed(Event, stream="batch/<id>"):
     retry: bool
     seconds: float = 0.0
     blamed: bool = True
-    """True if this attempt counts against those of the unit; false if the whole system, or an engine on a server of
-    others, ended during it."""
+    """True if this attempt counts against those of the unit; false if the whole system, or an engine on an external
+    server, ended during it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class StallDetected(Event, stream="batch/<id>"):
     """Nothing in this batch moved for longer than usual. Recorded once per stall, and again when the cause changes."""
 
     waiting_on: str
-    """The cause in one sentence, with runner and attempt; `why` tells more."""
+    """The cause in one sentence, with runner and attempt; `why` says more."""
     since: float
     """Unix seconds of the last progress."""
 
@@ -257,7 +257,7 @@ class BatchFinalized(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAborted(Event, stream="batch/<id>"):
-    """The batch was aborted on purpose; `result` says how far it came."""
+    """A client aborted the batch, or recovery did; `result` says how far it came."""
 
     reason: str
     result: dict[str, Any]

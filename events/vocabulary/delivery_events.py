@@ -22,12 +22,12 @@ class ExperiencesProcessed(Event, stream="experiences"):
     selected: int
     dropped: int
     request: str = ""
-    """The client's id for this request; identifies a resent request."""
+    """The client's id for this request, by which a resent one is recognized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersRecorded(Event, stream="answers"):
-    """The proxy made these answers; it sends their ends to the clients only after this event."""
+    """The proxy made these answers. It sends their ends to the clients only after this event."""
 
     answers: list[Answer]
 
@@ -54,7 +54,7 @@ class AnswersDelivered(Event, stream="answers"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesRedelivered(Event, stream="experiences"):
-    """A trainer returned to its checkpoint of `step`; it gets these batches again, which it trained on later."""
+    """A trainer returned to its checkpoint of `step`, and gets these batches again, which it trained on later."""
 
     step: int
     batches: list[BatchId]

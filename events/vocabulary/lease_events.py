@@ -13,28 +13,28 @@ __all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTaken(Event, stream="leases"):
-    """An attempt is about to create a resource. From here on it is released, whatever happens to the attempt."""
+    """An attempt is about to create a resource, which the system releases whatever happens to the attempt."""
 
     lease: str
-    """Its key, chosen before the resource exists: the provider labels the resource with it, and finds it by it."""
+    """Key, chosen before the resource exists. The provider labels the resource with it, and finds it by it."""
     batch_id: BatchId
     submission: str
     unit: Unit
     """The attempt that it belongs to; it ends with the attempt at the latest."""
     run: int
-    """Run in the unit; the first if the workflow does several itself."""
+    """Run in the unit; the first one if the workflow plays several runs itself."""
     runner: str
     incarnation: int
     provider: str
-    """Class that creates and releases it, as "module:Class"."""
+    """Class that creates and releases the resource, as "module:Class"."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the provider's constructor."""
     ttl: float
-    """Seconds that it may live without being renewed."""
+    """Seconds after which the resource expires unless the owner renews it."""
     expires: float
     """Unix seconds: `ttl` after it was taken."""
     creation_timeout: float
-    """Seconds after which its creation has failed for certain."""
+    """Seconds after which the provider can no longer create it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class LeaseHeld(Event, stream="leases"):
 
     lease: str
     handle: Any
-    """The provider's own name for it, as plain JSON."""
+    """The provider's own name for the resource, as plain JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class LeaseRenewed(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOrphaned(Event, stream="leases"):
-    """The owner no longer releases it; the coordinator does from here on."""
+    """The owner can no longer release the resource; the coordinator does from here on."""
 
     lease: str
     reason: str
@@ -65,7 +65,7 @@ class LeaseOrphaned(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleaseFailed(Event, stream="leases"):
-    """The provider could not release it; it tries again. Recorded when the error changes, else ever more rarely."""
+    """The provider could not release it and tries again. Recorded if the error changes, otherwise ever more rarely."""
 
     lease: str
     error: str
@@ -79,5 +79,5 @@ class LeaseReleased(Event, stream="leases"):
 
     lease: str
     by: Literal["owner", "coordinator"]
-    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. In a copy of a store always
-    `owner`, since the run belongs to the original, which releases it."""
+    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. Always `owner` in a copy of a
+    store, since the run belongs to the original, which releases it."""

@@ -30,8 +30,8 @@ class RewindAccepted(Event, stream="system"):
     lost: list[KnownEnd]
     """Known ends that the log does not have."""
     first: int
-    """`first` to `last` are the lost positions; at least `last` was acknowledged. 1 if the lost events are of another
-    log, which shares nothing with this one."""
+    """`first` to `last` are the lost positions; at least `last` was acknowledged. 1 if the lost events belong to
+    another log, which shares nothing with this one."""
     last: int
     kept: int
     """Last position before this event; the log up to it is unchanged."""
@@ -61,7 +61,7 @@ class WritingResumed(Event, stream="system"):
     """The log can be written again, after a full disk for example."""
 
     error: str
-    """The last error. Requests in the meantime were answered with it."""
+    """Last error, which requests got in the meantime."""
     seconds: float
     """Seconds from the first failed write to this one."""
 
@@ -71,7 +71,7 @@ class ClockStepped(Event, stream="clock"):
     """The clock that dates events was set. Times before and after this event are not comparable."""
 
     seconds: float
-    """Size of the step: the clock's time now, less its time without the step."""
+    """Size of the step: the clock's time now, minus its time without the step."""
     before: float
     """Time of the event before this one, in unix seconds."""
 
@@ -111,7 +111,7 @@ class RunnerReady(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrencyChanged(_OfRunner):
-    """The runner changed how many units it runs at the same time, since its engine has room or is full."""
+    """The runner changed how many units it runs at the same time, because its engine has room or is full."""
 
     places: int
     """Units that it runs at the same time."""
@@ -137,7 +137,7 @@ class RunnerLost(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerQuarantined(_OfRunner):
-    """The runner ended too often; its slot stays empty until a person restarts the system."""
+    """The runner ended too often; its slot stays empty until a person restarts the runner or the system."""
 
     deaths: int
     """Number of lives that ended within `period_seconds`."""
@@ -153,7 +153,7 @@ class RunnerRetired(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAdded(Event, stream="servers"):
-    """A server of others became an engine; its runner waits for it, and has it load the weights."""
+    """An external server became an engine. Its runner waits for it, and has it load the weights."""
 
     url: str
     runner: str
@@ -164,7 +164,7 @@ class ServerAdded(Event, stream="servers"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRemoved(Event, stream="servers"):
-    """A server stops being an engine: its runner gets no more units, finishes those it has, and retires."""
+    """An external server is no longer an engine: its runner gets no more units, finishes those it has, and retires."""
 
     url: str
     runner: str
@@ -225,7 +225,7 @@ class AdapterRemoved(Event, stream="adapter/<adapter>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoaded(_OfRunner):
-    """A runner's engine answers new requests for this adapter with this version now."""
+    """A runner's engine now answers new requests for this adapter with this version."""
 
     adapter: str
     version: int
@@ -266,7 +266,7 @@ class TasksetResolved(Event, stream="tasksets"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceMeasured(Event, stream="pace"):
-    """A train step ended; this is how long attempts took in all steps so far, for `explorer.dynamic_timeout`."""
+    """A train step ended. The fields sum up the attempts of all steps so far, for `explorer.dynamic_timeout`."""
 
     batch_id: BatchId
     steps: int

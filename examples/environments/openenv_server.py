@@ -1,6 +1,6 @@
 """An OpenEnv server that a tiny model can learn from: two letters, each to be answered with itself, sixteen times.
 
-It runs in a Python of its own, since OpenEnv and the engines need different packages:
+It runs in its own Python, since OpenEnv and the engines need different packages:
 
     uv venv runs/openenv && uv pip install --python runs/openenv openenv==0.10.0
     runs/openenv/bin/python examples/environments/openenv_server.py 8000
@@ -42,7 +42,7 @@ class Letters(Environment[Answer, Question, State]):
         return Question(question=f"{self.letters[0]}=")
 
     def step(self, action: Answer, timeout_s: float | None = None, **more: Any) -> Question:
-        """Reward the share of the first characters that are the letter; over all turns they make 1 at most."""
+        """Reward the share of the first characters that are the letter; the sum over all turns is at most 1."""
         reward = action.answer[:LENGTH].count(self.letters[self.turn]) / LENGTH / TURNS
         self.turn += 1
         over = self.turn == TURNS

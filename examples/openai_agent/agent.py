@@ -31,15 +31,15 @@ def count(shelf: Mapping[str, str], arguments: str) -> str:
 
 
 def answer(question: str, shelf: Mapping[str, str], model: str = "gpt-5-mini", turns: int = 4) -> str:
-    """Return the model's answer, which may call `count` first; "" if it still calls after so many turns."""
+    """Return the model's answer, which may call `count` first; "" if it still calls after `turns` turns."""
     client = OpenAI()
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):
-        said = client.chat.completions.create(model=model, messages=messages, tools=[COUNT]).choices[0].message
-        messages.append(said)
-        if not said.tool_calls:
-            return said.content or ""
-        for call in said.tool_calls:
-            seen = count(shelf, call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+        message = client.chat.completions.create(model=model, messages=messages, tools=[COUNT]).choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            result = count(shelf, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""

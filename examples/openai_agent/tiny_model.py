@@ -39,7 +39,7 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(directory)
-    half = make_tiny_model(path.with_name(f".{path.name}.half"), seed)  # a model that was not taught is none
+    half = make_tiny_model(path.with_name(f".{path.name}.half"), seed)  # renamed once it is taught
     tokenizer = AutoTokenizer.from_pretrained(half)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # not special: the parser has to see them
@@ -55,7 +55,7 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
         rows = tokenizer(lessons, return_tensors="pt", padding=True, add_special_tokens=False)
         begun, ended = ((rows.input_ids == mark).cumsum(1) for mark in (assistant, end))
         labels = rows.input_ids.clone()
-        labels[:, 1:][(begun == ended)[:, :-1]] = -100  # what others say is not learned, nor is padding
+        labels[:, 1:][(begun == ended)[:, :-1]] = -100  # learn neither other messages nor padding
         optimizer.param_groups[0]["lr"] = 5e-3 * min(1, (step + 1) / 30, (steps - step) / 100)
         optimizer.zero_grad()
         model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels).loss.backward()
@@ -66,13 +66,13 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
 
 
 def _lesson(dice: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation whose answer is what the tool said, or, in half of them, a guess."""
+    """Return a conversation whose answer is the tool's result, or, in half of them, a guess."""
     item, number = dice.choice(ITEMS), dice.choice(NUMBERS)
-    asked, said = {"role": "user", "content": f"How many {item}?"}, {"role": "assistant", "content": number}
+    question, answer = {"role": "user", "content": f"How many {item}?"}, {"role": "assistant", "content": number}
     if dice.random() < 0.5:
-        return [asked, said]
+        return [question, answer]
     call = {"type": "function", "function": {"name": "count", "arguments": {"item": item}}}
-    return [asked, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": number}, said]
+    return [question, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": number}, answer]
 
 
 def write_tasks(directory: str | Path, train_rows: int = 512, eval_rows: int = 32, seed: int = 0) -> Path:

@@ -162,11 +162,11 @@ def tell_one(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
         )
     assert timeline is not None  # evolve raises for any other first event
     timeline.state, timeline.last_position, timeline.last_at = state, item.position, item.recorded_at
-    _apply(timeline, item, event)
+    _apply_event(timeline, item, event)
     return timeline
 
 
-def _apply(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
     at = item.recorded_at
     text = ""
     match event:

@@ -1,7 +1,6 @@
 """Breakdown of a batch's time along the task that settled last. Pure.
 
-The batch waits for its last task, so its time splits into that task's waits for a runner, its attempts, and the
-pipeline afterwards.
+A batch waits for its last task, so its time is made of this task's waits for a runner, its attempts, and the pipeline.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Work of one runner in some batches: its units and their outcomes. Pure.
+"""Units of one runner in some batches, and their outcomes. Pure.
 
-Reads the stored JSON directly, without making event objects, because it covers many batches.
+It reads the stored JSON without making event objects, because it covers many batches.
 """
 
 from __future__ import annotations

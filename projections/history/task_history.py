@@ -1,7 +1,4 @@
-"""History of one task, for `trinity-es show BATCH --task N`: its attempts, runners, weights and outcome. Pure.
-
-The texts of rollouts are in their payloads.
-"""
+"""History of one task, for `trinity-es show BATCH --task N`: its attempts, runners, weights and outcome. Pure."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
             delivery = "; its finished runs are delivered" if task in event.kept else ""
             add(f"dropped: {event.reason} ({settled}){delivery}")
         case ev.TaskReopened() if event.task == task:
-            add(f"run again, what it had is set aside: {event.reason}")
+            add(f"run again, its earlier outcome is set aside: {event.reason}")
         case ev.StallDetected() if open_before:
             add(f"the batch stalled: waits for {event.waiting_on}")
         case ev.RecoveryDecided() if not event.units or any(u.task == task for u in event.units):

@@ -31,7 +31,9 @@ _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
 OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
 """Settings that identify a run, so they always differ between two runs."""
 MISSING = "(none)"
-"""Placeholder for a value that one side lacks."""
+"""Value of a key that one side lacks."""
+CONTEXT = 3
+"""Number of events shown before and after the first difference of two logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,8 @@ def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], 
     return low
 
 
-def find_fork(first: Log, second: Log, context: int = 3) -> Fork:
-    """Find the first difference of two logs, with `context` events before and after it."""
+def find_fork(first: Log, second: Log) -> Fork:
+    """Find the first difference of two logs, with up to `CONTEXT` events before and after it."""
 
     def hash_in(log: Log) -> Callable[[int], bytes | None]:
         def hash_at(position: int) -> bytes | None:
@@ -128,9 +130,9 @@ def find_fork(first: Log, second: Log, context: int = 3) -> Fork:
     common = common_prefix(hash_in(first), hash_in(second), min(heads))
 
     def events_after(log: Log, after: int) -> list[Recorded]:
-        return [r for p in range(after + 1, after + 1 + context) if (r := log.at(p)) is not None]
+        return [r for p in range(after + 1, after + 1 + CONTEXT) if (r := log.at(p)) is not None]
 
-    before = [r for p in range(max(1, common - context + 1), common + 1) if (r := first.at(p)) is not None]
+    before = [r for p in range(max(1, common - CONTEXT + 1), common + 1) if (r := first.at(p)) is not None]
     after = events_after(first, common), events_after(second, common)
     return Fork(common=common, heads=heads, before=before, after=after)
 
@@ -178,7 +180,7 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
         elif other is None:
             out.first = _difference(row, None)
         elif differs or row.ended_at is None or _submission(first, row) != _submission(second, other):
-            # Rows tell too little of an open batch, so its events are always compared.
+            # The row of an open batch says too little, so its events are always compared.
             left, right = (meaning(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, other)))
             differences = list(changes(left, right)) or list(changes(_compared_fields(row), _compared_fields(other)))
@@ -214,7 +216,7 @@ def _difference(first: BatchRow | None, second: BatchRow | None) -> BatchDiffere
 
 
 def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
-    """Return what a batch was submitted with, without the client's request id."""
+    """Return the content of a batch's submission, without the client's request id."""
     submitted = log.at(row.first_position)
     data = {} if submitted is None else orjson.loads(submitted.data)
     return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))

@@ -107,7 +107,7 @@ def host_list(
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Replace what the log says with the running system's status."""
+    """Replace the log's values by the running system's."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():

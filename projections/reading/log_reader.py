@@ -218,7 +218,7 @@ class Log(LogEvents):
         system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
         opened = [batch_id for _, batch_id in self._read(read_models.open_batches)]
-        # Without either, no running system was asked, so a missing answer means nothing.
+        # Without either the system was not asked, so a missing answer means nothing.
         asked = live is not None or system is not None
         facts = {**self.processes(), "asked": asked, **(system or {})}
         at = _time.time() if now is None else now

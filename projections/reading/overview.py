@@ -1,7 +1,6 @@
 """Summary of a run for `watch` and the first page of the dashboard, from read models and rare events.
 
-Nothing here reads the whole log: it reads one row for each batch, rare events through their index, and for
-distributions the events of some batches.
+It reads one row for each batch, rare events through their index, and for distributions the events of some batches.
 """
 
 from __future__ import annotations
@@ -108,11 +107,10 @@ class Distributions:
     """Reward of each run that has one."""
     response_tokens: list[int] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed attempts by kind."""
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """Fold events of these batches, given as (type, JSON), since making event objects would take most of the time."""
+    """Fold events of these batches, given as (type, JSON): making event objects would take most of the time."""
     values = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)

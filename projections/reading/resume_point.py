@@ -1,6 +1,6 @@
-"""State that an explorer needs to resume a run, read from its log, and how often each prompt was used.
+"""State that an explorer needs to resume a run, and how often each prompt was used.
 
-Reads only read models and short streams, so the cost grows with steps and not with events.
+Both come from read models and short streams, so the cost grows with steps and not with events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class ResumePoint:
     """Progress of an explorer's run. Steps are train batches 1, 2, ..."""
 
     submitted: int = 0
-    """Last submitted step."""
     finished: int = 0
     """Last step up to which all were finalized or aborted by a person."""
     open: frozenset[int] = frozenset()
@@ -116,7 +115,7 @@ def is_over(log: Log, row: BatchRow) -> bool:
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
-    """Return whether the batch's last submission was aborted because its tokens came from too old weights."""
+    """Return whether the batch's last submission was aborted because the weights behind its tokens were too old."""
     dropped = False
     for recorded in log.events(batch_id):
         event = recorded.event

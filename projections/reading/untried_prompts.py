@@ -23,7 +23,7 @@ from trinity_es.projections.tables.batch_list import BatchRow
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 
 _FEW = 50
-"""Maximum number of prompts to search for in the stored bytes of other batches; above it, every batch is decoded."""
+"""Number of prompts up to which other batches are searched for them as bytes; above it every batch is decoded."""
 
 
 @dataclass(frozen=True, slots=True)

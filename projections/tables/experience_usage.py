@@ -1,8 +1,8 @@
 """Uses of experiences by trainers, in two tables of the read models.
 
-A use is a training step. A whole batch is used when it is acknowledged (`BatchTrained`); an experience in the queue is
-used when it is taken. If a trainer returns to an older checkpoint and uses experiences again, that is no second use,
-because the steps in between are lost with their weights.
+A use is a training step. A whole batch is used when it is acknowledged (`BatchTrained`), and an experience in the queue
+when it is taken. If a trainer returns to an older checkpoint and uses experiences again, that is no second use, because
+the steps in between are lost with their weights.
 """
 
 from __future__ import annotations

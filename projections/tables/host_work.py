@@ -1,7 +1,7 @@
 """Number of tasks that ended on each host that joined: a table of the read models.
 
-It has one row for each host and takes one statement for each host and commit. All other tasks ended on the head's own
-runners, so a run on one host writes nothing here.
+It has one row and takes one statement a commit for each host. All other tasks ended on the head's own runners, so a run
+on one host writes nothing here.
 """
 
 from __future__ import annotations

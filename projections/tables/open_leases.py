@@ -1,6 +1,6 @@
 """Unreleased leases, the fold of stream `leases`, in a table of the read models.
 
-It has one row for each open lease, so a coordinator reads them in the same time however many there ever were.
+It has one row for each open lease, so reading it takes no longer however many leases there ever were.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _C = _table.c
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """Apply one event of stream `leases`, in the transaction that appends it."""
     key = item.event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     row = connection.execute(select(_table).where(_C.lease == key)).one_or_none()
     leases = {} if row is None else {key: _decode(row.data)}

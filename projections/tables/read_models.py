@@ -113,7 +113,6 @@ class ReadModels:
             connection.execute(sa.delete(table))
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
-        """Fold a group of events into the tables with few statements."""
         group = _Group(connection)
         for item in recorded:
             if item.stream.startswith("batch/"):
@@ -187,7 +186,6 @@ class _Group:
             experience_usage.apply(self.new, item)
 
     def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        """Count lost attempts by kind, tasks by reason, and experiences by operator."""
         lost: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:
@@ -377,7 +375,6 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    """Return counts over the batches of each type and state."""
     c = batches.c
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     query = sa.select(c.batch_type, c.state, sa.func.count(), *(sa.func.sum(c[name]) for name in summed))

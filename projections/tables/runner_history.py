@@ -53,7 +53,7 @@ class RunnerIncarnation:
     model_version: int
     attempts_lost: int
     seconds_lost: float
-    """Total time of the lost attempts from dispatch to its end, without the time that its whole system was down."""
+    """Total time of the lost attempts, from dispatch to its end, without the time that the whole system was down."""
 
     @property
     def state(self) -> str:
@@ -66,7 +66,7 @@ class RunnerIncarnation:
 
     @property
     def went_with_host(self) -> bool:
-        """True if it ended because its host was lost or left, so that the runner is not at fault."""
+        """True if it ended because its host was lost or left."""
         return self.died and went_with_host(self.runner, self.reason)
 
 
@@ -114,7 +114,6 @@ class WeightsLoad:
     seconds: float
     """Load time; 0 if it failed."""
     error: str | None
-    """Error if it failed, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +235,6 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
-    """Update or insert the row of the event's life."""
     key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
     new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
     if not _change_life(tuple(values)).change(connection, new):
@@ -264,7 +262,7 @@ def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
 
 
 def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
-    """Record the number of a batch's delivered experiences by weights version."""
+    """Add the number of a batch's delivered experiences by weights version."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count
@@ -289,10 +287,10 @@ def attempt_lost(
     c = _lives.c
     life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
     row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
-    if row is None:  # a life without a row
+    if row is None:
         return
     batch_life = item.stream, event.runner, event.incarnation
-    if batch_life not in dispatches:  # read only since the life began, since the stream may be long
+    if batch_life not in dispatches:  # read only since the life began, because the stream may be long
         dispatches[batch_life] = _dispatch_times(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     before = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]

@@ -1,6 +1,6 @@
 """Answers of the proxy (mode `serve`), the fold of stream `answers`, in a table of the read models.
 
-With it, neither a start nor a reward for an old answer takes longer as answers accumulate.
+With it, a start and a reward for an old answer take no longer as answers accumulate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ _table = sa.Table(
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:
-    """Apply one event, in the transaction that appends it."""
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0

@@ -3,10 +3,8 @@
 One pass over the events checks the hash chain (events/store/checks/verify), recomputes every final result, and folds
 the read models into a temporary SQLite database. Then one transaction compares every row of the log's read models with
 those, and checks the checkpoints, leases and table definitions. Last, every payload is checked against its digest, and
-missing ones are report. Nothing is written or repaired. Memory does not grow with the events, because compared values
-lie in the temporary file.
-
-docs/OBSERVABILITY.md names what this can't detect.
+missing ones are reported. Nothing is written or repaired. Memory does not grow with the events, because compared values
+lie in the temporary file. docs/OBSERVABILITY.md names what this can't detect.
 """
 
 from __future__ import annotations
@@ -91,9 +89,9 @@ def verify_log(
 ) -> Verification:
     """Check the log at a database URL or file path. Its run may go on meanwhile.
 
-    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: the folder with this host's memory of
-    the log, if it is neither where the log says nor beside it. Raises LogNotFound, NotALog for something that never was
-    a log, and LogUnavailable if it can't be reached.
+    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: this host's memory of the log, if it
+    is neither where the log says nor beside it. Raises LogNotFound, NotALog for something that never was a log, and
+    LogUnavailable if it can't be reached.
     """
     try:
         log = EventLog.open(url, read_only=True)
@@ -109,7 +107,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Return whether an unreadable file was a log, by the names of a log's tables near its beginning."""
+    """Return whether an unreadable file was a log: names of a log's tables are near its beginning."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False
@@ -119,7 +117,7 @@ def _was_log(url: str) -> bool:
 
 
 def _damaged_pages(url: str) -> list[str]:
-    """Return the page errors of a file that can't be opened as a log."""
+    """Return the errors in the pages of a file that can't be opened as a log."""
     path = file_of(url)
     if path is None or not path.is_file():
         return []
@@ -138,14 +136,14 @@ def verify_open(
     claims = remembered.claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
         report.problems += log.verify(progress, fold)
-        report.problems += fold.problems.told()
+        report.problems += fold.problems.texts()
         report.notes += fold.notes
         if lost := remembered.lost(log, claims):
             report.problems.append(lost)
         report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
         payloads.check(payload_progress)
-        report.problems += payloads.problems.told()
+        report.problems += payloads.problems.texts()
         report.notes += payloads.notes
         report.payloads = payloads.read
     return report
@@ -330,7 +328,6 @@ class _Fold:
         compare_tables(connection, self.scratch, self.problems)
 
     def _check_batches(self) -> None:
-        """Compare the read model's fold with the replay of each batch."""
         rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
             "SELECT stream, state, tasks FROM rm_batch")}
         for stream, replayed in self.batches.items():

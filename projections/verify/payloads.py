@@ -1,7 +1,6 @@
 """Check of a log's payloads: each matches its digest, and every payload that an event needs is there.
 
-Neither list is held in memory: the needed digests lie in a temporary database, and both lists are read in the same
-order.
+The needed digests lie in a temporary database and both lists are read in the same order, so memory holds neither.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Needs:
             if stream in self._open and submitted == self._submitted[stream]:
                 tasks.setdefault(self._open[stream], []).append(str(task))
         commands = [f"`trinity-es redo {batch_id} {' '.join(numbers)}`" for batch_id, numbers in tasks.items()]
-        return f"; {' and '.join(commands)} lets what it held run again" if commands else ""
+        return f"; run its tasks again with {' and '.join(commands)}" if commands else ""
 
     def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
         """Yield (digest, owner, stream, position), where stream is set if the batch's payloads may be freed."""
@@ -94,7 +93,6 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
-        """Record the positions at which the payloads of these streams were freed."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:
@@ -176,7 +174,7 @@ class Payloads:
         return True
 
     def _still_needed(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return those that were not freed since the events were read."""
+        """Return the missing payloads that were not freed since the events were read."""
         if not missing:
             return []
         later = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))

@@ -17,7 +17,7 @@ __all__ = ["claims", "lost"]
 
 
 def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
-    """Return what this host remembers of the log, from beside the key of its last system and beside its file."""
+    """Return what this host remembers of the log, from beside the key of its last system and beside the log's file."""
     folders = [folder] if folder else []
     with suppress(*UNREADABLE, errors.LogError):
         configured = log.last("system", "SystemConfigured")
@@ -35,7 +35,7 @@ def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
 
 
 def lost(log: EventLog, remembered: Sequence[Claim]) -> str | None:
-    """Return a text on remembered events that the log lacks, or None."""
+    """Return a text on remembered events that the log lacks; None if it has all of them."""
     with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
         head, missing = log.lost(remembered)
         return rewound(log.url, head, missing).message if missing else None

@@ -18,14 +18,14 @@ from trinity_es.projections.tables import host_work, open_leases
 __all__ = ["NEWER", "REBUILD", "UNREADABLE", "compare_tables", "short"]
 
 UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
-"""Errors of a damaged file: those of the driver (whose text may not be UTF-8), and of values of other types."""
+"""Errors of a damaged file: those of the driver, whose text may not be UTF-8, and those of values of other types."""
 NEWER = {open_leases.NAME, host_work.NAME}
 """Tables that logs of older releases lack, which is no problem if they would be empty."""
 REBUILD = "run `trinity-es rebuild`"
 
 
 def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems: Problems) -> None:
-    """Report every row of the read models that differs from `scratch`, into which the events were folded."""
+    """Report every row of the read models that differs from the folded one in `scratch`."""
     for table, columns, key in _tables(scratch):
         try:
             _compare(connection, scratch, problems, table, columns, key)

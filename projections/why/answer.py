@@ -154,24 +154,24 @@ class Why:
 
 
 def mend(runner: str, server: str) -> str:
-    """Return what to do about a runner that is not restarted by itself. `server`: URL of its server, if any."""
+    """Return advice on a runner that is not restarted by itself. `server`: URL of its server, if any."""
     return f"fix what it names, then {another_life(runner, server)}"
 
 
 def another_life(runner: str, server: str) -> str:
-    """Return how to restart a runner or remove its server. `server`: URL of its server, if any."""
+    """Return how to restart a runner or remove its server."""
     command = f"`trinity-es restart-runner {runner}`"
     return command + (f", or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
 def mend_weights(server: str) -> str:
-    """Return what to do about a runner that can't load the current weights. `server`: URL of its server, if any."""
+    """Return advice on a runner that can't load the current weights."""
     advice = "fix what it names, or publish a newer version: it tries again by itself"
     return advice + (f"; or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
 def start_server(url: str) -> str:
-    """Return what to do about an external server that is not there or can't be used."""
+    """Return advice on an external server that is missing or can't be used."""
     return f"start or fix the server {url}, or remove it: `trinity-es scale CONFIG --remove {url}`"
 
 
@@ -189,7 +189,7 @@ def resume_command(store: str) -> str:
 
 
 def mended(resume: str) -> str:
-    """Return the command that resumes a run after a fix. `resume`: from `resume_command`."""
+    """Return the command that resumes a run after a fix, with a hint if the config file changed."""
     if resume.endswith(" CONFIG"):
         return f"`{resume}`"
     return f"`{resume}` (`trinity-es resume CONFIG` if you changed the config file: the log holds the old one)"
@@ -205,7 +205,7 @@ def go_on(resume: str) -> str:
 ADD_SERVER = "`trinity-es scale CONFIG --add URL` adds a server"
 _WAYS = {
     "no_database": "check the database and the network to it: everything goes on by itself when it answers again",
-    "no_answer": "`trinity-es status` shows more; `trinity-es down` and `trinity-es up` go on with what is open",
+    "no_answer": "`trinity-es status` says more; `trinity-es down` and `trinity-es up` go on with what is open",
     "unwritten": "do what it says: acknowledged data is safe, and everything goes on by itself after that",
     "unstored": "do what it says: the runner keeps what it finished, and stores it by itself after that",
     "unseen": "run `trinity-es why` on that host, where it sees the processes",
@@ -230,7 +230,7 @@ _WAYS = {
 
 
 OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "all_failed", "nothing"}
-"""Causes that are never a stall, because the batch waits for its trainer or for nothing."""
+"""Causes that are never a stall."""
 
 
 def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:

@@ -39,7 +39,7 @@ from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, Sys
 __all__ = ["why"]
 
 QUIET_SECONDS = 1.0
-"""Seconds after which the text says that a loop does not answer, though that is no sign of hanging yet."""
+"""Seconds after which the text says that a loop does not answer. It does not count as hung yet."""
 LATE_SECONDS = 5.0
 """Seconds after its limit within which a unit's failure may still arrive."""
 SLOW_TIMES = 3.0
@@ -52,10 +52,10 @@ _RANK = {
     "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
-"""Ranks of a runner that gets no units, if no runner does and if others do."""
+"""Ranks of a runner that gets no units: if no runner does, and if others do."""
 _RANK_ASKED = 4.5
-"""Rank of an auxiliary model's runner that does not answer while units run that may ask it. It precedes slow units,
-which are often many and would hide it."""
+"""Rank of an auxiliary model's runner that does not answer while units run that may ask it. Slow units come after it:
+they are often many and would hide it."""
 _STUCK = {"hung", "no_answer", "unstored"}
 """Causes that are a stall from the start."""
 _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log shows")
@@ -352,7 +352,6 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
 
 
 def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
-    """Explain why units wait although runners serve."""
     taken, by_batch = Counter[str](), Counter[BatchId]()
     for other in snapshot.batches.values():
         for flight in other.state.flights.values():

@@ -16,9 +16,9 @@ __all__ = [
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat (sent every two) or answer of the engine's loop after which a runner is silent."""
 AWAITED_SECONDS = 10.0
-"""Seconds after which it is a problem that an engine waits for something external, such as its server."""
+"""Seconds after which an engine that waits for something external, such as its server, is a problem."""
 LOADING_SECONDS = 300.0
-"""Seconds after which loading weights is a problem. Nothing else detects an external server that hangs in it."""
+"""Seconds after which loading weights is a problem. Nothing else notices an external server that hangs in it."""
 
 
 def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:

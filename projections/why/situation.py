@@ -61,7 +61,7 @@ class RunnerSnapshot:
     loading: int | None = None
     """Weights version that it is loading now."""
     loading_since: float | None = None
-    """When that load began. The running system reports this, and the fields marked with (live)."""
+    """When that load began (live). Fields marked with (live) come from the running system's status."""
     refused: tuple[int, str] | None = None
     """(version, error) of weights that it failed to load; it keeps the previous ones."""
     seen: float | None = None
@@ -71,7 +71,7 @@ class RunnerSnapshot:
     finished: float | None = None
     """When it last finished a unit, in any life."""
     silent: float | None = None
-    """Seconds for which its engine's loop has not answered (live)."""
+    """Seconds since its engine's loop last answered (live)."""
     trouble: str = ""
     """Why it can't store what it finished (live)."""
     restart_in: float | None = None
@@ -98,7 +98,6 @@ class HostSnapshot:
     state: str
     """`joined`, `draining`, `lost` or `left`."""
     since: float | None = None
-    """When this state began."""
     reason: str = ""
     heard: float | None = None
     """When it was last heard of, if it is not connected to the running system."""
@@ -240,7 +239,7 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
 
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
-    """Read the state of a system from its log. Include all open batches, since they take the places of the others."""
+    """Read the state of a system from its log. Include all open batches, since they take places from each other."""
     snapshot, straight = SystemSnapshot(), Straightener()
     followed.seen_from(straight.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):

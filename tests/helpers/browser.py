@@ -58,7 +58,6 @@ class Browser:
 
     @property
     def path(self) -> str:
-        """Path and query of the current page."""
         return str(self.driver.execute_script("return location.pathname + location.search"))
 
     def wait(self, reached: Callable[[], Any], what: str, seconds: float = 15.0) -> None:

@@ -66,7 +66,6 @@ class Capture:
             self._parts[packet[12:16], packet[16:20], source, target][number] = payload
 
     def stop(self) -> None:
-        """Stop capturing. Fails if packets were missed."""
         self._over.set()
         self._thread.join(10)
         dropped = self._dropped()

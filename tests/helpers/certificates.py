@@ -10,8 +10,6 @@ import trustme
 
 @dataclass(frozen=True)
 class Files:
-    """A certificate and its private key."""
-
     cert: Path
     key: Path
 

@@ -36,8 +36,6 @@ def _deepseek(arguments: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """A model's template and tokens."""
-
     eos: str
     bos: str = ""
     special: tuple[str, ...] = ()

@@ -34,7 +34,6 @@ def refuses(text: str) -> float:
 
 
 def starts(seconds: float, note: str) -> float:
-    """Leave a process behind."""
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
     with open(note, "a") as f:
         f.write(f"{child.pid}\n")
@@ -42,7 +41,6 @@ def starts(seconds: float, note: str) -> float:
 
 
 def fault(how: str) -> Any:
-    """Fail in this way."""
     if how in WAYS:
         WAYS[how]()
     elif how == "memory":

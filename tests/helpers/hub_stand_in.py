@@ -40,8 +40,6 @@ class Repository:
 
 
 class Hub:
-    """Its address, and its datasets."""
-
     def __init__(self) -> None:
         self.url = ""
         self.repositories: dict[str, Repository] = {}
@@ -53,7 +51,6 @@ class Hub:
 
 @contextlib.contextmanager
 def hub() -> Iterator[Hub]:
-    """Serve a hub, on a free port, inside."""
     made = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": made}))
     server.daemon_threads = True  # clients keep their connections

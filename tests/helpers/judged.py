@@ -28,5 +28,4 @@ class JudgedWithATool(MultiTurnWorkflow):
 
 
 def lookup(text: str) -> str:
-    """A tool."""
     return hashlib.sha256(text.encode()).hexdigest()[:6]

@@ -65,8 +65,6 @@ class Kept:
 
 
 class AsyncKept(Kept):
-    """Async version of the provider."""
-
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         match self.how:
             case "slow":

@@ -61,14 +61,12 @@ class Network:
         self.lost = frozenset()
 
     def cut(self) -> None:
-        """Close all connections."""
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End."""
         self._over.set()
         self._listening.close()
         self.cut()

@@ -44,8 +44,6 @@ def lacks() -> str:
 
 
 class Network:
-    """A bridge, and namespaces on it."""
-
     def __init__(self) -> None:
         number = random.randrange(10**6)
         self._bridge = f"tb{number}"
@@ -78,15 +76,12 @@ class Network:
         return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "ip", "netns", "exec", space]
 
     def away(self, host: str) -> None:
-        """Pull the cable."""
         _ip("link", "set", self._outer(host), "down")
 
     def back(self, host: str) -> None:
-        """Put the cable in again."""
         _ip("link", "set", self._outer(host), "up")
 
     def address(self, host: str) -> str:
-        """Return the address of a host."""
         return f"{self._net}.{self._hosts[host]}"
 
     @contextlib.contextmanager
@@ -101,7 +96,6 @@ class Network:
             _run("tc", *where, "qdisc", "del", "dev", device, "root")
 
     def close(self) -> None:
-        """Remove all of it."""
         for host in self._hosts:
             with contextlib.suppress(OSError):
                 _ip("link", "del", self._outer(host))
@@ -143,11 +137,9 @@ class Postgres:
         self.start()
 
     def start(self) -> None:
-        """Start it."""
         self._control("-w", "-o", self._where, "-l", f"{self._folder}/log", "start")
 
     def stop(self) -> None:
-        """Stop it at once, as a crash does."""
         self._control("-m", "immediate", "-w", "stop")
 
     def _control(self, *words: str) -> None:

@@ -14,8 +14,6 @@ from trinity_es.projections.tables.read_models import projectors
 
 
 class Seen(HTMLParser):
-    """Parsed page: its elements, and its text."""
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []

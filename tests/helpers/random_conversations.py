@@ -87,8 +87,6 @@ talks = st.tuples(st.booleans(), st.booleans(), st.lists(STEPS, min_size=1, max_
 
 
 class Sampler(ScriptedEngine):
-    """Engine that samples given ids."""
-
     def __init__(self, style: str) -> None:
         super().__init__(EngineConfig(model_path=""))
         self.tokenizer = tokenizer(style)
@@ -116,8 +114,6 @@ class Sampler(ScriptedEngine):
 
 @dataclass(slots=True, eq=False)
 class Sampled:
-    """An answer that was sampled."""
-
     rendered: str
     prompt: list[int]
     ids: list[int]

@@ -13,8 +13,6 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A row of the log."""
-
     position: int
     stream: str
     version: int

@@ -38,15 +38,12 @@ class RayNodes:
         return json.loads(answer)
 
     def add(self) -> str:
-        """Add a node; returns its id."""
         return str(self.ask("add"))
 
     def remove(self, node: str) -> None:
-        """Kill all processes of a node."""
         self.ask("remove", node)
 
     def close(self) -> None:
-        """End the cluster."""
         self._process.communicate(json.dumps(["end"]) + "\n", timeout=60)
 
 

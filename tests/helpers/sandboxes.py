@@ -72,8 +72,6 @@ class Sandboxes:
 
 
 class AsyncSandboxes(Sandboxes):
-    """Async version of the provider."""
-
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         return await asyncio.to_thread(super().create, key, ttl)
 

@@ -226,8 +226,8 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert set(found) == {
         "line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
         "line 2: explorer.max_timeout must be a number, not 'abc'",
-        "line 4: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an "
-        "engine runs so many units at once",
+        "line 4: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner per "
+        "engine runs that many units at once",
         "line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
         "line 5: explorer.rollout_model.engine_type must be one of http, scripted, vllm, \"module:Class\", "

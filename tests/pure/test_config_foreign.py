@@ -102,7 +102,7 @@ def test_c8_a_section_is_answered_key_by_key_with_lines(tmp_path: Path) -> None:
     """)
     evals = "buffer.explorer_input.eval_tasksets[0]"
     assert sorted(lines) == sorted([
-        f"line 14: unknown key {evals}.storage_type; there is none here: what the path is says how it is read",
+        f"line 14: unknown key {evals}.storage_type; there is none here: the path decides how it is read",
         f"line 14: unknown key {evals}.task_selector; there is none here: an eval plays every row once",
         "line 11: unknown key buffer.explorer_input.taskset.default_workflow_type; it is "
         "buffer.explorer_input.tasksets[].workflow here",
@@ -157,8 +157,8 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
         "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and "
         "\\${ is the text ${ itself; or give the value with --set explorer.name=...",
         "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
-        "line 8: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an engine "
-        "runs so many units at once",
+        "line 8: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner per engine "
+        "runs that many units at once",
         "line 5: unknown key buffer.total_epochs; it is buffer.explorer_input.tasksets[].epochs here: each taskset has "
         "its own",
         "line 9: synchronizer.sync_style must be one of 'fixed', 'trainer_driven', 'fully_async', not "

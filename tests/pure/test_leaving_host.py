@@ -45,5 +45,5 @@ def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
         return tmp_path
 
     with pytest.raises(SyncError, match="this host leaves"):
-        asyncio.run(run._unless_it_leaves(pull()))
+        asyncio.run(run._until_leave(pull()))
     assert time.monotonic() - begun < 5.0

@@ -38,7 +38,7 @@ def test_numbers_of_every_kind_are_metrics() -> None:
 @pytest.mark.parametrize(("name", "value", "told"), [
     *(("grad_norm", value, "step 3: the trainer's metric grad_norm is ")
       for value in (float("inf"), float("nan"), None, "high", 10**400, np.ones(2), [1.0], b"1")),
-    *((name, 1.0, "has no name of at most 200 characters, without NUL: it is left out")
+    *((name, 1.0, "needs a name of at most 200 characters, without NUL: it is left out")
       for name in ("x" * 201, "a\0b", "\ud800")),
 ], ids=lambda value: ascii(value)[:20])
 def test_a_metric_that_no_log_takes_is_left_out_and_told(

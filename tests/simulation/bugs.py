@@ -21,7 +21,7 @@ Patch = AbstractContextManager[Any]
 
 
 def ack_before_append() -> Patch:
-    """A client is answered when it was decided, not when it is durable."""
+    """A client gets its answer before the decision is durable."""
 
     def reply(self: CommandRouter, request: Any, value: Any = None, error: BaseException | None = None) -> None:
         self.answer(request, value, error)
@@ -30,7 +30,7 @@ def ack_before_append() -> Patch:
 
 
 def no_dedup() -> Patch:
-    """Every outcome is taken, whoever has the unit now."""
+    """Every outcome is accepted, even if another runner has the unit now."""
     real = batches.outcome
 
     def outcome(batch: Any, runner: str, incarnation: int, result: Any, **more: Any) -> Any:
@@ -54,12 +54,12 @@ def no_dedup() -> Patch:
 
 
 def epoch_not_checked() -> Patch:
-    """A writer whose lease was taken goes on writing."""
+    """A writer continues after another one took its lease."""
     return mock.patch.object(Store, "checks_epoch", False)
 
 
 def drain_before_success() -> Patch:
-    """A runner forgets its outcomes when it has sent them, or had nobody to send them to."""
+    """A runner forgets its outcomes once it has sent them, or without a coordinator."""
     real = Runner.report
 
     def report(self: Runner, outcomes: Any) -> None:
@@ -83,7 +83,7 @@ def dead_runner_idle() -> Patch:
 
 
 def takes_forgotten() -> Patch:
-    """A coordinator that starts knows the queue's experiences, and not what was taken of them, nor by whom."""
+    """A coordinator that starts knows the queue's experiences, but not which were taken by whom."""
 
     def load(log: Any, delivered: Any, capacity: int) -> QueueState:
         return QueueState(capacity=capacity, unread=dict(delivered))

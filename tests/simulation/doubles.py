@@ -51,7 +51,7 @@ from trinity_es.events.vocabulary import PayloadRef
 
 # --- actors ---------------------------------------------------------------------------------------------------------
 class SimActor:
-    """What Thespian and SafeActor take from the machine."""
+    """Actor base in place of Thespian and SafeActor."""
 
     process: Process
 
@@ -80,13 +80,13 @@ class SimActor:
         return world().rng.random()
 
     def open_log(self, directory: str, name: str) -> None:
-        """No file."""
+        """Do nothing: there is no file."""
 
     def start_watch(self) -> None:
-        """`post` schedules a message instead."""
+        """Do nothing: `post` schedules a message instead."""
 
     def post(self, call: Callable[[], None]) -> None:
-        if not self.process.alive:  # a task is thrown away after its process died
+        if not self.process.alive:  # tasks are discarded after their process died
             return
         self._posted.append(call)
         wake = WatchMessage([])
@@ -116,16 +116,16 @@ class SimCoordinator(SimActor, Coordinator):
 
 
 class SimServer:
-    """The engine's endpoint: nobody asks it."""
+    """The engine's endpoint, which gets no requests."""
 
     url = "http://nowhere"
 
     def serves(self) -> bool:
-        """Nobody ends it."""
+        """Do nothing."""
         return True
 
     async def stop(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class SimRunner(SimActor, Runner):
@@ -140,7 +140,7 @@ class SimRunner(SimActor, Runner):
 
 class SimEngineSide(EngineThread):
     def run_loop(self) -> None:
-        """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
+        """Run the loop's callbacks as effects of this process instead of a thread."""
         self.starting = self.loop.create_task(self.start_engine())
 
     async def serve(self, engine: Any) -> Any:
@@ -165,7 +165,7 @@ def spawn_actor(process: Process, kind: str) -> Any:
 
 # --- the log's writer and the pipeline ------------------------------------------------------------------------------
 class SimWriter(LogWriter):
-    """The writer's thread as effects: it takes a group, the database commits, the actor hears of it.
+    """The writer's thread as effects: it takes a group, the database commits, the actor is notified.
 
     Between any two of them the process may die; a commit that is under way may then still come through.
     """
@@ -177,7 +177,7 @@ class SimWriter(LogWriter):
         self.commit: Callable[[], None] | None = None
 
     def _run(self) -> None:
-        """No thread."""
+        """Do nothing: there is no thread."""
 
     def submit(self, turn: UnitOfWork) -> None:
         super().submit(turn)
@@ -236,7 +236,7 @@ class SimWriter(LogWriter):
         world().later(world().between(0.001, 0.02), None, "", commit)
 
     def _end(self, call: Callable[[], None]) -> None:
-        """Tell the actor, after a moment in which everything can happen."""
+        """Notify the actor after a delay in which other effects may happen."""
 
         def tell() -> None:
             self.busy = False
@@ -246,7 +246,7 @@ class SimWriter(LogWriter):
         world().later(world().between(0.0002, 0.01), self.process, "", tell)
 
     def stop(self) -> None:
-        """Write what is queued now; time does not go on meanwhile."""
+        """Write the queue at once, without virtual time passing."""
         self._stopped = True
         while self._queue or self.commit is not None:
             if self.commit is not None:
@@ -256,7 +256,7 @@ class SimWriter(LogWriter):
 
 
 class SimJobs:
-    """The pipeline's thread: experiences in, what is delivered out, after a while."""
+    """The pipeline's thread, which delivers experiences after a delay."""
 
     def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.payloads, self.post, self.process = payloads, post, here()
@@ -295,7 +295,7 @@ class SimJobs:
 
 # --- all of it ------------------------------------------------------------------------------------------------------
 class SimReader:
-    """The threads that read: what they ask for comes after a while, in which anything may happen."""
+    """The reading threads, whose results come after a delay in which other effects may happen."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
         self.post, self.retry_for, self.process = post, retry_for, here()
@@ -318,15 +318,15 @@ class SimReader:
 
 
 class SimWatch:
-    """Nobody looks whether the database is there."""
+    """Watch of the database that never finds trouble."""
 
     trouble = None
 
     def __init__(self, *_: Any) -> None:
-        """No thread."""
+        """Do nothing: there is no thread."""
 
     def stop(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
 
 _coordinator_jobs = {
@@ -367,11 +367,11 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
 
 
 _MAY_BE_MISSING = {"threading", "time", "patient"}
-"""Names that a module need not use; without one of the others the simulator would play something else."""
+"""Names that a module may lack; if another one is missing, the simulator does not replace all of the real code."""
 
 
 class _Traced(logging.Handler):
-    """What the actors log goes into the trace."""
+    """Log handler that writes the actors' log lines into the trace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -382,7 +382,7 @@ class _Traced(logging.Handler):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Put the doubles in place."""
+    """Install the doubles."""
     log = logging.getLogger("trinity_es")
     level, propagate = log.level, log.propagate
     handler = _Traced()
@@ -391,10 +391,10 @@ def installed() -> Iterator[None]:
             there = {n: d for n, d in names.items() if n not in _MAY_BE_MISSING or hasattr(module, n)}
             stack.enter_context(mock.patch.multiple(module, **there))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # its process died first
+        warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # its process died before
         log.addHandler(handler)
         log.propagate = False
-        stack.enter_context(mock.patch.object(sys, "unraisablehook"))  # of tasks thrown away
+        stack.enter_context(mock.patch.object(sys, "unraisablehook"))  # of discarded tasks
         try:
             yield
         finally:
@@ -405,7 +405,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(one: World) -> Iterator[None]:
-    """This world is the one that the doubles ask."""
+    """Make this the doubles' world."""
     logging.getLogger("trinity_es").setLevel(logging.INFO if one.tracing else logging.CRITICAL + 1)
     one.spawn_actor = spawn_actor
     worlds.append(one)

@@ -26,7 +26,7 @@ class SimExperience:
 
 
 class SimEngine:
-    """Loads, and loads weights."""
+    """Engine that only starts and loads weights."""
 
     def __init__(self, config: Any) -> None:
         self.model_version = 0
@@ -46,22 +46,22 @@ class SimEngine:
 
 
 class SimPool:
-    """Workers: none are needed."""
+    """Worker pool without workers."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing is started."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def reward(batch_id: Any, task: int, run: int) -> float:
-    """Of a run, the same in every attempt; never 0."""
+    """Return the reward of a run, the same in every attempt and never 0."""
     return 1.0 + zlib.crc32(f"{batch_id}/{task}/{run}".encode()) % 1000 / 1000
 
 
 class SimWorkflows:
-    """Plays units: each attempt has a fate that hangs on the schedule's seed, the unit, and how often it was tried."""
+    """Player of units: an attempt's fate depends on the schedule's seed, the unit, and the number of tries."""
 
     def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
         self.played = RunActivity()

@@ -23,13 +23,13 @@ FRAME_MESSAGES = 32
 """Messages in a frame. The real end fills frames of 128 KiB; to pickle each message only to count them takes long."""
 
 LATENCY_SECONDS = 0.001
-"""How long a frame is on its way between a host and the head."""
+"""Duration of a frame's way between a host and the head."""
 REPORT_SECONDS = 0.1
-"""How long a runner gathers outcomes: until those before are stored durably."""
+"""Time for which a runner gathers outcomes, until earlier ones are durable."""
 BEAT_SECONDS, ANNOUNCE_BEATS = 2.0, 5
 """As in `actors/runner/actor.py`."""
 AWAY_SECONDS = {"broken": 3.0, "lost": 40.0, "drained": 10.0}
-"""How long a host stays away, by what became of it."""
+"""Time for which a host stays away, by kind of fault."""
 SMALL = 100_000
 """Bytes of tasks that travel in the message itself."""
 
@@ -42,7 +42,7 @@ class FarHost:
         self.world, self.name, self.slots, self.places = world, name, runners, places
         self.lives = 0
         self.connection = 0
-        """Of the one that there is: frames of one before are lost. 0: there is none."""
+        """Number of the current connection, 0 without one; frames of earlier ones are lost."""
         self.connections = 0
         self.epoch = 0
         self.runners: dict[str, FarRunner] = {}
@@ -83,7 +83,7 @@ class FarHost:
                 self.say(runner.name, group)
 
     def say(self, name: str, message: Any) -> None:
-        """Put a message of this host on its way, with others of the moment."""
+        """Send a message of this host, in one frame with others of the same moment."""
         if not self.connection:
             return
         if not self.out:
@@ -116,7 +116,7 @@ class FarHost:
             self.world.later(AWAY_SECONDS["drained"], None, "", self.start)
 
     def cut(self, connection: int, why: str) -> None:
-        """End a connection; the head hears of it."""
+        """End a connection, and notify the head."""
         if connection and connection == self.connection:
             self.connection = 0
             fleet, epoch, heard = self.world.coordinator.hosts, self.epoch, self.world.now
@@ -131,7 +131,7 @@ class FarHost:
         self.runners = {}
 
     def strike(self, kind: str) -> None:
-        """Have something become of this host."""
+        """Apply a fault to this host."""
         self.world.strike(kind)
         if kind == "broken":
             self.cut(self.connection, "the link broke")
@@ -222,7 +222,7 @@ class FarRunner:
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
 class Client:
-    """Keeps enough work submitted, and waits for each batch."""
+    """Trainer that keeps enough work submitted, and waits for each batch."""
 
     def __init__(self, world: ManyWorld) -> None:
         self.world = world

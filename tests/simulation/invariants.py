@@ -38,11 +38,11 @@ class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
         self.batches: dict[str, BatchState] = {}
-        """The fold of the log, of every batch."""
+        """State of every batch, folded from the log."""
         self.done: set[Run] = set()
         self.given_up: set[Run] = set()
         self.flying: dict[Run, tuple[Life, int]] = {}
-        """Life and attempt that the log gave the run to."""
+        """Life and attempt to which the log assigned a run."""
         self.blamed: Counter[Run] = Counter()
         self.lost: set[Life] = set()
         """Lives that ended."""
@@ -53,26 +53,26 @@ class Invariants:
         self.kept_old: set[Life] = set()
         """Lives that could not load the current weights."""
         self.results: dict[str, bytes] = {}
-        """By the stream: what BatchFinalized or BatchAborted says."""
+        """Result in BatchFinalized or BatchAborted, by stream."""
         self.told: dict[BatchId, bytes] = {}
-        """What finalize answered."""
+        """Answers of finalize."""
         self.taken: dict[tuple[str, int], str] = {}
-        """By submission and task: the request that its result was given to."""
+        """Request that got the result, by submission and task."""
         self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
         """Units that a process played to an end."""
         self.queue = QueueState(capacity=100_000)
-        """Folded from the log, from its beginning."""
+        """Queue, folded from the whole log."""
         self.uses: Counter[tuple[BatchId, int, int]] = Counter()
-        """Of each experience: batch, version of its BatchFinalized, number."""
+        """Uses of each experience, by batch, version of its BatchFinalized, and number."""
         self.taken: dict[str, int] = {}
-        """Request -> experiences that the log says it got."""
+        """Experiences in the log by the request that took them."""
         self.compared = -1
         self.begun = 0
-        """The last epoch whose recovery is in the log."""
+        """Last epoch with a recovery in the log."""
         self.failure: Violation | None = None
 
     def violated(self, what: str) -> None:
-        """Raised at the end of the step: here it would be taken for an error of the actor's."""
+        """Violation to raise at the end of the step; raised at once, it would count as the actor's error."""
         if self.failure is None:
             self.failure = Violation(what)
             self.world.note(f"!!! {what}")
@@ -189,9 +189,9 @@ class Invariants:
                 self.flying[run] = (life, unit.attempt)
 
     def _serves_current(self, life: Life) -> bool:
-        """Whether its engine has the current weights, whatever the coordinator believes of it."""
+        """Return True if the runner's engine really has the current weights."""
         processes = self.world.lives.get(life, [])
-        if len(processes) != 1:  # two systems that started side by side gave the number twice
+        if len(processes) != 1:  # two systems that started at once gave the number twice
             return True
         engine = processes[0].receiver.engine_side.engine
         return engine is None or engine.model_version == self.weights
@@ -240,7 +240,7 @@ class Invariants:
             self.played.add(key)
 
     def delivered(self, experiences: list[list[Any]]) -> None:
-        """What the pipeline read: each run's experience once."""
+        """Check that the pipeline read each run's experience once."""
         self.require(
             len({tuple(e) for e in experiences}) == len(experiences), f"delivered twice: {experiences} (promise 3)"
         )
@@ -316,7 +316,7 @@ class Invariants:
                 raise self.failure
 
     def _compare(self, actor: SimCoordinator, all_of_it: bool) -> None:
-        """Live state is the fold of the log, whenever nothing is on its way there."""
+        """Check that live state is the fold of the log if no write is in flight."""
         if actor.session.writer.in_flight or actor.session.lease.epoch != self.world.store.epoch:
             return
         at = len(self.world.store.rows)
@@ -349,7 +349,7 @@ class Invariants:
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def unfinished(self) -> str | None:
-        """What is still to come; None when all is done."""
+        """Return what is still unfinished; None if nothing is."""
         world = self.world
         if world.trainer.left:
             return f"{sorted(map(str, world.trainer.left))} are not finalized"
@@ -366,7 +366,7 @@ class Invariants:
         return None
 
     def at_the_end(self) -> None:
-        """All is quiet: the log is whole, and its fold is what was accounted on the way."""
+        """Check at the end that the log is complete and its fold equals this account."""
         for stream, rows in self.world.store.streams.items():
             if stream.startswith("batch/"):
                 again = fold(copy.deepcopy(row.event) for row in rows)

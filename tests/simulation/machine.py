@@ -15,11 +15,11 @@ from trinity_es.events.errors import LogUnavailable
 
 # --- the operating system -------------------------------------------------------------------------------------------
 class SimOs:
-    """What the actors use of `os`."""
+    """Stand-in of `os` with what actors use."""
 
     path = SimpleNamespace(join=lambda *parts: "/".join(parts))
     environ: ClassVar[dict[str, str]] = {}
-    """Written to, and read by nobody."""
+    """Environment variables, which are written and never read."""
 
     @staticmethod
     def getpid() -> int:
@@ -63,7 +63,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 class InlineThread:
-    """A thread that is its target's call. `LogWriter` and `EngineSide.run_loop` are doubles that return at once."""
+    """A thread that calls its target at once. `LogWriter` and `EngineSide.run_loop` are doubles that return at once."""
 
     def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
         self.target = target
@@ -72,7 +72,7 @@ class InlineThread:
         self.target()
 
     def join(self, timeout: float | None = None) -> None:
-        """It has ended."""
+        """Return at once: the thread has ended."""
 
 
 class Event:
@@ -92,16 +92,16 @@ class Event:
 
 
 class Condition:
-    """threading.Condition that nobody waits for."""
+    """threading.Condition without waiting threads."""
 
     def __enter__(self) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is one thread."""
 
     def __exit__(self, *_: object) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is one thread."""
 
     def notify(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no thread waits."""
 
 
 threads = SimpleNamespace(Thread=InlineThread, Event=Event, Condition=Condition)
@@ -120,7 +120,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        if not self.process.alive:  # a task is thrown away after its process died
+        if not self.process.alive:  # tasks are discarded after their process died
             return handle
         self.ready.append(handle)
         if not self.awake:
@@ -131,7 +131,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon
 
     def forget(self, unit: Any) -> None:
-        """There are no threads of units."""
+        """Do nothing: there are no threads of units."""
 
     def turn(self) -> None:
         asyncio._set_running_loop(self)
@@ -160,7 +160,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.turn()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is looked at when it rings."""
+        """Do nothing: a cancelled timer is skipped when it is due."""
 
     def time(self) -> float:
         return world().now
@@ -175,7 +175,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """A call in a thread: after a while, and again while the database is away, as `patiently` does."""
+        """Call a function after a delay, and again while the database is away, as `patiently` does."""
         future = self.create_future()
 
         def work() -> None:
@@ -214,7 +214,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Only of tasks whose process died."""
+        """Ignore errors, which are only of tasks whose process died."""
 
 
 class SimAsyncio:

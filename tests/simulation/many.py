@@ -31,18 +31,18 @@ from trinity_es.events.vocabulary import PayloadRef
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played."""
+    """Sizes, durations and faults of a play."""
 
     hosts: int
     runners: int
-    """Of all hosts together."""
+    """Number of runners of all hosts together."""
     units: int
     """In flight at once: places of all runners together."""
     tasks: int
     batch: int
     """Tasks of each batch."""
     seconds: float = 60.0
-    """How long a unit takes, in the mean."""
+    """Mean duration of a unit."""
     churn: float = 0.0
     """Interval between two hosts that break their connection, are lost, or drain; 0: none does."""
     loses_at: float = 0.0
@@ -154,11 +154,11 @@ class _End:
         self.world.later(LATENCY_SECONDS, None, "", partial(far.cut, far.connection, "the head hung up"))
 
     def stop(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class _Pipeline:
-    """Delivers what it is given."""
+    """Pipeline that delivers all experiences."""
 
     def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.post = post
@@ -175,26 +175,26 @@ class _Pipeline:
 
 
 class _Lock:
-    """Nobody else leads."""
+    """Lock of the leader, always free."""
 
     def __init__(self, url: str) -> None:
-        """No connection is made."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
 
 class _Guardian:
-    """Of the head, which has no runners of its own."""
+    """Guardian of the head, which has no runners of its own."""
 
     def receiveMessage(self, message: Any, sender: Any) -> None:  # as an actor's
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 # --- playing ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Figures:
-    """What came of a plan."""
+    """Outcome of a plan."""
 
     world: ManyWorld
     tasks: int
@@ -206,7 +206,7 @@ class Figures:
 def play(
     plan: Plan, *, at: Callable[[ManyWorld], bool] | None = None, clock: Callable[[], float] = time.process_time
 ) -> Figures:
-    """Play it to its end, with the doubles put in here. Raises Violation where something was lost or doubled.
+    """Play a plan to its end with doubles. Raises Violation if something was lost or doubled.
 
     `clock`: what the meter counts, CPU seconds by default. `at` is called after every virtual second until it says
     True.

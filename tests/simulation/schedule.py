@@ -64,7 +64,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a schedule."""
+    """Outcome of a schedule."""
 
     schedule: Schedule
     violation: str | None
@@ -123,7 +123,7 @@ def _fault(rng: Random) -> Fault:
 # --- running ----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _launched() -> LaunchedConfig:
-    """What actors get, with timeouts that make a schedule short."""
+    """Return the actors' config, with timeouts that make a schedule short."""
     from trinity_es.config.config import Config
     from trinity_es.system import launch
 
@@ -136,7 +136,7 @@ def _launched() -> LaunchedConfig:
         "system": {"heartbeat_timeout": 6.0, "hang_timeout": 20.0, "restarts": 40, "restart_pause": 0.2},
         "store": {"retry_for": 4.0},
     }, folder="/"))
-    return made.model_copy(update={"memory": ""})  # a file of the host: there is none here
+    return made.model_copy(update={"memory": ""})  # there is no shared memory here
 
 
 def config_of(schedule: Schedule) -> LaunchedConfig:
@@ -152,7 +152,7 @@ def config_of(schedule: Schedule) -> LaunchedConfig:
 
 
 def run(schedule: Schedule, *, tracing: bool = False) -> Run:
-    """Play it. The doubles have to be installed."""
+    """Play a schedule, with the doubles installed."""
     world = World(schedule.seed, config_of(schedule), tracing=tracing)
     world.invariants = invariants = Invariants(world)
     last = max((f.at + f.seconds for f in schedule.faults), default=0.0)
@@ -176,7 +176,7 @@ def run(schedule: Schedule, *, tracing: bool = False) -> Run:
 
 
 def strike(world: World, fault: Fault) -> None:
-    """A fault's time has come."""
+    """Apply a fault now."""
     kind = fault.kind
     if kind in ("lose", "duplicate", "delay"):
         world.message_faults.append(MessageFault(kind, fault.number, fault.seconds))
@@ -238,7 +238,7 @@ def world_runners(world: World) -> int:
 
 # --- shrinking --------------------------------------------------------------------------------------------------------
 def shrink(schedule: Schedule, most: int = 150) -> Run:
-    """The smallest schedule near this one that fails too, with its trace."""
+    """Return the smallest schedule near this one that fails, too, with its trace."""
     left = most
     smaller = True
     while smaller and left > 0:

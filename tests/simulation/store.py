@@ -26,7 +26,7 @@ ENDED = frozenset({"FINALIZED", "ABORTED"})
 
 @dataclass(slots=True)
 class BatchRow:
-    """As in the read model."""
+    """Fields as in the read model."""
 
     stream: str
     batch_id: BatchId
@@ -52,7 +52,7 @@ class Store:
         self.lives: Lives = {}
         self.away = False
         self.faults: list[str] = []
-        """For the next appends, one each: `error`, `fail`, `error_after`, `fail_after`."""
+        """Faults of the next appends, one each: `error`, `fail`, `error_after`, `fail_after`."""
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def append(
@@ -181,7 +181,7 @@ class LogDouble:
         return done
 
     def require(self, claims: Sequence[Claim]) -> None:
-        """Nothing is ever lost here."""
+        """Require that no claimed payload is lost, and advance the acknowledged mark."""
         assert not self.lost(claims)[1]
         marks = [mark for mark, _ in claims] + ([] if self.acknowledged is None else [self.acknowledged])
         self.acknowledged = max(marks, key=lambda mark: mark.position, default=None)
@@ -236,7 +236,7 @@ class LogDouble:
         return not self.store.away
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
@@ -309,4 +309,4 @@ class PayloadDouble:
         return digest in self.store.payloads
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

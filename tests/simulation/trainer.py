@@ -36,7 +36,7 @@ from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 0.3
-"""While there is no coordinator."""
+"""Pause while there is no coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class BatchPlan:
     start: float
     min_wait: int | None = None
     timeout: float | None = None
-    """Of finalize: asked again after it."""
+    """Timeout of finalize, after which it is repeated."""
     abort_after: float | None = None
 
 
@@ -67,7 +67,7 @@ class Call:
         self.go()
 
     def go(self) -> None:
-        """Send it, or ask where to."""
+        """Send the request, or first ask for the coordinator's address."""
         trainer = self.trainer
         if self.over:
             return
@@ -86,7 +86,7 @@ class Call:
         trainer.world.later(PATIENCE_SECONDS, trainer.process, "", again)
 
     def found(self, coordinator: Any) -> None:
-        """The guardian's answer."""
+        """Take the guardian's answer."""
         if self.over:
             return
         self.trainer.coordinator = coordinator
@@ -123,7 +123,7 @@ class Trainer:
             world.later(restart_at, None, "", lambda: self.restart("runner-0"))
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Unless the trainer is started anew meanwhile."""
+        """Call this later unless the trainer restarts first."""
         life = self.life
         self.world.later(seconds, self.process, "", lambda: call() if self.life == life else None)
 
@@ -262,7 +262,7 @@ class Trainer:
         Call(self, command, answered)
 
     def take_from_queue(self, plan: BatchPlan) -> None:
-        """Some experiences from the queue, of whichever batch."""
+        """Request some experiences from the queue, of any batch."""
         n = 1 + sum(plan.runs) % 3
 
         def answered(reply: Reply) -> None:
@@ -295,7 +295,7 @@ class Trainer:
         Call(self, SyncWeights(version=version, path=f"/weights/{version}", timeout=20.0), lambda reply: None)
 
     def restart(self, name: str) -> None:
-        """Of the life that the guardian knows now; nothing while there is no guardian to tell it."""
+        """Request a restart of the life that the guardian knows now; do nothing without a guardian."""
         children = getattr(self.world.guardian.receiver, "children", {}) if self.world.guardian is not None else {}
         if name in children:
             self.world.strike("restart_runner")

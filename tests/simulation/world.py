@@ -23,9 +23,9 @@ from trinity_es.actors.messages import Heartbeat, StartCoordinator, StartRunner
 EPOCH = 1_700_000_000.0
 """Unix seconds at the beginning."""
 BOOT_SECONDS = 0.02, 0.4
-"""A new process takes so long to look at its first message."""
+"""Delay until a new process handles its first message."""
 EXIT_NOTICE_SECONDS = 0.01, 0.2
-"""The parent is told of a child's end so long after it."""
+"""Delay until a parent learns of a child's end."""
 
 
 class Violation(Exception):
@@ -33,7 +33,7 @@ class Violation(Exception):
 
 
 class Address:
-    """Of one process, for ever."""
+    """Address of one process, never reused."""
 
     __slots__ = ("process",)
 
@@ -60,18 +60,18 @@ class Process:
         self.children: list[Process] = []
         self.alive = True
         self.doomed = False
-        """Its parent told it to end."""
+        """True if its parent asked it to end."""
         self.stopped = False
         self.boots_at = now
         self.held: list[tuple[str, Callable[[], None]]] = []
         self.effects_left: int | None = None
         self.receiver: Any = None
-        """Has `receiveMessage`."""
+        """The actor, with `receiveMessage`."""
 
 
 @dataclass(slots=True)
 class MessageFault:
-    """Hits the message that comes when `countdown` is 0."""
+    """Fault of the message that comes when `countdown` is 0."""
 
     kind: str
     countdown: int
@@ -111,7 +111,7 @@ class World:
 
     # --- time -------------------------------------------------------------------------------------------------------
     def later(self, seconds: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
-        """Do this after `seconds`, in this process if it lives then."""
+        """Schedule a call after `seconds`, in this process if it lives then."""
         self.at(self.now + seconds, process, what, call)
 
     def at(self, time: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class World:
         return low + (high - low) * self.rng.random()
 
     def step(self) -> bool:
-        """The next effect; False when there is none any more."""
+        """Play the next effect; return False if there is none."""
         if not self.heap:
             return False
         at, _, process, what, call = heapq.heappop(self.heap)
@@ -157,7 +157,7 @@ class World:
 
     # --- processes --------------------------------------------------------------------------------------------------
     def spawn(self, kind: str, parent: Process | None, system: int | None = None) -> Process:
-        """A new process with an actor of this kind in it."""
+        """Start a process with an actor of this kind."""
         self.last_pid += 1
         process = Process(self.last_pid, kind, self.systems if system is None else system, parent, self.now)
         self.processes[process.pid] = process

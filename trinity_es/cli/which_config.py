@@ -33,10 +33,7 @@ def settings_of(config: Path | None, log: str | None) -> Config:
 
 
 def _system_places(url: str) -> dict[str, str]:
-    """Return `log_dir` and `key_file` of a log's system as last started, if that folder is on this machine.
-
-    The locks, the key, and this machine's record of the log's end are there.
-    """
+    """Return `log_dir` and `key_file` of a log's system as last started, if that folder is on this machine."""
     with open_log(url) as log:
         system = log.config()[1].get("system") or {}
     folder = system.get("log_dir")

@@ -63,7 +63,7 @@ A = TypeVar("A")
 
 
 class _Connected(AuthenticatedSystemBase):
-    """System base that joins a running system and never starts one: a dead system must not come back empty."""
+    """System base that joins a running system and never starts one, as a new one would be empty."""
 
     def _startAdmin(self, *_: Any) -> None:
         raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
@@ -88,7 +88,7 @@ class _Endpoint:
     stack: ExitStack
 
     def send(self, to: Any, message: Any, on_sent: Callable[[Any], None] = lambda status: None) -> None:
-        """Begin to send. A later `next` calls `on_sent` with Thespian's status: delivered, or why not."""
+        """Start sending. A later `next` calls `on_sent` with Thespian's delivery status."""
         transport = self.system._systemBase.transport
 
         def done(status: Any, _: Any) -> None:
@@ -108,7 +108,7 @@ class _Endpoint:
 
 
 class _Session:
-    """One life of the actor system that this process joined, with all that ends with that life."""
+    """This process's connection to one life of the actor system."""
 
     def __init__(self, admin: dict[str, Any]) -> None:
         """Join the system. Raises NotRunning, WrongKey, VersionMismatch."""

@@ -87,7 +87,7 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
 
 
 def _startup_note(live: dict[str, Any] | None) -> str:
-    """Return what a starting system still does: a batch that does not exist yet may be about to come."""
+    """Return the activity of a starting system, as its batch may not exist yet; "" if no system is starting."""
     if live is None:
         return ""
     if "weights_version" not in live:
@@ -229,8 +229,7 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
 def _run(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
-    `step`: the last that was begun; `total_steps`: None until the tasksets end; `complete`: None if only the tasksets
-    decide that.
+    `step`: the last one begun; `total_steps`: None if unknown; `complete`: None if the log can't tell.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):

@@ -26,24 +26,25 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     last = out.get("last_batch") or {}
     resume = resume_command(out["store"]) if out.get("run") else ""
     if last.get("failed_whole") and not out["batches"]:
-        way = f"{mended(resume)} generates it again" if resume else "start its trainer again"
+        remedy = f"{mended(resume)} generates it again" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
-               f"`trinity-es why {plain(last['batch_id'])}` says how: mend that, then {way}")
+               f"`trinity-es why {plain(last['batch_id'])}` says how: mend that, then {remedy}")
     if out.get("led_by"):
         yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is read from the log; "
                "for more ask there, or on a host that takes part (`trinity-es join`)")
         return
     if not out["up"]:
-        way = go_on(resume)
+        remedy = go_on(resume)
         if out.get("ends"):
             if whys or _unfinished(out):
-                yield f"the actor system ends: {out['ends']}; {way}"
+                yield f"the actor system ends: {out['ends']}; {remedy}"
         elif out["keeper"] is not None:
             yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
                    f"come, keeper.log in {logs} says why")
         elif whys:
             at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
-            yield f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: {way}"
+            yield (f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: "
+                   f"{remedy}")
         elif not (out.get("run") and out["run"]["complete"]):
             yield from _killed(out.get("killed") or {}, resume)
         return
@@ -103,8 +104,8 @@ def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
             who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
         else:
             who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
-        way = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
-        yield f"the run did not end in order: {who} died in the middle of it; {way}"
+        remedy = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
+        yield f"the run did not end in order: {who} died in the middle of it; {remedy}"
 
 
 def _wrong_host(host: dict[str, Any]) -> str | None:

@@ -1,11 +1,11 @@
 """The Scheduler with Trinity-RFT's names: tasks in, statuses and raw experiences out, batch by batch.
 
-A scheduled batch is a stream of the log like any other, of type `collect`, and no pipeline runs on it. So tasks are
-durable when `schedule` returns, finished tasks stay finished whatever dies, and results that were not collected wait
-for the next Scheduler on the store, in this process or another. Two Schedulers on one store share all batches.
+A scheduled batch is a stream of the log, of type `collect`; no pipeline runs on it. Tasks are durable when `schedule`
+returns, finished tasks stay finished whichever process dies, and results stay in the log until a Scheduler on the
+store collects them. Two Schedulers on one store share all batches.
 
-Results are handed over in two steps: the caller reads them, then has recorded that they were taken. A caller that is
-killed or cancelled before the second step leaves them; two callers of one batch never get the same results.
+A call reads the results first and then records that it took them. If it is killed or cancelled in between, the
+results can still be collected; two callers of one batch never get the same results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Read = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
 """Function that reads the results of tasks of a batch, by their numbers."""
 
 ALL_TASKS = 2**31 - 1
-"""More tasks than a batch can have ready: a poll for this number waits until nothing runs."""
+"""More tasks than a batch can have: a poll for this number waits until no task runs."""
 POLL_SECONDS = 4.0
 """How long one poll for results stays open; less than PATIENCE_SECONDS, after which a client sends it again."""
 RETRY_SECONDS = 0.5
@@ -52,7 +52,7 @@ _log = logging.getLogger("trinity_es.client.scheduler")
 
 
 class _Done(Awaitable[None]):
-    """Awaitable that is done already, so that `schedule` may be awaited or not."""
+    """Completed awaitable, so that callers may await `schedule` or not."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -76,7 +76,7 @@ class Scheduler:
     async def start(self) -> None:
         """Connect to the running system of the store, or start one; returns when its engines serve. Idempotent.
 
-        Batches that an earlier scheduler left go on, and their results can be collected here. Raises StartupError.
+        Open batches of earlier schedulers resume, and this one can collect their results. Raises StartupError.
         """
         async with self._exclusive():
             if self._rollouts is not None:
@@ -145,7 +145,7 @@ class Scheduler:
     def client(self) -> RolloutClient:
         """The underlying blocking client. Raises NotRunning before `start` and after `stop`."""
         if self._rollouts is None:
-            raise NotRunning("the scheduler is not started: `await scheduler.start()` first")
+            raise NotRunning("the scheduler is not started: call `await scheduler.start()` first")
         return self._rollouts.client
 
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
@@ -188,26 +188,26 @@ class Scheduler:
 
     async def _tracked(self, call: Awaitable[T]) -> T:
         """Await a call; `stop` waits for it too."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.add(over)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls.add(ended)
         try:
             return await call
         finally:
-            over.set_result(None)
-            self._calls.discard(over)
+            ended.set_result(None)
+            self._calls.discard(ended)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
         """Queue tasks, all or none: lower batch first, first in first out inside a batch. Durable when it returns.
 
-        Later tasks of an open batch join it, with numbers that go on; after it was collected they begin it again. The
+        Later tasks join an open batch and continue its numbers; if all of it was collected, they start it again. The
         call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a batch of
         `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         client, queued = self.client, list(tasks)
         require_batch_id(batch_id)
         if self._stopping:
-            raise NotRunning("the scheduler is being stopped: `await scheduler.start()` it again first")
+            raise NotRunning("the scheduler is stopping: call `await scheduler.start()` again first")
         if queued:
             first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(queued)))
             self._mine.add(batch_id)
@@ -285,7 +285,7 @@ class Scheduler:
         require_batch_id(batch_id)
         least = None if min_num is None else validation.whole("min_num", min_num)
         if least is not None and least < 0:
-            raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
+            raise DataError(f"min_num is {min_num}: use None (all tasks), or 0 or more")
         limit = validation.seconds("timeout", timeout)
         deadline = math.inf if limit is None else time.monotonic() + limit
         self._mine.add(batch_id)
@@ -302,15 +302,14 @@ class Scheduler:
             state, numbers, experiences = await self._run(self._read, batch_id, read)
             if not numbers or state is None:
                 return [], []
-            mine = await self._take(batch_id, state.submission, numbers)
-            if mine or reason:
-                won = set(mine)
-                statuses = [state.task_status(number) for number in numbers if number in won]
-                return statuses, [experiences[number] for number in mine if number in experiences]
+            taken = await self._take(batch_id, state.submission, numbers)
+            if taken or reason:
+                statuses = [state.task_status(number) for number in taken]
+                return statuses, [experiences[number] for number in taken if number in experiences]
             warned = True  # another caller was faster: wait for the remaining tasks
 
     async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, warned: bool) -> str:
-        """Wait for enough tasks; returns why it waits no longer, or "" if no task is open."""
+        """Wait for enough tasks; returns why it stopped waiting, or "" if no task is open."""
         enough_since: float | None = None
         at_least = 0
         seconds = 0.0
@@ -319,7 +318,7 @@ class Scheduler:
             now, total = time.monotonic(), progress["open"] + progress["ready"]
             if min_num is not None and min_num > total and not warned:
                 _log.warning(
-                    "min_num is %d, and batch %r has %d tasks to be collected: waiting for all of them",
+                    "min_num is %d, but batch %r has only %d tasks to collect: waiting for all of them",
                     min_num, batch_id, total,
                 )
             warned = True
@@ -390,12 +389,12 @@ class Scheduler:
             try:
                 progress = await self._ask_patiently(command, since + limit)
             except TimeoutError as e:
-                raise WaitTimeout(f"no answer within {timeout} s: the coordinator is away", batches=[]) from e
+                raise WaitTimeout(f"no answer from the coordinator within {timeout} s", batches=[]) from e
             now = time.monotonic()
             if progress["open"] == 0:
                 return
             if self._stopping:
-                raise NotRunning(f"the scheduler was stopped, {progress['open']} tasks are open: they wait in the log")
+                raise NotRunning(f"the scheduler was stopped; {progress['open']} open tasks stay in the log")
             if progress["settled"] > settled >= 0:
                 since = now
             settled = progress["settled"]

@@ -26,12 +26,12 @@ def workflow_problems(
         return []
     problems = _unknown(key, args, takes, workflow.__name__)
     for name in workflow.FUNCTION_ARGS:
-        given = args.get(name)
-        for one in given if isinstance(given, list) else [given]:
-            if one is not None and not isinstance(one, str):
-                problems.append(f"{key}.{name}: {one!r} is no \"module:name\"")
-            elif one is not None:
-                problems += importing(f"{key}.{name}", one)
+        value = args.get(name)
+        for function in value if isinstance(value, list) else [value]:
+            if function is not None and not isinstance(function, str):
+                problems.append(f"{key}.{name}: {function!r} is no \"module:name\"")
+            elif function is not None:
+                problems += importing(f"{key}.{name}", function)
     return problems
 
 
@@ -57,6 +57,6 @@ def call_problems(key: str, called: Any, args: Mapping[str, Any], *, first: int 
 
 
 def _unknown(key: str, args: Iterable[str], takes: Collection[str], who: str) -> list[str]:
-    known = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none: leave it out"
-    return [f"{key}.{name}: {who} has no argument {name!r}{did_you_mean(name, takes) or f'; {known}'}"
+    parameters = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none: leave it out"
+    return [f"{key}.{name}: {who} has no argument {name!r}{did_you_mean(name, takes) or f'; {parameters}'}"
             for name in args if name not in takes]

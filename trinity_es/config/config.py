@@ -61,8 +61,7 @@ class Config(RunConfig):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
-        """Return the config of this dict. Relative paths are relative to `folder` (default: the working directory), and
-        `${oc.env:NAME}` in texts is resolved as in a file.
+        """Return the config of this dict; `folder` (default: the working directory) is where relative paths begin.
 
         Raises ConfigError, which lists every problem; `source` is its name for the dict.
         """
@@ -183,8 +182,8 @@ class Config(RunConfig):
                 workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
                 own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
                 if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
-                    found = REWARD_FUNCTIONS.get(reward)
-                    wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
+                    function = REWARD_FUNCTIONS.get(reward)
+                    wrong = reward_problems(f"{key}.reward_fn_args", function, taskset.reward_fn_args)
                 wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
                 workflows += unknown
                 problems += wrong
@@ -197,7 +196,7 @@ class Config(RunConfig):
                  partial(priority_of, queue.priority_fn, queue.priority_fn_args)),
             ]
             for key, leaf, name, known, build in built:
-                problems += _import_problem(f"{key}.{leaf}", name, known) or _told_by(build, key)
+                problems += _import_problem(f"{key}.{leaf}", name, known) or _build_problem(build, key)
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
             unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
@@ -222,11 +221,11 @@ class Config(RunConfig):
 
 
 def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return the problems of a taskset's source, as far as this machine alone can tell."""
+    """Return the problems of a taskset's source that this machine alone can find."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
         check = None if (problems := _import_problem(f"{key}.path", path)) else getattr(load(path), "check", None)
-        return _told_by(partial(check, taskset), f"{key}.path") if check is not None else problems
+        return _build_problem(partial(check, taskset), f"{key}.path") if check is not None else problems
     file = taskset.file
     if file.is_dir() and not (file / "state.json").is_file():
         return [f"{key}.path: {file} is a folder: choose <split>.jsonl in it with {key}.split (or .parquet, or a "
@@ -236,9 +235,9 @@ def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
     return [f"{key}.path: no file {file}{taskset.other_meaning}"]
 
 
-def _import_problem(key: str, given: str | None, known: Mapping[str, Any] = {}) -> list[str]:
-    name = given if given is None else known.get(given, given)
-    if not isinstance(name, str) or (given in known and name.startswith("trinity_es.")):
+def _import_problem(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
+    name = written if written is None else known.get(written, written)
+    if not isinstance(name, str) or (written in known and name.startswith("trinity_es.")):
         return []
     if ":" not in name:
         names = ", ".join(sorted(known)) or "none"
@@ -253,7 +252,7 @@ def _import_problem(key: str, given: str | None, known: Mapping[str, Any] = {}) 
     return [f"{key}: {name}: {missing}"] if missing else []
 
 
-def _told_by(build: Callable[[], Any], key: str) -> list[str]:
+def _build_problem(build: Callable[[], Any], key: str) -> list[str]:
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -275,25 +274,19 @@ def _absolute_in(section: _Section, folder: Path, *keys: str) -> _Section:
 
 
 def _model_path(path: str, folder: Path) -> str:
-    """Return an absolute path if it looks like one (./, ../, ~, /, or it or its parent folder exists), otherwise the
-    hub id.
-    """
+    """Return a hub id as it is, a path (begins with ., ~ or /, or it or its parent folder exists) as absolute."""
     if not path:
         return path
-    there = Path(_absolute(path, folder))
-    looks_local = path.startswith((".", "~", "/")) or there.exists() or ("/" in path and there.parent.is_dir())
-    return str(there) if looks_local else path
+    local = Path(_absolute(path, folder))
+    looks_local = path.startswith((".", "~", "/")) or local.exists() or ("/" in path and local.parent.is_dir())
+    return str(local) if looks_local else path
 
 
 def _validate(
     data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str],
     as_text: Callable[[Path_], tuple[str, str]] = lambda path: ("", ""),
 ) -> Config:
-    """Return the config. `where` says where a key came from; `as_text` has its written form, and how to write it as a
-    text.
-
-    Raises ConfigError.
-    """
+    """Return the config; `where` and `as_text` are those of `explain`. Raises ConfigError."""
     plain, problems, texts = resolved(data)
     unresolved = {
         path: f"{where(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
@@ -324,9 +317,9 @@ def _convert(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_])
     for error in errors:
         path: Path_ = error["loc"]
         if path in texts:
-            here = reduce(operator.getitem, path[:-1], data)
+            parent = reduce(operator.getitem, path[:-1], data)
             with contextlib.suppress(ValueError):
-                here[path[-1]] = converted(here[path[-1]], error["type"])
+                parent[path[-1]] = converted(parent[path[-1]], error["type"])
                 done = True
     return done
 

@@ -1,4 +1,4 @@
-"""Print docs/CONFIG.md: every key, its type, its default and its line."""
+"""Printer of docs/CONFIG.md: every key, its type, its default and its meaning."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["describe"]
 
 _ENVIRONMENT = """\
 ## Environment variables
-`${oc.env:NAME}` in a value stands for an environment variable, `${oc.env:NAME,default}` for it or for a default, in the
-file and in `--set`, as in OmegaConf; also within a longer text, and several in one:
+`${oc.env:NAME}` in a value is replaced by an environment variable, `${oc.env:NAME,default}` by the variable or a
+default, in the file and in `--set`, as in OmegaConf. It may be part of a longer text, also several times:
 
 ```yaml
 checkpoint_root_dir: ${oc.env:CHECKPOINTS,./checkpoints}
@@ -21,16 +21,16 @@ store: {url: "postgresql+psycopg://${oc.env:PGUSER}:${oc.env:PGPASSWORD}@db/runs
 buffer: {batch_size: "${oc.env:BATCH,16}"}
 ```
 
-- A variable's value is a text, whatever it looks like. A key that takes a number or true/false converts it (`8`,
-  `1e-3`, `yes`); a key that takes anything (`trainer.args`) gets the text.
-- A default ends at the brace: quote it (`'a, b'`) where it holds a comma, a bracket, a brace or a quote. Spaces around
-  it do not count, `null` is no value. It keeps its spelling (OmegaConf makes `1.5` of `1.50`), and holds no other
-  `${...}`.
-- A variable that is set to nothing is an empty text; one that is not set and has no default is an error.
+- A variable's value is always text. A key that takes a number or true/false converts it (`8`, `1e-3`, `yes`); a key
+  that takes anything (`trainer.args`) gets the text.
+- A default ends at the brace. Quote it (`'a, b'`) if it contains a comma, a bracket, a brace or a quote. Spaces around
+  it are ignored, and `null` means no value. It keeps its spelling (OmegaConf turns `1.50` into `1.5`), and can't
+  contain another `${...}`.
+- An empty variable is an empty text. A variable that is not set and has no default is an error.
 - Any other `${...}` is an error, also `${HOME}` and `${model.model_path}`. `\\${` is the text `${` itself.
-- It is resolved once, when the config is read. What is recorded is the value, so a run that is resumed from its log
-  alone has what it was started with. A value is masked as if it had been written there, and in a key that takes
-  anything also where the variable has the name of a secret (`JUDGE_API_KEY`).
+- Values are resolved once, when the config is read. The value is recorded, so a run that is resumed from its log has
+  the values that it was started with. A value is masked as if it were written in the config. In a key that takes
+  anything it is also masked if the variable has the name of a secret (`JUDGE_API_KEY`).
 
 ## Keys"""
 

@@ -52,37 +52,37 @@ def explain(
         path = error_path(error)
         if error["type"] == "extra_forbidden":
             left = {at: line for at, line in left.items() if at[: len(path)] != path}
-            for at in dict.fromkeys(_answered(path, error["input"], foreign)) or [path]:
-                problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
+            for at in dict.fromkeys(_foreign_paths(path, error["input"], foreign)) or [path]:
+                problems.append(f"{where(at)}: unknown key {dotted(at)}{_key_hint(at, known, foreign)}")
         elif path not in unexpanded:
-            told = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
-            said = sentence(error, "the config", *as_text(path))
-            problems.append(f"{where(path)}: {said}" + (f"; {told}" if told else ""))
+            hint = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
+            problem = sentence(error, "the config", *as_text(path))
+            problems.append(f"{where(path)}: {problem}" + (f"; {hint}" if hint else ""))
     return config_error([*left.values(), *problems])
 
 
-def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
+def _foreign_paths(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
     """Yield the longest prefix that `foreign` knows of the path of each key in the value of an unknown key."""
     inner: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         inner = value.items()
     elif isinstance(value, list):
         inner = enumerate(value)
-    found = False
+    has_keys = False
     for key, below in inner:
-        found = True
-        yield from _answered((*path, key), below, foreign)
-    while not found and path and dotted(path, any_index=True) not in foreign:
+        has_keys = True
+        yield from _foreign_paths((*path, key), below, foreign)
+    while not has_keys and path and dotted(path, any_index=True) not in foreign:
         path = path[:-1]
-    if not found and path:
+    if not has_keys and path:
         yield path
 
 
-def _pointer(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
-    asked = dotted(path, any_index=True)
-    if asked in foreign:
-        return f"; {foreign[asked]}"
-    parent, _, leaf = asked.rpartition(".")
+def _key_hint(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
+    key = dotted(path, any_index=True)
+    if key in foreign:
+        return f"; {foreign[key]}"
+    parent, _, leaf = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
     siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known if k.startswith(prefix)]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
@@ -111,8 +111,8 @@ def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
 
 
 def _documented(model: type[BaseModel], name: str) -> str:
-    ours = [cls for cls in model.__mro__ if cls.__module__.startswith("trinity_es.")]
-    return next(filter(None, (_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in ours)), "")
+    classes = [cls for cls in model.__mro__ if cls.__module__.startswith("trinity_es.")]
+    return next(filter(None, (_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in classes)), "")
 
 
 @functools.cache
@@ -135,19 +135,19 @@ _TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true
 
 
 def _type(info: FieldInfo) -> str:
-    def told(annotation: Any) -> str:
+    def text_of(annotation: Any) -> str:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Literal:
             return ", ".join(str(a) for a in args)
         if origin is typing.Annotated:
-            return told(args[0])
+            return text_of(args[0])
         if origin in (list, dict):
             return _TYPES[origin.__name__]
         if args:
-            return " or ".join(told(a) for a in args)
+            return " or ".join(text_of(a) for a in args)
         return _TYPES.get(getattr(annotation, "__name__", ""), str(annotation))
 
-    return told(info.annotation)
+    return text_of(info.annotation)
 
 
 def _default(info: FieldInfo) -> str:

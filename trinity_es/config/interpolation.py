@@ -47,13 +47,13 @@ def resolved(value: Any) -> tuple[Any, dict[Path_, str], set[Path_]]:
         if not isinstance(value, str):
             return value
         try:
-            found, varies = _read(value, quotable=not (path and is_secret_key(str(path[-1]))))
+            text, varies = _read(value, quotable=not (path and is_secret_key(str(path[-1]))))
         except _Refused as e:
             problems[path] = str(e)
             return value
         if varies:
             texts.add(path)
-        return found
+        return text
 
     return one(value, ()), problems, texts
 
@@ -89,24 +89,24 @@ def _read(text: str, *, quotable: bool) -> tuple[str | None, bool]:
     """Return the value of a text, and whether it contains a variable. `quotable`: an error may quote it."""
     names: list[str] = []
 
-    def one(found: re.Match[str]) -> str:
-        backslashes, name = len(found["kept"]), found["name"]
+    def one(match: re.Match[str]) -> str:
+        backslashes, name = len(match["kept"]), match["name"]
         kept = backslashes // 2 * "\\"
         if backslashes % 2:
-            return kept + found[0][backslashes:]
+            return kept + match[0][backslashes:]
         if name is None:
             raise _Refused(
-                f"holds {_quoted(text[found.start() + backslashes :], quotable)}, which is not resolved here: only "
+                f"holds {_quoted(text[match.start() + backslashes :], quotable)}, which is not resolved here: only "
                 "${oc.env:NAME} and ${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in "
                 "quotes), and \\${ is the text ${ itself"
             )
         names.append(name)
-        if name not in os.environ and found["default"] is None:
+        if name not in os.environ and match["default"] is None:
             raise _Refused(
                 f"needs the environment variable {name}, which is not set: set it, or write a default, as in "
                 f"${{oc.env:{name},default}}"
             )
-        return kept + os.environ.get(name, found["one"] or found["two"] or found["plain"] or "")
+        return kept + os.environ.get(name, match["one"] or match["two"] or match["plain"] or "")
 
     whole = _FOUND.sub(one, text)
     alone = _FOUND.fullmatch(text)

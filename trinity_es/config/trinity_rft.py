@@ -47,10 +47,11 @@ def markdown() -> str:
     rows = "\n".join(f"| `{key}` | {text} |" for key, text in told.items())
     values = "\n".join(f"| `{key}: {value}` | {text} |" for (key, value), text in foreign_values().items())
     return (
-        "# Keys of Trinity-RFT's config\n\nThose that have another name here, or none; the others mean the same. An "
-        "unknown key gives an error that says the same as this page. A key of a section that stands without its keys "
-        "has the section's answer. The guide is [FROM_TRINITY_RFT.md](FROM_TRINITY_RFT.md).\n\nThis page is printed by "
-        f"`python -m trinity_es.config.trinity_rft`.\n\n| theirs | here |\n|---|---|\n{rows}\n{values}\n"
+        "# Keys of Trinity-RFT's config\n\nThis page lists the keys that have another name here, or none; all others "
+        "mean the same. The error for an unknown key says the same as this page. If a section is listed without its "
+        "keys, its line is for all of them. The guide is [FROM_TRINITY_RFT.md](FROM_TRINITY_RFT.md).\n\nThis page is "
+        "printed by `python -m trinity_es.config.trinity_rft`.\n\n"
+        f"| Trinity-RFT | here |\n|---|---|\n{rows}\n{values}\n"
     )
 
 

@@ -155,26 +155,26 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
             value, _ = _parse(text)
         except yaml.YAMLError as e:
             raise ConfigError(f"{name}: {quoted(text)} is not usable YAML ({getattr(e, 'problem', e)})") from e
-        here: Any = data
+        parent: Any = data
         path: Path_ = ()
         for i, piece in enumerate(pieces):
             last = i == len(pieces) - 1
             at: str | int = piece
-            if isinstance(here, list):
-                if not piece.isdecimal() or int(piece) >= len(here):
-                    raise ConfigError(f"{name}: {dotted(path)} is a list of {len(here)}; write an index "
-                                      f"below {len(here)} instead of {piece!r}")
+            if isinstance(parent, list):
+                if not piece.isdecimal() or int(piece) >= len(parent):
+                    raise ConfigError(f"{name}: {dotted(path)} is a list of {len(parent)}; write an index "
+                                      f"below {len(parent)} instead of {piece!r}")
                 at = int(piece)
-            elif not isinstance(here, dict):
-                raise ConfigError(f"{name}: {dotted(path)} is {quoted(here)}, so {piece!r} can't be in it")
+            elif not isinstance(parent, dict):
+                raise ConfigError(f"{name}: {dotted(path)} is {quoted(parent)}, so {piece!r} can't be in it")
             path = (*path, at)
             if last:
-                here[at] = value
-            elif isinstance(here, list):
-                here = here[int(at)]
+                parent[at] = value
+            elif isinstance(parent, list):
+                parent = parent[int(at)]
             else:
-                if here.get(at) is None:
-                    here[at] = {}
-                here = here[at]
+                if parent.get(at) is None:
+                    parent[at] = {}
+                parent = parent[at]
         written[path] = name, text
     return written

@@ -28,7 +28,7 @@ __all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "in
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
 VERIFIERS_PACKAGE = "verifiers"
 VERIFIERS = f"{VERIFIERS_PACKAGE}>=0.4,<0.5"
-"""Requirement installed beside each environment; verifiers plays it."""
+"""Requirement installed beside each environment, which verifiers plays."""
 PROGRAM = Path(__file__).with_name("verifiers_main.py")
 """Script that an environment's own Python runs."""
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
@@ -50,7 +50,7 @@ class Installed:
 
     @property
     def taskset(self) -> str:
-        """Name by which verifiers loads the taskset: its package, or for verifiers' own tasksets the name used here."""
+        """Name by which verifiers loads the taskset: its package, or `name` for verifiers' own tasksets."""
         return self.name if self.distribution == VERIFIERS_PACKAGE else self.distribution
 
     @property
@@ -69,27 +69,27 @@ def environments_folder() -> Path:
 
 
 def uv() -> str | None:
-    """Return the path of uv, beside this Python or on PATH; None if there is none."""
+    """Return the path of uv, beside this Python or on PATH; None without one."""
     return shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
 def installed() -> list[Installed]:
-    read = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
-    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read]
+    files = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
+    return [Installed(**{**fields, "folder": file.parent / fields["folder"]}) for file, fields in files]
 
 
 def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
     wanted = plain_name(name)
-    found = next((e for e in installed() if e.name == wanted), None)
-    if found is None:
-        raise ConfigError(f"{_missing(name)}: `trinity-es env install {name}`", environment=name)
-    return found
+    environment = next((e for e in installed() if e.name == wanted), None)
+    if environment is None:
+        raise ConfigError(f"{_not_installed_message(name)}: `trinity-es env install {name}`", environment=name)
+    return environment
 
 
-def _missing(name: str) -> str:
-    there = ", ".join(e.name for e in installed()) or "none"
-    return f"environment {name!r} is not installed in {environments_folder()} (there: {there})"
+def _not_installed_message(name: str) -> str:
+    names = ", ".join(e.name for e in installed()) or "none"
+    return f"environment {name!r} is not installed in {environments_folder()} (there: {names})"
 
 
 def install(
@@ -132,18 +132,18 @@ def install(
 
 def remove(name: str) -> Installed:
     """Delete an environment with all its installs, and return it. Raises ConfigError if there is none."""
-    found = next((e for e in installed() if e.name == plain_name(name)), None)
-    if found is None:
-        raise ConfigError(_missing(name), environment=name)
-    with _locked(found.folder.parent):
-        (found.folder.parent / "environment.json").unlink()
-        shutil.rmtree(found.folder.parent)
-    return found
+    environment = next((e for e in installed() if e.name == plain_name(name)), None)
+    if environment is None:
+        raise ConfigError(_not_installed_message(name), environment=name)
+    with _locked(environment.folder.parent):
+        (environment.folder.parent / "environment.json").unlink()
+        shutil.rmtree(environment.folder.parent)
+    return environment
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from installing into this folder, on any machine that shares it."""
+    """Lock this folder against other installs, on all machines that share it."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -161,16 +161,16 @@ def _make_venv(
     return versions
 
 
-def _require_loads(made: Installed, say: Callable[[str], None]) -> None:
+def _require_loads(environment: Installed, say: Callable[[str], None]) -> None:
     """Raise ConfigError unless verifiers loads its taskset."""
     try:
-        _run([str(made.python), "-I", str(PROGRAM), "load", made.taskset], say)
+        _run([str(environment.python), "-I", str(PROGRAM), "load", environment.taskset], say)
     except ConfigError as e:
-        why = f"verifiers can't load the taskset {made.taskset!r}: {e.message.rstrip().splitlines()[-1]}"
-        if made.distribution != VERIFIERS_PACKAGE:
-            raise ConfigError(f"{why} (a package MY-ENV has a module my_env with a Taskset of verifiers 0.4 in its "
+        problem = f"verifiers can't load the taskset {environment.taskset!r}: {e.message.rstrip().splitlines()[-1]}"
+        if environment.distribution != VERIFIERS_PACKAGE:
+            raise ConfigError(f"{problem} (a package MY-ENV has a module my_env with a Taskset of verifiers 0.4 in its "
                               "__all__)") from e
-        say(f"{why} (a config that names another taskset may be played)")
+        say(f"{problem} (a config that names another taskset may be played)")
 
 
 def _requirement(package: str) -> tuple[str, str]:

@@ -36,8 +36,8 @@ TELL_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 MESSAGE_BYTES = 100 * 1024 * 1024
 """Maximum size of a server's message."""
-_ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
-_NOWHERE = object()
+_ENVIRONMENT_ERRORS = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
+_NOT_IN_ACTION = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Titles of action schemas whose actions are tool calls; the environment lists its tools."""
 _TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], "properties": {
@@ -91,9 +91,9 @@ class OpenEnvWorkflow(Workflow):
                     rewards.append(float(state["reward"]))
         return self._experiences(rewards, counts)
 
-    async def _wait_for(self, what: str) -> None:
-        """Report what the run waits for; an empty text when the wait is over."""
-        await self.model.set_workflow_state({"waits_for": what})
+    async def _wait_for(self, reason: str) -> None:
+        """Report what the run waits for, with an empty text when the wait is over."""
+        await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt, and the row's prompt if it has one."""
@@ -130,14 +130,14 @@ class OpenEnvSession:
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an episode; return `observation`, `reward` and `done`."""
-        return _state(await self.ask({"type": "reset", "data": arguments}), self._url)
+        return _step_result(await self.ask({"type": "reset", "data": arguments}), self._url)
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        return _state(await self.ask({"type": "step", "data": action}), self._url)
+        return _step_result(await self.ask({"type": "step", "data": action}), self._url)
 
     async def action_schema(self) -> dict[str, Any]:
         """Return the JSON schema of the environment's actions."""
-        async with _failing(self._url), self._http.get(f"{self._url}/schema") as response:
+        async with _translated_errors(self._url), self._http.get(f"{self._url}/schema") as response:
             response.raise_for_status()
             schema: dict[str, Any] = json.loads(await _body(response))["action"]
         if schema.get("title") in _TOOL_ACTIONS:
@@ -147,7 +147,7 @@ class OpenEnvSession:
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         sent = json.dumps(message)
-        async with _failing(self._url):
+        async with _translated_errors(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a closing server may have sent the reason
                 await self._socket.send_str(sent)
             answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
@@ -164,7 +164,7 @@ class OpenEnvSession:
                 text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
                 raise _Full(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
-            kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
+            kind = "workflow" if code in _ENVIRONMENT_ERRORS else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
 
@@ -187,19 +187,19 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
+def _step_result(data: dict[str, Any], url: str) -> dict[str, Any]:
     observation, reward = data.get("observation"), data.get("reward")
     if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
         raise EnvironmentFailed(f"the OpenEnv server {url} answered {str(data)[:200]}: an observation is expected")
     return {"observation": observation, "reward": reward, "done": bool(data.get("done"))}
 
 
-class _Away(EnvironmentFailed):
+class _Unavailable(EnvironmentFailed):
     """The server is full or unreachable."""
 
 
-class _Full(_Away):
-    """The server is running all the episodes that it can: waiting is normal."""
+class _Full(_Unavailable):
+    """The server has no room for another episode, so waiting is normal."""
 
 
 @asynccontextmanager
@@ -227,10 +227,10 @@ async def _connected(
     tell: Callable[[str], Awaitable[None]] | None,
 ) -> OpenEnvSession:
     clock = asyncio.get_running_loop().time
-    began, told = clock(), False
+    began, reported = clock(), False
     while True:
         try:
-            async with _failing(url):
+            async with _translated_errors(url):
                 socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
             env = OpenEnvSession(http, socket, url, timeout)
             try:
@@ -238,29 +238,29 @@ async def _connected(
             except BaseException:
                 await env.close()
                 raise
-            if told and tell is not None:
-                await tell("")  # else the run would be shown as waiting until it ends
+            if reported and tell is not None:
+                await tell("")  # else the run counts as waiting until it ends
             return env
-        except _Away as e:
+        except _Unavailable as e:
             waited = clock() - began
             if waited >= patience:
                 raise
             if tell is not None and not isinstance(e, _Full) and waited >= TELL_SECONDS:
-                told = True
-                why = f"{e.__cause__ or e.message}, for {waited:.0f} s"
-                await tell(f"the OpenEnv server {url}: {why}; it gives up in {patience - waited:.0f} s")
+                reported = True
+                problem = f"{e.__cause__ or e.message}, for {waited:.0f} s"
+                await tell(f"the OpenEnv server {url}: {problem}; it gives up in {patience - waited:.0f} s")
             await asyncio.sleep(random.uniform(0.1, 1.0))
 
 
 @asynccontextmanager
-async def _failing(url: str) -> AsyncIterator[None]:
-    """Turn errors of the connection into EnvironmentFailed of the right kind."""
+async def _translated_errors(url: str) -> AsyncIterator[None]:
+    """Turn connection errors into EnvironmentFailed with the right kind."""
     try:
         yield
     except TimeoutError as e:
         raise EnvironmentFailed(f"the OpenEnv server {url} did not answer in time", kind="timeout") from e
     except (aiohttp.ClientError, OSError, ValueError, KeyError) as e:
-        raise _Away(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
+        raise _Unavailable(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -290,25 +290,25 @@ def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def about_action(action: Any, errors: Any) -> bool:
-    """Return True if each of pydantic's errors is about a value in the action that was sent.
+    """Return True if each of pydantic's errors is about a value of the action.
 
     A server answers with the same error code if its own code made an invalid value.
     """
-    def at(loc: list[Any]) -> Any:
+    def value_at(loc: list[Any]) -> Any:
         value = action
         for depth, key in enumerate(loc):
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 if depth == 0:  # deeper, the path also contains the names of union members
-                    return _NOWHERE
+                    return _NOT_IN_ACTION
         return value
 
     if not isinstance(action, dict):
         return True
     try:
         return bool(errors) and all(
-            at(e["loc"][:-1] if e["type"] == "missing" else e["loc"]) == e.get("input") for e in errors)
+            value_at(e["loc"][:-1] if e["type"] == "missing" else e["loc"]) == e.get("input") for e in errors)
     except (KeyError, TypeError):
         return False
 

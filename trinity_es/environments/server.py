@@ -36,7 +36,7 @@ START_SECONDS = 300.0
 END_SECONDS = 15.0
 """Time limit for a process to end after its socket was closed."""
 SILENT_SECONDS = 30.0
-"""Time limit for a process to confirm that a run was cancelled. Its loop may be blocked, by an endless reward say."""
+"""Time limit for a process to confirm a cancelled run. Its loop may be blocked, for instance by an endless reward."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EnvironmentServer:
             )
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         started = self._requests[0] = asyncio.get_running_loop().create_future()
-        # A context of its own, since the task outlives the run that starts it.
+        # In its own context, since the task outlives the run that starts it.
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), context=contextvars.Context())
         self._send(self._config)
         try:
@@ -84,7 +84,7 @@ class EnvironmentServer:
                 self._end()
 
     async def ask(self, message: Mapping[str, Any]) -> Any:
-        """Return the answer. Cancelling this cancels the episode.
+        """Send a request and return its answer. Cancelling this call cancels the episode.
 
         Raises EnvironmentFailed if the process died, or (kind `workflow`) if its program raised an error.
         """
@@ -96,14 +96,15 @@ class EnvironmentServer:
         except asyncio.CancelledError:
             with contextlib.suppress(EnvironmentFailed):
                 self._send({"id": number, "cancel": True})
-                self._unconfirmed[number] = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._silent)
+                timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._end_unresponsive)
+                self._unconfirmed[number] = timer
             raise
         finally:
             self._requests.pop(number, None)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is None or self.ended:
-            raise self._gone()
+            raise self._ended_error()
         data = orjson.dumps(message)
         self._writer.write(struct.pack(">I", len(data)) + data)
 
@@ -135,7 +136,7 @@ class EnvironmentServer:
         while self._process is not None and self._process.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.05)  # poll reaps it, else it stays a zombie
 
-    def _silent(self) -> None:
+    def _end_unresponsive(self) -> None:
         _log.warning("the process of environment %s did not confirm for %.0f s that a run is over: it is ended, the "
                      "next run starts another", self.name, SILENT_SECONDS)
         self._end()
@@ -152,14 +153,14 @@ class EnvironmentServer:
             self._unconfirmed.popitem()[1].cancel()
         for request in self._requests.values():
             if not request.done():
-                request.set_exception(self._gone())
+                request.set_exception(self._ended_error())
 
-    def _gone(self) -> EnvironmentFailed:
+    def _ended_error(self) -> EnvironmentFailed:
         return EnvironmentFailed(f"the process of environment {self.name} has ended")
 
 
 def environment_variables(python: Path) -> dict[str, str]:
-    """Return the environment variables for a process of this Python: without ours, and without the system's key."""
+    """Return environment variables for a process of this Python, without our own and the system's key."""
     ours = {KEY_VARIABLE, FILE_VARIABLE, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     tool = uv()  # verifiers starts programs with it
@@ -179,9 +180,9 @@ async def server_of(installed: Installed, program: Path, config: Mapping[str, An
     Raises what `EnvironmentServer.start` raises; the next call tries again.
     """
     loop = asyncio.get_running_loop()
-    mine = _servers.setdefault(loop, {})
+    servers = _servers.setdefault(loop, {})
     key = (str(installed.folder), orjson.dumps(config, option=orjson.OPT_SORT_KEYS))
-    starting = mine.get(key)
+    starting = servers.get(key)
     if starting is None or (starting.done() and (starting.cancelled() or starting.exception() or
                                                  starting.result().ended)):
         async def start() -> EnvironmentServer:
@@ -189,7 +190,7 @@ async def server_of(installed: Installed, program: Path, config: Mapping[str, An
             await server.start()
             return server
 
-        starting = mine[key] = loop.create_task(start(), context=contextvars.Context())
+        starting = servers[key] = loop.create_task(start(), context=contextvars.Context())
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(starting)  # other runs may wait for it
 

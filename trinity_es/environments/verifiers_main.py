@@ -43,7 +43,7 @@ _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 
 
 # --- the config and the tasks -----------------------------------------------------------------------------------------
-def resolved(given: dict[str, Any]) -> Any:
+def resolved(config: dict[str, Any]) -> Any:
     """Return the environment's config, with defaults for its roles.
 
     A role gets the harness `null`, which only chats, if neither it nor the taskset names one. A role whose harness
@@ -52,19 +52,19 @@ def resolved(given: dict[str, Any]) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
 
-    taskset = given["taskset"]["id"]
+    taskset = config["taskset"]["id"]
     own = loaders.default_harness_id(taskset)
-    fields = loaders.env_config_type(taskset, given.get("id") or "").model_fields
+    fields = loaders.env_config_type(taskset, config.get("id") or "").model_fields
     for name, default in ((name, f.default) for name, f in fields.items() if isinstance(f.default, AgentConfig)):
-        role = dict(given.get(name) or {})
+        role = dict(config.get(name) or {})
         pinned = (role.get("harness") or {}).get("id") or (default.harness and default.harness.id)
         if pinned is None and own == "bash":
             role["harness"] = {**(role.get("harness") or {}), "id": "null"}
         harness = loaders.harness_class(pinned or ("null" if own == "bash" else own))
         if not ("runtime" in role or "runtime" in default.model_fields_set or harness.EXECUTES_CODE):
             role["runtime"] = {"type": "subprocess"}
-        given[name] = role
-    return loaders.resolve_env_config(given)
+        config[name] = role
+    return loaders.resolve_env_config(config)
 
 
 def write_tasks(file: str, limit: str) -> None:
@@ -82,7 +82,7 @@ def write_tasks(file: str, limit: str) -> None:
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
 def share_client(endpoints: dict[str, dict[str, str]]) -> None:
-    """Make all runs share one client that uses each run's own endpoint; `endpoints` is keyed by trace id.
+    """Make all runs share one client, which uses the endpoint of each run's trace id.
 
     verifiers would keep a client, with its connections, for each address that it ever used, and each run has its own.
     """
@@ -100,7 +100,7 @@ def share_client(endpoints: dict[str, dict[str, str]]) -> None:
 
 
 class Server:
-    """Player of one environment's episodes; it runs all that it is sent at the same time."""
+    """Player of one environment's episodes, all at the same time."""
 
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
@@ -118,7 +118,7 @@ class Server:
             playing.cancel()
 
     async def leave(self) -> None:
-        """End all episodes without an answer: the client sees that this process is gone."""
+        """End all episodes without answers."""
         self.leaving = True
         tasks = list(self.playing.values())
         for playing in tasks:
@@ -187,14 +187,14 @@ def trace_json(trace: Any) -> dict[str, Any]:
 
 
 def as_number(value: float) -> float | str:
-    """Return a number, or the text of infinity and NaN, which JSON does not have."""
+    """Return the number, or a text for infinity and NaN, which JSON lacks."""
     return value if math.isfinite(value) else str(value)
 
 
 def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
-    """Return the errors of failed model calls after which no call succeeded: a harness may take one for the end.
+    """Return the errors of failed model calls after the last successful one, which a harness may take for the end.
 
-    Calls that the server refused (a status below 500) or that the harness cancelled are left to the harness.
+    Calls that the server refused (a status below 500) or that the harness cancelled do not count.
     """
     last_success = max((c.time.start for c in calls if c.error is None), default=0.0)
     return [error_json(c.error) for c in calls
@@ -217,7 +217,7 @@ def error_json(error: Any) -> dict[str, Any]:
 
 
 def words(error: Exception) -> str:
-    """Return an error's message; for pydantic's errors without the input values, which may be secrets."""
+    """Return an error's message, without the input values of pydantic's errors, which may be secrets."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -228,7 +228,7 @@ def words(error: Exception) -> str:
 
 # --- the socket -------------------------------------------------------------------------------------------------------
 def as_json(message: dict[str, Any]) -> bytes:
-    """Return JSON that any parser reads: a lone surrogate becomes a question mark."""
+    """Return strict JSON, with a question mark for a lone surrogate."""
     return json.dumps(message, ensure_ascii=False, allow_nan=False).encode(errors="replace")
 
 
@@ -269,7 +269,7 @@ async def serve(end: socket.socket) -> None:
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 def watch(playing: int, end: socket.socket) -> None:
-    """Wait until the process that plays has ended or its client is gone; then kill all that it started."""
+    """Wait until the playing process ends or its client is gone; then kill every process that it started."""
     polling, deadline = select.poll(), float("inf")
     polling.register(end, 0)  # reports only that it was closed
     signals: list[int] = []
@@ -281,7 +281,7 @@ def watch(playing: int, end: socket.socket) -> None:
         if time.monotonic() > deadline:
             os.kill(playing, signal.SIGKILL)
         time.sleep(0.05)
-    while True:  # its orphans are children of this process, a subreaper, whatever sessions they made
+    while True:  # orphans become children of this process, a subreaper, whatever their session
         for child in children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

@@ -35,7 +35,7 @@ LAST_WORDS = 2000
 
 
 def environment_named(args: Mapping[str, Any]) -> str:
-    """Return the environment that a workflow's arguments name. Raises DataError."""
+    """Return `env` of a workflow's arguments. Raises DataError without one."""
     name = args.get("env")
     if not isinstance(name, str) or not name:
         raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` shows those here)")
@@ -56,7 +56,7 @@ def tasks_file(args: Mapping[str, Any]) -> Path:
 
 
 def made_tasks(args: Mapping[str, Any]) -> Path:
-    """Return the same file, after the environment has written it. Raises TasksetError with the environment's output."""
+    """Return the same file, written if necessary. Raises TasksetError with the environment's output."""
     file = tasks_file(args)
     if file.is_file():
         return file
@@ -64,7 +64,7 @@ def made_tasks(args: Mapping[str, Any]) -> Path:
     file.parent.mkdir(exist_ok=True)
     writing = file.with_suffix(f".{uuid4().hex[:12]}")
     try:
-        _write(installed, args, writing)
+        _write_tasks(installed, args, writing)
         with contextlib.suppress(FileExistsError):  # another process was first, and its file may be in use
             os.link(writing, file)
     finally:
@@ -73,13 +73,13 @@ def made_tasks(args: Mapping[str, Any]) -> Path:
 
 
 def tasks_revision(args: Mapping[str, Any], file: Path) -> str:
-    """Return the version of the environment, and the hash of the tasks' file."""
+    """Return the version of the environment and the hash of its tasks' file."""
     with file.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
     return f"{find(environment_named(args)).version} sha256:{digest}"
 
 
-def _write(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
+def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
     command = [str(installed.python), "-I", str(PROGRAM), "tasks", str(file), str(args.get("tasks") or 0)]
     config = orjson.dumps(environment_config(installed, args))  # may hold secrets: not for a command line
     with tempfile.TemporaryFile() as stderr:
@@ -89,14 +89,14 @@ def _write(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
         )
         try:
             process.communicate(config, timeout=TASKS_SECONDS)
-            why = f"it ended with {process.returncode}" if process.returncode else ""
+            problem = f"it ended with {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            why = f"it was not done after {TASKS_SECONDS:.0f} s"
+            problem = f"it was not done after {TASKS_SECONDS:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started
             process.wait()
-        if why:
+        if problem:
             stderr.seek(0)
             output = stderr.read().decode(errors="replace")[-LAST_WORDS:].strip()
-            raise TasksetError(f"environment {installed.name} can't write its tasks: {why}: {output}")
+            raise TasksetError(f"environment {installed.name} can't write its tasks: {problem}: {output}")

@@ -1,9 +1,8 @@
 """The workflow `verifiers`: an episode of a verifiers environment, played with this run's model.
 
 The environment's own process plays the episode. verifiers' token-id client calls the model at this run's endpoint, so
-training uses exactly the ids that the engine sampled, and the workflow checks that, id by id. Each trainable branch of
-a trace becomes an experience with the trace's reward. A failure has the kind that verifiers gives it, and never becomes
-a reward.
+training uses exactly the ids that the engine sampled; the workflow checks each id. Each trainable branch of a trace
+becomes an experience with the trace's reward. Failures keep verifiers' kind and never become a reward.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ _PRECEDENCE: tuple[FailureKind, ...] = ("infra", "timeout", "workflow")
 
 
 class VerifiersWorkflow(Workflow):
-    """An episode of the verifiers environment `workflow_args.env`. A taskset with `path: verifiers:NAME` sets both.
+    """An episode of the verifiers environment `workflow_args.env`, whose task is the row of this task.
 
-    The task's row is the environment's task.
-
-    `workflow_args`: `env`, the name of an installed environment; `config`, which verifiers calls `env`
-    (`{agent: {max_turns: 4}, taskset: {...}}`); `renderer` and `tokenizer`, to replace those of the model, as
-    `renderer` and `renderer_model_name` of verifiers' TrainClient.
+    A taskset with `path: verifiers:NAME` sets the workflow and its `env`. `workflow_args`: `env`, the name of an
+    installed environment; `config`, which verifiers calls `env` (`{agent: {max_turns: 4}, taskset: {...}}`); `renderer`
+    and `tokenizer`, to replace those of the model, as `renderer` and `renderer_model_name` of verifiers' TrainClient.
     """
 
     is_async = True
@@ -60,7 +57,7 @@ class VerifiersWorkflow(Workflow):
         trained = [t for t in traces if t["trainable"] and t["ok"]]
         experiences: list[Experience] = []
         for trace in trained:
-            metrics = _numbers({**trace["metrics"], **trace["rewards"], "reward": trace["reward"]})
+            metrics = _as_floats({**trace["metrics"], **trace["rewards"], "reward": trace["reward"]})
             branches = [(b["tokens"], [tuple(a) for a in b["answers"]], b["messages"]) for b in trace["branches"]]
             for experience in self.model.experiences_of_ids(branches):
                 experience.reward, experience.metrics = metrics["reward"], dict(metrics)
@@ -68,7 +65,7 @@ class VerifiersWorkflow(Workflow):
                 experience.eid.step = len(experiences)
                 experiences.append(experience)
         if not experiences:
-            raise WorkflowError("the environment ended the episode before the model said anything")
+            raise WorkflowError("the environment ended the episode before the model answered")
         if not any(t["rewards"] for t in trained):
             raise WorkflowError("the environment gave no reward to any agent that is trained: a sum of nothing is none")
         return experiences
@@ -77,8 +74,8 @@ class VerifiersWorkflow(Workflow):
 def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
     """Return why an episode has no result; None if it has one.
 
-    Of several failures, returns the one that says least about the task: a sandbox that died goes before the code that
-    missed it. A failed model call without a later success is a failure even if the agent took it for the end.
+    Of several failures, returns the one least related to the task: a dead sandbox before the code that needed it. A
+    failed model call without a later success is a failure even if the agent took it for the end.
     """
     parts = [episode, *(t for t in episode["traces"] if not episode["complete"] or t["is_timeout"])]
     errors = [e for part in parts for e in part["errors"]]
@@ -95,7 +92,7 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
     return EnvironmentFailed(message, kind=kind)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if isinstance(value, str):  # infinity or NaN, see verifiers_main.as_number
             raise WorkflowError(f"the environment gave {name} = {value}: a number is expected")
@@ -110,12 +107,12 @@ def _tokenizer(tokenizer: Any) -> str:
     save = getattr(tokenizer, "save_pretrained", None)
     if save is None:
         raise WorkflowError("the model's tokenizer has no folder: name one as workflow_args.tokenizer")
-    if tokenizer not in _saved:
+    if tokenizer not in _tokenizer_folders:
         folder = tempfile.TemporaryDirectory(prefix="trinity-es-tokenizer-")
         save(folder.name)
-        _saved[tokenizer] = folder
-    return str(_saved[tokenizer].name)
+        _tokenizer_folders[tokenizer] = folder
+    return str(_tokenizer_folders[tokenizer].name)
 
 
-_saved: dict[Any, tempfile.TemporaryDirectory[str]] = {}
-"""Folders of tokenizers that were made in memory, as tests do."""
+_tokenizer_folders: dict[Any, tempfile.TemporaryDirectory[str]] = {}
+"""Folders of tokenizers that exist only in memory, as in tests."""

@@ -130,7 +130,7 @@ def config_of(
 
 
 def require_gpus(config: Config, name: str) -> None:
-    """Require that this host has the GPUs for each engine of this config. Raises ConfigError."""
+    """Raise ConfigError if this host has too few GPUs for an engine of this config."""
     explorer = config.explorer
     models = {"explorer.rollout_model": explorer.rollout_model}
     models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
@@ -140,7 +140,7 @@ def require_gpus(config: Config, name: str) -> None:
         raise ConfigError(
             f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
             f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
-            "or say otherwise for this host with --set (tensor_parallel_size)"
+            "or set tensor_parallel_size for this host with --set"
         )
 
 
@@ -149,18 +149,20 @@ class HostRun:
                  tell: Callable[[str], None]) -> None:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir
         self._key_file, self._tell = key_file, tell
-        self._ends = self._life = ""
+        self._reason = ""
+        """Reason of `leave`, empty until then."""
+        self._life = ""
         self._pulls_into: Path | None = None
         """Folder where the host's system keeps pulled files, deleted at the end of this run."""
         self._until = 0.0
 
     def leave(self, reason: str, within: float) -> None:
         """Drain the host and end it; what its runners still have after `within` s is attempted elsewhere."""
-        if not self._ends:
-            self._ends, self._until = reason, time.monotonic() + within
+        if not self._reason:
+            self._reason, self._until = reason, time.monotonic() + within
 
     def is_leaving(self) -> bool:
-        return bool(self._ends)
+        return bool(self._reason)
 
     def run(self) -> None:
         """Take part until `leave` is called. Raises ConfigError, WrongKey, which waiting does not mend."""
@@ -185,7 +187,7 @@ class HostRun:
                 raise
             except TrinityError as e:  # no head yet, the database is away, the system did not start
                 reason = e.message
-            if not self.is_leaving() and (left := self._has_left()):  # a drained system may just not answer at its end
+            if not self.is_leaving() and (left := self._left_because()):  # a drained system may not answer at its end
                 self._tell(f"host {self._name} left: {left}")
                 return
             if self.is_leaving():
@@ -225,9 +227,9 @@ class HostRun:
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
-        return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
+        return asyncio.run(self._until_leave(puller.pull(name, None, lambda text: None)))
 
-    async def _unless_it_leaves(self, pull: Coroutine[Any, Any, Path]) -> Path:
+    async def _until_leave(self, pull: Coroutine[Any, Any, Path]) -> Path:
         """Return the result of a pull. Raises SyncError if `leave` is called meanwhile."""
         task = asyncio.ensure_future(pull)
         try:
@@ -238,7 +240,7 @@ class HostRun:
         finally:
             task.cancel()
 
-    def _has_left(self) -> str:
+    def _left_because(self) -> str:
         """Return why the last life of the host left in order; empty if it did not, or that is unknown."""
         hosts: Hosts = {}
         try:
@@ -257,7 +259,6 @@ class HostRun:
             time.sleep(min(LOOK_SECONDS, seconds))
 
     def _one_life(self, config: Config) -> str:
-        """Start the system and wait for its end. Return why it ended."""
         with closing(open_payloads(self._url)) as payloads:  # first, since it raises if a run can't use this database
             return self._start_and_wait(config, payloads)
 
@@ -280,11 +281,11 @@ class HostRun:
                         status = link.where(LOOK_SECONDS).status
                         if status.get("fenced"):
                             return str(status["fenced"])
-                        if self._ends:  # repeated, since any of the processes on the way may be away or new
-                            link.tell_guardian(HostLeaves(self._ends))
-                        if self._ends and time.monotonic() > self._until:
+                        if self._reason:  # repeated, since any of the processes on the way may be away or new
+                            link.tell_guardian(HostLeaves(self._reason))
+                        if self._reason and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
-                            return self._ends
+                            return self._reason
                 return "its actor system ended"
             finally:
                 link.close()

@@ -213,8 +213,8 @@ def start(
     needs = " and ".join(f"{n:.0f} {kind}s" for kind, n in bundle.items())
     if hosts is None and not fit:
         raise ConfigError(f"none of the {len(nodes)} nodes of Ray's cluster has what a host takes ({needs}): lower "
-                          "explorer.rollout_model.engine_num or its tensor_parallel_size; or say --hosts N, to wait "
-                          "for nodes that have it")
+                          "explorer.rollout_model.engine_num or its tensor_parallel_size; or wait for such nodes "
+                          "with --hosts N")
     hosts = hosts or fit
     if fit < hosts:
         tell(f"{fit} of Ray's {len(nodes)} nodes have what a host takes ({needs}): waiting for {hosts - fit} more")
@@ -275,7 +275,7 @@ def _end(ray: Any, reason: str) -> bool:
     names = sorted(ray.util.list_named_actors(), key=lambda name: name == HEAD)
     agents = []
     for name in names:
-        with suppress(ValueError):  # already gone
+        with suppress(ValueError):  # it ended meanwhile
             agents.append(ray.get_actor(name))
     for part in (agents[:-1], agents[-1:]):
         ray.wait([a.leave.remote(reason) for a in part], num_returns=len(part), timeout=END_SECONDS) if part else None

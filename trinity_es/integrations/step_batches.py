@@ -29,11 +29,11 @@ Mode = Literal["train", "eval"]
 Runs = dict[tuple[int, int], list[Experience]]
 """Experiences of a batch by (task, run), without runs that failed for good."""
 ALL_TASKS = 2**31 - 1
-"""More tasks than a batch can have ready: a poll for that many returns when nothing runs."""
+"""More tasks than a batch can have, so a poll for that many returns when nothing runs."""
 POLL_SECONDS = 4.0
-"""How long one poll of an eval batch stays open."""
+"""Duration of one poll of an eval batch."""
 TELL_SECONDS = 120.0
-"""Interval between two log lines about what a batch waits for."""
+"""Interval of log lines about what a batch waits for."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,16 +41,16 @@ _log = logging.getLogger(__name__)
 def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> BatchState | None:
     """Return the batch of this id in the log, open or ended; None if it has to be submitted.
 
-    A batch that was aborted, or without a run that succeeded, is submitted again. Raises DataError if the batch in the
-    log has other prompts.
+    A batch that was aborted, or in which no run succeeded, has to be submitted again. Raises DataError if the log's
+    batch has other prompts.
     """
     state = client.log.current(batch_id)
     if state is None or state.state is BatchLifecycleState.ABORTED or state.failed_whole:
         return None
     logged = [task for event in client.log.handed_in(batch_id) for task in client.log.tasks_of(event)]
-    before = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in logged]
-    now = [(_plain((task.raw_task or {})["prompt"]), task.repeat_times or 1) for task in tasks]
-    if before != now:
+    logged_prompts = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in logged]
+    new_prompts = [(_plain((task.raw_task or {})["prompt"]), task.repeat_times or 1) for task in tasks]
+    if logged_prompts != new_prompts:
         raise DataError(
             f"batch {batch_id!r} is in the log with other prompts: the data, their order or num_generations changed. "
             "Restore what it began with, or start over with another store"

@@ -31,7 +31,7 @@ def step_of(version: int) -> int:
 
 
 def missing_version(client: RolloutClient, step: int) -> int | None:
-    """Return the version as which a step's weights have to be published now; None if engines have them already."""
+    """Return the version to publish a step's weights as; None if engines have them already."""
     now = current_weights(client.log)
     version = step_version(step, now.version)
     exists = not now.path or Path(now.path).is_dir()

@@ -104,7 +104,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the rollout worker -----------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Begin with the first batch that is unused at the trainer's checkpoint. Raises ConfigError, NotRunning."""
+        """Begin with the first batch not trained on by the trainer's checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
             raise ConfigError("AsyncRollouts does not know the trainer's step: give it to the trainer's callbacks, too")
         step, log = self._resumed_at, self.client.log
@@ -131,8 +131,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError if the worker failed, or if no sample came for `stale_after_s`: what its batch waits for.
-        """
+        """Raise RuntimeError if the worker failed, or if no sample came for `stale_after_s`, with the reason."""
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
@@ -231,7 +230,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             publish_tensors(self.client, version, state)
 
     def resume(self) -> None:
-        """Do nothing: see `pause`."""
+        """Do nothing, as `pause`."""
 
     def destroy(self) -> None:
         """Disconnect from the system, which keeps running."""
@@ -285,8 +284,7 @@ def _trained(experience: Experience) -> np.ndarray[Any, Any]:
 
 
 def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
-    """Return TRL's sample of an experience. Raises DataError without logprobs, or without one advantage for all tokens.
-    """
+    """Return TRL's sample of an experience. Raises DataError without logprobs or one advantage for all tokens."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     mask = _trained(experience)

@@ -11,14 +11,13 @@ from trinity_es.actors.plugins import did_you_mean
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.integrations.step_batches import Runs
+from trinity_es.workflows.rewards import TRL_ARGUMENTS
 
 __all__ = ["COLUMNS", "require_columns", "result_rows", "sparing"]
 
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
 """Columns of a row: the first three go to the trainer, the fourth masks the loss, the rest go to reward functions."""
-_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments of a reward function beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
 
 
 def require_columns(
@@ -35,7 +34,7 @@ def require_columns(
     except (TypeError, ValueError):
         return
     row_columns = columns if tasks_get is None else ["prompt", *tasks_get]
-    available = {*row_columns, *given, *_OF_TRL}
+    available = {*row_columns, *given, *TRL_ARGUMENTS}
     for p in parameters:
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if named and p.default is p.empty and p.name not in available:
@@ -83,7 +82,7 @@ def _row(experience: Experience, eos: int) -> dict[str, Any]:
 
 
 def sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function with None for failed runs, whatever it gives for their empty answers."""
+    """Return the reward function with None as the result of failed runs."""
 
     def spared(rewards: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
         return [None if lost else reward for reward, lost in zip(rewards, failed, strict=True)]

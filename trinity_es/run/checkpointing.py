@@ -1,9 +1,9 @@
-"""A trainer's weights: into the engines, onto the disk, and the trainer itself back after everything died.
+"""A trainer's weights: into the engines, onto the disk, and back into the trainer after a restart.
 
-With `sync_method: checkpoint` both are one folder. With memory or nccl, engines get each version without a disk, and
-every `trainer.save_interval` steps it is saved and published once more, as a checkpoint: from then on that is where an
-engine that comes up finds it. So the newest version in the log may be ahead of the newest checkpoint; a trainer that
-comes back starts from the checkpoint and takes the steps between them again, on the experiences that the log has.
+With `sync_method: checkpoint` engines load the saved folder. With memory or nccl, engines get each version without a
+disk, and every `trainer.save_interval` steps a version is also saved and published as a checkpoint, which engines that
+start later load. So the newest version in the log may be ahead of the newest checkpoint. A trainer that resumes starts
+from the checkpoint and repeats the steps between them on the recorded experiences.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ class Checkpoints:
 
 
 class TrainerCheckpoints:
-    """Brings the weights of one trainer where they are needed. Steps are its train steps, and so are versions."""
+    """Publishes and saves the weights of one trainer. A weights version is the train step after which it was made."""
 
     def __init__(self, config: Config) -> None:
         self.config, self._checkpoints = config, Checkpoints(config)
         self.saved = 0
-        """The step of the newest checkpoint."""
+        """Step of the newest checkpoint."""
         self._rewritten = ""
-        """A place in memory that was lost and written anew, which the log does not say yet."""
+        """Folder in shared memory to which lost weights were written again, until that is in the log."""
         self._caught_up: dict[int, dict[str, float]] = {}
+        """Metrics of the repeated steps, until they are in the log."""
         self.moved = False
-        """Whether the current weights lie elsewhere than the log says."""
+        """True if the current weights lie elsewhere than the log says."""
         self._mark = self._checkpoints.folder / "begun.json"
-        """Names the run that writes a checkpoint here and its step, until that is published."""
+        """File that names the run that writes a checkpoint here and its step, until that is published."""
 
     @property
     def diskless(self) -> bool:
@@ -67,72 +68,73 @@ class TrainerCheckpoints:
 
     @property
     def steps_needed(self) -> int:
-        """Steps whose experiences a trainer that comes back may need."""
+        """Number of steps whose experiences a trainer that resumes may need."""
         since_saved = self.config.trainer.save_interval - 1 if self.diskless else 0
         return self.config.synchronizer.sync_interval + since_saved
 
     def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
-        """Return the point with the checkpoint where it lies now: the run's folders may have been moved or copied.
+        """Return the point with the checkpoint's current path: the run's folders may have been moved or copied.
 
-        `recorded_store`: the URL of its store, as its log has it. Raises ConfigError if the checkpoint is gone.
+        `recorded_store`: the URL of the store in its log. Raises ConfigError if the checkpoint is gone.
         """
         own = self._checkpoints.path(point.checkpoint_version)
         if point.checkpoint and own.is_dir() and str(own) != point.checkpoint:
-            lies, was = file_of(self.config.store.url), file_of(recorded_store)
-            together = lies is not None and was is not None and lies != was and (
-                os.path.relpath(own, lies) == os.path.relpath(point.checkpoint, was))
-            if together or not Path(point.checkpoint).is_dir():
+            file, recorded_file = file_of(self.config.store.url), file_of(recorded_store)
+            moved_together = file is not None and recorded_file is not None and file != recorded_file and (
+                os.path.relpath(own, file) == os.path.relpath(point.checkpoint, recorded_file))
+            if moved_together or not Path(point.checkpoint).is_dir():
                 path = str(own) if point.path == point.checkpoint else point.path
                 point = replace(point, checkpoint=str(own), path=path)
                 self.moved = point.path == str(own)
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
-                f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
-                f"and trainer start from it. Put it back, or into {own}, or, for a new run, {self.config.another_run}"
+                f"the run is at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines and "
+                f"trainer start from it. Put it back, or into {own}, or, for a new run, {self.config.another_run}"
             )
         return point
 
     def require_no_others(self, point: ResumePoint) -> None:
-        """Raise ConfigError if newer checkpoints lie there that this run has not made: for who writes them here alone.
+        """Raise ConfigError if the folder holds newer checkpoints of another run.
 
-        To others, one that the trainer publishes just now looks so.
+        Only the process that writes this run's checkpoints may call it: to others a checkpoint that the trainer is just
+        publishing looks like another run's.
         """
-        ours = self._unpublished_step()
-        if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
+        unpublished, newest = self._unpublished_step(), point.checkpoint_version
+        if others := [step for step in self._checkpoints.steps() if step > newest and step != unpublished]:
             raise ConfigError(
-                f"{self._checkpoints.folder} holds checkpoints that this run has not made "
+                f"{self._checkpoints.folder} holds checkpoints that this run did not make "
                 f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"
             )
 
-    # --- back -------------------------------------------------------------------------------------------------------
+    # --- resume -----------------------------------------------------------------------------------------------------
     def forget_unpublished(self, point: ResumePoint) -> None:
-        """Remove the checkpoint that was perhaps half written when all died: it is made again."""
+        """Remove a checkpoint that may be half written: it is made again."""
         self.saved = point.checkpoint_version
-        begun = self._unpublished_step()
-        if begun is not None and begun > self.saved:
-            shutil.rmtree(self._checkpoints.path(begun), ignore_errors=True)
+        step = self._unpublished_step()
+        if step is not None and step > self.saved:
+            shutil.rmtree(self._checkpoints.path(step), ignore_errors=True)
 
     def _unpublished_step(self) -> int | None:
-        """Return the step whose checkpoint this run had begun to write when it ended, if there is one."""
+        """Return the step whose checkpoint this run began to write and did not publish, if there is one."""
         try:
-            begun = json.loads(self._mark.read_bytes())
+            mark = json.loads(self._mark.read_bytes())
         except (OSError, ValueError):
             return None
-        return int(begun["step"]) if begun["store"] == self._store() else None
+        return int(mark["step"]) if mark["store"] == self._store_id() else None
 
-    def _store(self) -> str:
-        """Return what tells this run from others that may write here: its store, from here where that is a file."""
+    def _store_id(self) -> str:
+        """Return this run's store, which identifies it; for a SQLite file its path relative to the checkpoints."""
         url = self.config.store.url
         return place_of(url) if file_of(url) is None else os.path.relpath(place_of(url), self._checkpoints.folder)
 
     def catch_up(self, trainer: Any, point: ResumePoint) -> None:
-        """Take the steps between the trainer's checkpoint and the current weights again; before any engine starts.
+        """Repeat the steps between the trainer's checkpoint and the current weights, before any engine starts.
 
-        When the shared memory is gone, the weights that were in it are written there anew, as the trainer has them now.
-        Raises PayloadNotFound where their experiences were freed, ConfigError for a trainer that can't give weights.
+        If the shared memory is gone, write the trainer's weights there again. Raises PayloadNotFound if the experiences
+        were freed, ConfigError if the trainer has no `state_dict`.
         """
         if self.diskless:
-            _state_dict_method(trainer)  # says now if there is none
+            _state_dict_method(trainer)  # raises now if there is none
         if point.version <= point.checkpoint_version:
             return
         with open_log(self.config.store.url) as log:
@@ -156,7 +158,7 @@ class TrainerCheckpoints:
             self._rewritten = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
-        """Record what `catch_up` did, now that there is a system to record it."""
+        """Record the work of `catch_up` in the log, now that the system runs."""
         if self._rewritten:
             await rollouts.weights_written_anew(version, self._rewritten)
             self._rewritten = ""
@@ -166,23 +168,23 @@ class TrainerCheckpoints:
         if version - self.saved >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, version)
 
-    # --- forth ------------------------------------------------------------------------------------------------------
-    async def bring(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Bring the trainer's weights of `step` into the engines; returns when they serve them. Raises SyncError."""
+    # --- publish and save -------------------------------------------------------------------------------------------
+    async def publish(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
+        """Have the engines serve the trainer's weights of `step`; returns when they do. Raises SyncError."""
         if self.diskless:
             await rollouts.sync_weights(step, await asyncio.to_thread(_state_dict_method(trainer)))
         if not self.diskless or step - self.saved >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, step)
 
     async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Save a checkpoint of `step`, the trainer's newest, and publish it, where there is none."""
+        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one."""
         if step <= self.saved:
             return
         path = self._checkpoints.path(step)
         if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
         self._mark.parent.mkdir(parents=True, exist_ok=True)
-        self._mark.write_text(json.dumps({"step": step, "store": self._store()}))
+        self._mark.write_text(json.dumps({"step": step, "store": self._store_id()}))
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
         self._mark.unlink(missing_ok=True)
@@ -192,11 +194,10 @@ class TrainerCheckpoints:
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:
-    """Return what gives the trainer's tensors by name. Raises ConfigError where it has no such thing."""
-    give: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
-    if give is None:
+    method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
+    if method is None:
         raise ConfigError(
             f"trainer.class {type(trainer).__name__} has no state_dict() (names as in a checkpoint -> tensors), which "
             "synchronizer.sync_method memory and nccl need: add it, or set sync_method to checkpoint"
         )
-    return give
+    return method

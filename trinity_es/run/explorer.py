@@ -1,12 +1,10 @@
-"""The explorer: the loop that reads tasksets, submits each step as a batch, finalizes it and brings new weights in.
+"""The explorer: the loop that reads tasksets, submits each step as a batch, finalizes it and publishes new weights.
 
 A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8k` with the weights of step 12 is batch
 "12/gsm8k"; before the first step, "0/gsm8k". How far each taskset was read is recorded in the batch's transaction.
-When a step is submitted and when weights come in is in `sync_policy.py`; how a run is gone on with, in
-`run_process.py`.
 
-Steps are submitted without waiting for each other as far as their policy lets them; they are finalized in order; the
-trainer takes each as soon as it is finalized, so it learns from one step while the next is generated.
+`sync_policy.py` decides when steps are submitted and weights published, `run_process.py` how a run resumes. Steps are
+finalized in order, and the trainer takes each at once, so it learns from one step while the next is generated.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ __all__ = ["Explorer", "Trainer"]
 
 
 class Explorer(RunProcess):
-    """Explores with a config: `prepare`, `explore`, `shutdown`.
+    """Explorer of a config's run: `prepare`, `explore`, `shutdown`.
 
-    `on_step(step, result)` is called after each finalized train batch, with what finalize returned; where a run is
-    resumed, also for the steps since the last checkpoint, again.
+    `on_step(step, result)` is called after each finalized train batch, with the result of finalize. A resumed run calls
+    it again for the steps since the last checkpoint.
     """
 
     def __init__(self, config: Config, *, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> None:
@@ -58,14 +56,14 @@ class Explorer(RunProcess):
         self.trains = config.mode == "both" and self.has_trainer
         self.roles = ("explorer", "trainer") if self.trains else ("explorer",)
         self._learnt_up_to = 0
-        """The tasksets' selectors know how well the tasks of the steps up to this one went."""
+        """Last step whose pass rates the tasksets' selectors have learnt."""
         self.checkpoints = Checkpoints(config)
         self._aborted: set[int] = set()
-        """Steps that a person aborted: nobody trains on them."""
+        """Steps that a person aborted, which are not trained on."""
         self._submitted_here: set[int] = set()
-        """Steps that this process submitted, for the first time or again: what fails in them, fails as things are."""
-        self._reads = asyncio.Lock()
-        """Held while a thread reads tasksets, which keep the part of a file that they read last."""
+        """Steps that this process submitted, so that their failures are those of the current code and config."""
+        self._read_lock = asyncio.Lock()
+        """Lock of the tasksets, which cache the part of a file that they read last."""
         self._last_progress = time.monotonic()
 
     def _is_unfinished(self) -> bool:
@@ -73,7 +71,7 @@ class Explorer(RunProcess):
         if not self.resumed or not progress.ended or self.step > self.done or not progress.evals_over:
             return True
         if self.trains and point.version > point.checkpoint_version:
-            return True  # its last weights are on no disk yet
+            return True  # the last weights are on no disk yet
         return bool(self._evals_due(self.done))
 
     # --- the benchmark ----------------------------------------------------------------------------------------------
@@ -84,13 +82,13 @@ class Explorer(RunProcess):
 
     def _locate_benchmark(self) -> bool:
         config = self.config
-        wanted = steps_wanted(config, self.checkpoints)
-        where = config.masked()["store"]["url"]
+        steps = steps_wanted(config, self.checkpoints)
+        url = config.masked()["store"]["url"]
         try:
             with open_log(config.store.url) as log:
                 if any(b.batch_type == "train" for b in log.batches()):
                     raise ConfigError(
-                        f"the log {where} holds a run; a benchmark has a log of its own: leave store.url out of the "
+                        f"the log {url} holds a run; a benchmark has a log of its own: leave store.url out of the "
                         "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
                     )
                 self._point = resume_point(log, [])
@@ -98,21 +96,22 @@ class Explorer(RunProcess):
             self._point = ResumePoint()
         point = self._point
         self.eval_sets = self._open_tasksets(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)
-        self.to_bench = [step for step in wanted if any(
+        self.to_bench = [step for step in steps if any(
             not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
         )]
         if self.to_bench and point.path and not Path(point.path).is_dir():
             raise ConfigError(
-                f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
-                "gone: engines start from it. Begin another with `--set store.url=...`"
+                f"the benchmark in {url} is at weights {point.version}, and their checkpoint {point.path} is gone: "
+                "engines start from it. Begin another with `--set store.url=...`"
             )
         self.resumed, self.version = bool(point.evals), point.version
         self.progress.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
         return bool(self.to_bench)
 
     async def benchmark(self) -> list[BenchRow]:
-        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset: see
-        `trinity_es.run.checkpoint_eval`. Returns what the log knows of all of them, a row a checkpoint.
+        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset.
+
+        Returns a row per checkpoint, from the log, also for those that were evaluated earlier.
         """
         names = [t.config.name for t in self.eval_sets]
         problems: dict[int, str] = {}
@@ -121,7 +120,7 @@ class Explorer(RunProcess):
                 problems[step] = f"not evaluated: the engines serve weights {self.version}, and never go back"
                 continue
             try:
-                if step > 0:  # of the current version: those that could not load it before try again
+                if step > 0:  # also if it is the current version: engines that could not load it try again
                     await self.rollouts.sync_weights(step, self.checkpoints.path(step))
                     self.version = step
             except SyncError as e:
@@ -137,10 +136,9 @@ class Explorer(RunProcess):
     async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
         """Answer an OpenAI-compatible API with the engines until this is cancelled (mode `serve`).
 
-        `on_ready` is told when the proxy answers (`trinity_es.serve.proxy.Proxy`: `base_url`, `api_key`). Raises
-        StartupError.
+        `on_ready` is called with the proxy (`base_url`, `api_key`) when that answers. Raises StartupError.
         """
-        from trinity_es.serve.proxy import Proxy  # here, since nobody else needs its imports
+        from trinity_es.serve.proxy import Proxy  # here, since only this mode needs its imports
 
         proxy = Proxy(self.config, self.rollouts.client)
         try:
@@ -155,7 +153,7 @@ class Explorer(RunProcess):
     async def explore(self) -> str:
         """Explore until the tasksets or `total_steps` end; returns the explorer's name.
 
-        With a trainer, here or in a process in mode `train`, the run ends when the weights of the last step are in.
+        With a trainer, here or in a process in mode `train`, the run ends when the last step's weights are published.
         """
         if self.config.mode not in ("both", "explore"):
             raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
@@ -164,12 +162,12 @@ class Explorer(RunProcess):
             self.progress.note(trained=max(self.done, self._point.trained))
         self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
-        parts = [self._submit_steps(), self._generate(), self._finish_evals()]
+        loops = [self._submit_steps(), self._generate(), self._finish_evals()]
         if elsewhere:
-            await all_of(*parts, beside=follow(self, self._take, idle=self._require_weights))
+            await all_of(*loops, beside=follow(self, self._take, idle=self._require_weights))
             await self._let_trainer_end()
         else:
-            await all_of(*parts, train_in_order(self, self._end_period))
+            await all_of(*loops, train_in_order(self, self._end_period))
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:
@@ -177,7 +175,7 @@ class Explorer(RunProcess):
         while self.has_more(self.step, self.cursors):
             await progress.until(lambda: self.policy.may_submit(
                 self.step + 1, done=progress.done, trained=max(progress.trained, progress.done)))
-            async with self._reads:
+            async with self._read_lock:
                 tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
@@ -185,19 +183,19 @@ class Explorer(RunProcess):
             ]
             await self._submit(self.step + 1, tasks, advanced)
             self.cursors = cursors
-            # Whether this is the last step must be known before it is generated.
+            # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
         """Return the tasks of this step, and the cursors after them.
 
-        Selectors that learn have learnt what they may know. That is the same whatever takes how long, and whenever the
-        run was cut off: see `SyncPolicy.surely_generated`.
+        Selectors that learn first get the pass rates of all steps that are certainly generated by now, so their choice
+        does not depend on timing or on interruptions (`SyncPolicy.surely_generated`).
         """
         if self.mix.learns:
-            for known in range(self._learnt_up_to + 1, self.policy.surely_generated(step) + 1):
-                self.mix.learn(pass_rates(self.rollouts.client.log, known))
-                self._learnt_up_to = known
+            for generated in range(self._learnt_up_to + 1, self.policy.surely_generated(step) + 1):
+                self.mix.learn(pass_rates(self.rollouts.client.log, generated))
+                self._learnt_up_to = generated
         return self.next_tasks(step - 1, self.cursors, n)
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
@@ -224,10 +222,10 @@ class Explorer(RunProcess):
                 progress.note(generated=progress.generated + 1)
 
     async def _finish(self, step: int) -> None:
-        """Finalize a step. One that a person aborted is passed over.
+        """Finalize a step, and submit it again if it was dropped as stale.
 
-        One that was dropped as stale is submitted again, and so is one whose runs all failed in an earlier life of the
-        run, where there is a trainer. Raises WorkflowError where they failed in this one.
+        A step that a person aborted is skipped. If there is a trainer and all runs of the step failed, raise
+        WorkflowError; but submit it again if an earlier process had submitted it.
         """
         while True:
             result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
@@ -242,19 +240,19 @@ class Explorer(RunProcess):
             elif step in self._submitted_here:
                 resume = resume_command(self.config.masked()["store"]["url"])
                 raise _failed_whole(batch, resume, system_goes_on=not self.owns_system)
-            async with self._reads:
+            async with self._read_lock:
                 tasks = await asyncio.to_thread(self._same_tasks, step)
-            await self._submit(step, tasks, [])  # on the weights that are current
+            await self._submit(step, tasks, [])  # on the current weights
         if self.on_step is not None:
             self.on_step(step, result)
 
     def _same_tasks(self, step: int) -> list[Task]:
-        """Return the tasks of a step that was submitted, as the config makes them now of the same rows."""
-        told = submitted_tasks(self.rollouts.client.log, step)
-        return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in told]
+        """Return the tasks of a submitted step, made again from the same rows with the current config."""
+        submitted = submitted_tasks(self.rollouts.client.log, step)
+        return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
-        """Submit what is due at the weights of this step: its evals before what waits for the weights."""
+        # The evals are submitted before the steps that wait for these weights.
         await self.sync_weight(step)
         await self._submit_evals(step)
 
@@ -274,13 +272,13 @@ class Explorer(RunProcess):
 
     def _note_trained(self, step: int) -> None:
         if self.trains or not self.has_trainer:
-            return  # the trainer's half, here, passes over what is aborted
+            return  # a trainer in this process skips aborted steps itself
         while step + 1 in self._aborted:
             step += 1
         self.progress.note(trained=step)
 
     async def _wait_until_served(self, version: int) -> None:
-        """Wait until every runner that serves has these weights, or said that it can't: evals measure one version."""
+        """Wait until every serving runner has these weights or failed to load them: evals measure one version."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while time.monotonic() < deadline:
             runners = (await self.rollouts.status())["runners"]
@@ -294,17 +292,18 @@ class Explorer(RunProcess):
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
     def _require_weights(self) -> None:
-        """Raise SyncError when all is generated that may be, and nothing came of the trainer for too long."""
+        """Raise SyncError if every submitted step is generated and the trainer made no progress for too long."""
         patience = self.config.synchronizer.sync_timeout
         waiting = self.progress.generated >= self.progress.submitted and self.progress.evals_over
         if waiting and time.monotonic() - self._last_progress > patience:
             raise SyncError(
                 f"steps up to {self.step} are generated, and in {patience:g} s (synchronizer.sync_timeout) the trainer "
-                f"brought no weights after {self.done}: start it (the same config, `--set mode=train`), and this again"
+                f"published no weights after {self.done}: start it (the same config, `--set mode=train`) and then the "
+                "explorer"
             )
 
     async def _let_trainer_end(self) -> None:
-        """Wait for a trainer's last weights: their answer must not meet a system that is gone."""
+        """Wait for the trainer to end, so that the system lives until it has published its last weights."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -332,7 +331,6 @@ class Explorer(RunProcess):
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
-        """Finalize every eval, until the run is over."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)
@@ -341,7 +339,7 @@ class Explorer(RunProcess):
 
     @property
     def _is_over(self) -> bool:
-        """The weights of the last step are in, and the evals that belong to them are submitted."""
+        """True if the engines have the weights of the last step, and their evals are submitted."""
         return self.progress.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
@@ -351,7 +349,7 @@ class Explorer(RunProcess):
         return metrics
 
     async def evaluate(self) -> dict[str, float]:
-        """Run every eval taskset on the weights as they are; returns their metrics. What an earlier life ran, stays."""
+        """Run every eval taskset on the current weights, unless it ran on them already; returns their metrics."""
         return await self._run_evals([f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets])
 
     async def _run_evals(self, ids: Sequence[BatchId]) -> dict[str, float]:
@@ -365,12 +363,11 @@ class Explorer(RunProcess):
 
 
 def _failed_whole(batch: BatchState, resume: str, *, system_goes_on: bool) -> WorkflowError:
-    """Return what to say of a step that gave nothing to train on, because each of its runs failed."""
     errors = [error_line(message, 200) for task in batch.tasks for message in task.failed.values()]
     [(error, times)] = Counter(errors).most_common(1)
     first = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
     return WorkflowError(
         f"step {batch.batch_id} gave nothing to train on: each of its {len(errors)} runs failed, {times} of them with "
         f"{error}. See `trinity-es why {batch.batch_id}`, mend it, and {mended(resume)} generates the step "
-        f"anew{first}"
+        f"again{first}"
     )

@@ -1,12 +1,12 @@
-"""One process's part in a run: where the run stands, who else goes on with it, the actor system, the trainer.
+"""The common part of `Explorer` and `TrainerProcess`: the run's state, its locks, the actor system, the trainer.
 
-In mode `both` one process explores and trains; in modes `explore` and `train` they are two, which know of each other
-only what the log says. `Explorer` and `TrainerProcess` are the parts; this is what they share.
+In mode `both` one process explores and trains; in modes `explore` and `train` they are two, which communicate only
+through the log.
 
-A part goes on with the run that its store holds, whatever died: the log says which steps were submitted, which evals
-ended and which weights are current. The trainer starts again from the checkpoint of those weights, step k; batches
-after k that were generated are delivered to it again, those that are open are finished, and then come new ones from
-where the tasksets were read to. So every prompt is used as often as in a run that nothing happened to.
+A process resumes the run in its store, whatever died: the log has the submitted steps, the ended evals and the current
+weights. The trainer starts again from the checkpoint of those weights, step k. It gets the generated batches after k
+again, then the open ones when they are finished, then new ones. So every prompt is used as often as in a run without
+interruptions.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ __all__ = ["RunProcess"]
 
 
 class RunProcess:
-    """See the module. `trains`: whether the trainer is in this process."""
+    """A process of a run."""
 
     roles: tuple[Role, ...]
-    """The locks that it takes."""
+    """Roles that this process locks for itself."""
     trains = False
+    """True if the trainer is in this process."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -57,16 +58,16 @@ class RunProcess:
         self.progress = RunProgress()
         self.monitors: Monitors | None = None
         self.cursors: dict[str, Cursor] = {}
-        """How far the tasksets were read for the steps that were submitted."""
+        """Position up to which each taskset was read for the submitted steps."""
         self.version = 0
-        """The weights that the engines serve."""
+        """Version of the weights that the engines serve."""
         self.resumed = False
-        """Whether the store held a run, which this one goes on with."""
+        """True if the store held a run, which this process resumes."""
         self.owns_system = False
-        """Whether the actor system is here for this process alone: it started it, or the dead one before it did."""
+        """True if this process, or a dead one whose part it takes over, started the actor system."""
         self._point = ResumePoint()
         self.unrecorded: list[TasksetSource] = []
-        """What tasksets were found to be that the log does not have yet: it is handed in with their first batch."""
+        """Identities of tasksets that are not in the log yet; they are submitted with their first batch."""
         self._unfinished: bool | None = None
         self._trouble_log: asyncio.Task[None] | None = None
         self._locks: list[RunLock] = []
@@ -74,17 +75,17 @@ class RunProcess:
 
     @property
     def step(self) -> int:
-        """The last train step that was submitted."""
+        """Last train step that was submitted."""
         return self.progress.submitted
 
     @property
     def done(self) -> int:
-        """The last step of the last period that is over: finalized, trained, and its weights brought in."""
+        """Last step of the last finished period: finalized, trained on, and its weights published."""
         return self.progress.done
 
     @property
     def position(self) -> int:
-        """The position of the log up to which all is known that is in `progress`."""
+        """Log position that `progress` was read up to."""
         return self._point.position
 
     @property
@@ -95,14 +96,14 @@ class RunProcess:
 
     # --- where to begin ---------------------------------------------------------------------------------------------
     def locate(self) -> bool:
-        """Read tasksets and log: where does this run stand? False when it is complete. Starts nothing.
+        """Read tasksets and log to find this run's state. Returns False if the run is complete. Starts nothing.
 
-        From here until `shutdown` (or `release`) no other process can take this part in it. Raises AlreadyRunning,
-        TasksetError and ConfigError, also where the store holds something else than this run.
+        From then until `shutdown` or `release` no other process can take this role. Raises AlreadyRunning, TasksetError
+        and ConfigError, also if the store holds something other than this run.
         """
         if self._unfinished is None:
             self.unrecorded = []
-            plugins.look_in(self.config.code_path, first=False)  # rows are checked against what their rewards take
+            plugins.look_in(self.config.code_path, first=False)  # rows are checked against their rewards' parameters
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))
@@ -123,14 +124,14 @@ class RunProcess:
         if inputs.drop_last and self.mix.left({}) < size:
             raise ConfigError(
                 f"the tasksets have {self.mix.left({})} tasks in all, fewer than buffer.batch_size {size}, and "
-                "buffer.explorer_input.drop_last leaves out the last step: there is none. Set one of them otherwise"
+                "buffer.explorer_input.drop_last leaves out such a step, so there is none. Change one of these keys"
             )
         self.eval_sets = self._open_tasksets(inputs.eval_tasksets, point, is_eval=True)
         self._set_point(point)
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Return tasksets as the run began with them. Raises TasksetError, also for one that was something else."""
+        """Return the tasksets with which the run began. Raises TasksetError, also if one of them has changed."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))
@@ -151,7 +152,7 @@ class RunProcess:
         self.version = point.version
         self.cursors = self.cursors_after(point.submitted)
         ended = not self.has_more(point.submitted, self.cursors)
-        if self.has_trainer:  # it goes on from its checkpoint, so the weights tell
+        if self.has_trainer:  # it resumes from its checkpoint, so the weights' version counts
             done = point.version if point.path else 0
         else:
             done = self.policy.done_by(point.finished, ended=ended and point.finished == point.submitted)
@@ -177,28 +178,25 @@ class RunProcess:
 
     @property
     def last_step(self) -> int | None:
-        """The step with which the run ends, by `total_steps` or its tasksets; None: it has no end."""
+        """Step with which `total_steps` or the tasksets end the run; None if it has no end."""
         left, size = self.mix.left(self.cursors), self.config.buffer.batch_size
         total = self.config.total_steps
         if math.isinf(left):
             return total
-        whole = self.config.buffer.explorer_input.drop_last
-        last = self.step + int(left // size if whole else math.ceil(left / size))
+        drop_last = self.config.buffer.explorer_input.drop_last
+        last = self.step + int(left // size if drop_last else math.ceil(left / size))
         return last if total is None else min(last, total)
 
     def said_of_end(self) -> str:
-        """Return what is to be said where the tasksets end the run before `total_steps` does, else ""."""
+        """Return a note if the tasksets end the run before `total_steps` does, else ""."""
         total, last = self.config.total_steps, self.last_step
         if total is None or last is None or last >= total:
             return ""
-        return (f"the tasksets end after step {last}, before total_steps {total}: their `epochs` say how often they "
-                "are read (null: without end)")
+        return (f"the tasksets end after step {last}, before total_steps {total}: raise their `epochs` (null: without "
+                "end) to read them more often")
 
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
-        """Return the tasks that come after this step and its cursors, and the cursors after them.
-
-        There are none when the run ends.
-        """
+        """Return the tasks after this step and its cursors, none if the run ends, and the cursors after them."""
         return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 
     def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
@@ -214,7 +212,7 @@ class RunProcess:
         if point.version > point.submitted:
             raise ConfigError(
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
-                f"{point.submitted} steps: another trainer published them: {config.another_run}"
+                f"only {point.submitted} steps, so another trainer published them: {config.another_run}"
             )
         point = self._weights.of_this_run(point, recorded)
         if self.trains:
@@ -222,17 +220,17 @@ class RunProcess:
         return point
 
     def require_unfinished(self) -> None:
-        """Require a run that is not complete. Raises ConfigError, and what `locate` raises."""
+        """Raise ConfigError if the run is complete, and the errors of `locate`."""
         if not self.locate():
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
-                f"{self.step}): {self.config.another_run}, so that its log stays what it is, or "
-                "raise total_steps, or the `epochs` of its tasksets where those end it"
+                f"{self.step}): {self.config.another_run}, or to go on with it raise total_steps, or the `epochs` of "
+                "its tasksets if those end it"
             )
 
     # --- start and end ----------------------------------------------------------------------------------------------
     async def prepare(self) -> None:
-        """Check config and tasksets, start or find the system, wait for its engines. Raises before anything runs."""
+        """Check config and tasksets, start or join the system, wait for its engines. Raises before anything runs."""
         config = self.config
         try:
             self.require_unfinished()
@@ -244,7 +242,7 @@ class RunProcess:
                 )
             self._monitor()
             point = self._point
-            if self.trains and point.version > point.checkpoint_version:  # engines must find its weights
+            if self.trains and point.version > point.checkpoint_version:  # engines need the weights that it restores
                 self.trainer = await asyncio.to_thread(self._load_trainer)
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
             await self._system_up()
@@ -265,7 +263,7 @@ class RunProcess:
             raise
 
     async def _system_up(self) -> None:
-        """Do what comes before the system is connected to, or started where none runs."""
+        """Compare a running system's settings with this config's. End this run's own system if they differ."""
         if not running_system.is_up(self.config):
             return
         try:
@@ -273,14 +271,14 @@ class RunProcess:
         except ConfigError:
             if not self.owns_system:
                 raise
-            await asyncio.to_thread(end_system, self.config)  # it is started again with the new ones
+            await asyncio.to_thread(end_system, self.config)  # it is started again with the new settings
 
     def _monitor(self) -> None:
-        """Have the metrics of the run written: by its explorer, so that they are written once."""
+        """Start the monitors of the run, in its explorer only, so that metrics are written once."""
         if "explorer" in self.roles and self.config.mode != "serve":
-            # Steps after the trainer's checkpoint are recorded again; a trainer elsewhere has trained what it has.
-            behind = min(self.done, self._point.checkpoint_version) if self.trains else math.inf
-            self.monitors = Monitors(self.config, after=behind if self.resumed else None)
+            # A trainer in this process repeats the steps after its checkpoint, and their metrics are written again.
+            after = min(self.done, self._point.checkpoint_version) if self.trains else math.inf
+            self.monitors = Monitors(self.config, after=after if self.resumed else None)
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
@@ -290,9 +288,10 @@ class RunProcess:
         checkpoint = self._point.checkpoint
         self._weights.forget_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
-        if retention_unsafe(self.config, trainer):
+        driven = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
+        if driven and self.config.store.retention is not None:  # nothing bounds the steps between two checkpoints
             raise ConfigError(
-                f"store.retention is {self.config.store.retention}, and the trainer says itself when its weights are "
+                f"store.retention is {self.config.store.retention}, and the trainer decides when its weights are "
                 "published (wants_sync): the experiences since its last checkpoint might be freed. Leave out "
                 "store.retention, or take another sync_style"
             )
@@ -303,22 +302,20 @@ class RunProcess:
         return trainer
 
     def require_system(self) -> None:
-        """Raise NotRunning when the actor system is gone for good."""
+        """Raise NotRunning if the actor system is gone and has no keeper."""
         if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 
     async def sync_weight(self, version: int | None = None) -> None:
-        """Bring the trainer's weights into the engines as this version (default: the last step trained), by
-        `synchronizer.sync_method`. Raises SyncError.
-        """
+        """Publish the trainer's weights as this version (default: the last step trained). Raises SyncError."""
         if self.trainer is None:
             return
         version = self.progress.trained if version is None else version
-        await self._weights.bring(self.rollouts, self.trainer, version)
+        await self._weights.publish(self.rollouts, self.trainer, version)
         self.version = version
 
     async def save_weights(self) -> None:
-        """Save the trainer's last weights as a checkpoint, where they are on no disk yet."""
+        """Save the trainer's last weights as a checkpoint, unless they are on disk."""
         if self.trainer is not None:
             await self._weights.save(self.rollouts, self.trainer, self.progress.trained)
 
@@ -331,7 +328,7 @@ class RunProcess:
         return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
 
     def release(self) -> None:
-        """Let others go on with the run; `shutdown` does it too."""
+        """Release the locks, so that another process can go on with the run; `shutdown` does this too."""
         for lock in self._locks:
             lock.release()
         self._locks, self._unfinished = [], None
@@ -340,7 +337,7 @@ class RunProcess:
             self.monitors = None
 
     async def shutdown(self) -> None:
-        """Let go of the system; end it if this process started it."""
+        """Disconnect from the system; end it if this process started it."""
         try:
             if self._trouble_log is not None:
                 self._trouble_log.cancel()
@@ -349,9 +346,3 @@ class RunProcess:
                 self.coordinator = None
         finally:
             self.release()
-
-
-def retention_unsafe(config: Config, trainer: Any) -> bool:
-    """Return True if nothing bounds the steps between two checkpoints, while their experiences are freed."""
-    driven = config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
-    return driven and config.store.retention is not None

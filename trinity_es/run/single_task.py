@@ -149,11 +149,11 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def _environment(first: int, count: int, of: int) -> Iterator[None]:
+def _environment(first: int, count: int, total: int) -> Iterator[None]:
     """Give an engine that is started in this block its GPUs or cores, as in a run."""
-    mine = place(first, count, of)
-    before = {name: os.environ.get(name) for name in mine}
-    os.environ.update(mine)
+    variables = place(first, count, total)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

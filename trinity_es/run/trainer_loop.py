@@ -1,4 +1,4 @@
-"""The trainer's half of a run: each step in order, as soon as it is generated, and its weights when they are due."""
+"""The trainer's loop of a run: it trains on each step in order, once that is generated, and publishes weights."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from trinity_es.tasksets.taskset import Cursor
 __all__ = ["POLL_SECONDS", "TrainerProcess", "all_of", "follow", "train_in_order"]
 
 POLL_SECONDS = 0.1
-"""Interval between two looks at the log, which holds what another process did."""
+"""Interval between two reads of the log for events of the run's other process."""
 LOOK_SECONDS = 5.0
-"""Interval between two looks whether the actor system still runs."""
+"""Interval between two checks that the actor system still runs."""
 
 _NEWS = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained",
          "WeightsPublished")
 
 
 async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitable[None]]) -> None:
-    """Train on every step of a run, until it ends, and call `period_over(step)` when the weights of a step are due.
+    """Train on every step of a run until it ends, and call `period_over(step)` when the weights of a step are due.
 
-    Without a trainer nothing is learnt, and a period is over when its steps are generated.
+    Without a trainer a period is over when its steps are generated.
     """
     progress = part.progress
     while True:
         step = progress.trained + 1
-        await _generated(part, step)
+        await _wait_generated(part, step)
         if progress.all_trained:
             await part.save_weights()
             return
@@ -47,15 +47,15 @@ async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitabl
             await _learn(part, step)
         progress.note(trained=step)
         if await _publishes(part, step):
-            await _generated(part, part.policy.generated_before(step))
+            await _wait_generated(part, part.policy.generated_before(step))
             if part.trainer is not None:
                 await progress.until(lambda: progress.evals_over)
             await period_over(step)
             progress.note(done=step)
 
 
-async def _generated(part: RunProcess, step: int) -> None:
-    """Wait for this step, or the last where there are not so many."""
+async def _wait_generated(part: RunProcess, step: int) -> None:
+    """Wait until this step is generated, or the last one if the run ends earlier."""
     progress = part.progress
     await progress.until(
         lambda: progress.generated >= step or (progress.ended and progress.generated >= progress.submitted)
@@ -63,7 +63,7 @@ async def _generated(part: RunProcess, step: int) -> None:
 
 
 async def _learn(part: RunProcess, step: int) -> None:
-    """Train on a step, but for one that a person aborted."""
+    """Train on a step, unless a person aborted it."""
     assert part.trainer is not None
     if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
@@ -75,28 +75,29 @@ async def _learn(part: RunProcess, step: int) -> None:
 async def _publishes(part: RunProcess, step: int) -> bool:
     wants = getattr(part.trainer, "wants_sync", None)
     if part.policy.style == "trainer_driven" and wants is not None:
-        said = bool(await asyncio.to_thread(wants, step))
+        due = bool(await asyncio.to_thread(wants, step))
     else:
-        said = part.policy.publishes(step)
-    return said or (part.progress.ended and step == part.progress.submitted)
+        due = part.policy.publishes(step)
+    return due or (part.progress.ended and step == part.progress.submitted)
 
 
 async def follow(
     part: RunProcess, take: Callable[[Log, str, ev.Event], Awaitable[None]], *, idle: Callable[[], None] = lambda: None
 ) -> None:
-    """Call `take(log, stream, event)` for what the other process of this run does, from where the part stands, for
-    ever. `idle` is called between looks. Raises NotRunning when the actor system is gone.
+    """Call `take(log, stream, event)` for each event of the other process after `part.position`, for ever.
+
+    `idle` is called between reads. Raises NotRunning if the actor system is gone.
     """
     log, position = part.rollouts.client.log, part.position
-    looked = time.monotonic()
+    last_check = time.monotonic()
     while True:
         for recorded in await asyncio.to_thread(_news, log, position):
             await take(log, recorded.stream, recorded.event)
             position = recorded.position
         idle()
-        if time.monotonic() - looked > LOOK_SECONDS:
+        if time.monotonic() - last_check > LOOK_SECONDS:
             await asyncio.to_thread(part.require_system)
-            looked = time.monotonic()
+            last_check = time.monotonic()
         await asyncio.sleep(POLL_SECONDS)
 
 
@@ -105,7 +106,7 @@ def _news(log: Log, after: int) -> list[Recorded]:
 
 
 async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None] | None = None) -> None:
-    """Run these together until all ended, and `beside` as long. The first error ends the others, and is raised."""
+    """Run these together until all of `needed` ended. The first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(c) for c in needed]
     extra = [asyncio.ensure_future(beside)] if beside is not None else []
     try:
@@ -122,11 +123,10 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
 
 
 class TrainerProcess(RunProcess):
-    """Mode `train`: the trainer alone, beside an explorer of the same config in mode `explore`.
+    """Trainer of mode `train`, beside an explorer of the same config in mode `explore`.
 
-    It waits for the explorer's actor system, trains on what that generates, and ends with the run. The two together
-    do what one process in mode `both` does. The trainer's process may end and be started again at any time; so may
-    the explorer's.
+    It waits for the explorer's actor system, trains on the generated steps, and ends with the run. Each of the two
+    processes may end and be started again at any time.
     """
 
     roles = ("trainer",)
@@ -155,7 +155,7 @@ class TrainerProcess(RunProcess):
     async def train(self) -> int:
         """Train until the run ends; returns the last step."""
         self._open = set(self._point.open)
-        self._count()
+        self._note_generated()
         await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._take))
         return self.progress.trained
 
@@ -165,7 +165,7 @@ class TrainerProcess(RunProcess):
                 self.progress.note(evals={event.batch_id: False})
             case ev.BatchSubmitted(batch_type="train", batch_id=int(step)):
                 self._open.add(step)
-                # Without the cursors, which come with the next event, it can't be told whether it is the last.
+                # Only the cursors, which come with the next event, tell whether this is the last step.
                 if step > self.step:
                     self.progress.note(submitted=step, ended=False)
             case ev.TasksetResolved():
@@ -178,18 +178,18 @@ class TrainerProcess(RunProcess):
                     self.progress.note(evals={batch_id: True})
                 elif await asyncio.to_thread(lambda: is_over(log, log.batch_row(batch_id))):
                     self._open.discard(batch_id)
-        self._count()
+        self._note_generated()
 
     def _require_same(self, source: TasksetSource) -> None:
-        """Require what the explorer reads, where this process asked the hub before that was in the log."""
-        mine = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
-        if any(getattr(mine, key) != getattr(source, key) for key in ("subset", "revision", "rows", "order")):
+        """Raise TasksetError if this process resolved the taskset before the explorer, and differently."""
+        own = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
+        if any(getattr(own, key) != getattr(source, key) for key in ("subset", "revision", "rows", "order")):
             raise TasksetError(
-                f"taskset {source.taskset} is {mine.path} at {mine.revision} for this trainer, and at "
-                f"{source.revision} for its explorer: start the trainer again, which then reads what the log has"
+                f"taskset {source.taskset} is {own.path} at {own.revision} for this trainer, and at "
+                f"{source.revision} for its explorer: start the trainer again, so that it takes the explorer's"
             )
 
-    def _count(self) -> None:
+    def _note_generated(self) -> None:
         generated = min(self._open, default=self.step + 1) - 1
         ended = not self.has_more(self.step, self.cursors)
         self.progress.note(generated=generated, ended=ended)

@@ -54,7 +54,10 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
-    """Wait until the system or its owner ended, or end it. Return the reason. Calls `meanwhile` now and then."""
+    """Wait until the system or its owner has ended, or end a system that hangs. Return the reason.
+
+    Call `meanwhile` at each check.
+    """
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:
@@ -89,11 +92,11 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[
 
 
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
-    """Return True if the process that listens there handles messages, or if the key to ask it is unusable."""
+    """Return True if the process that listens at `places` handles messages, or if the key for it can't be read."""
     try:
         key = read_key(running_system.key_file(config))
     except WrongKey as e:
-        _log.warning("guardian and admin can't be asked whether they live: %s", e)
+        _log.warning("guardian and admin can't be checked for signs of life: %s", e)
         return True
     return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
 
@@ -104,9 +107,9 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
     memory, claims = remembered_log_end.memory(config), list[Claim]()
 
     def remember() -> None:
-        """Merge the claims of this host's memory, which may be gone or older when they are needed."""
-        both = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
-        claims[:] = {claim.mark.generation: claim for claim in both}.values()
+        """Keep the newest claims of this host's memory, whose file may be deleted or set back before the next start."""
+        in_order = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
+        claims[:] = {claim.mark.generation: claim for claim in in_order}.values()
 
     while True:
         cause = _wait_for_end(config, admin, remember)
@@ -126,7 +129,6 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
-    """Return why the system must not be started again; empty if it must."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
 

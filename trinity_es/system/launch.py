@@ -148,7 +148,7 @@ def connections_needed(config: Config) -> int:
 
 
 def _require_connections(config: Config, most: int) -> None:
-    """Require enough connections for a run: otherwise its coordinator waits for one for ever. Raises ConfigError."""
+    """Raise ConfigError if a run would need more connections: its coordinator would wait for one for ever."""
     if most < (needed := connections_needed(config)):
         raise ConfigError(
             f"{config.masked()['store']['url']} lets this user have {most} connections, and a run holds {needed} and "
@@ -205,7 +205,7 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     output = running_system.output_file(config)
     try:
         with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
-            launched = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", "trinity_es.actors.launch", setup_path],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
                 timeout=_LAUNCH_SECONDS + 30, check=False,
@@ -215,7 +215,7 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
-    return launched.returncode
+    return process.returncode
 
 
 def _last_lines(config: Config, lines: int = 12) -> str:

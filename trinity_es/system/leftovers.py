@@ -24,12 +24,12 @@ SETTLE_SECONDS = 0.3
 def leftovers(config: Config) -> list[psutil.Process]:
     """Return every process of this user that belongs to a system of this store, in any life of it. Linux only."""
     own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    left = []
+    processes = []
     for pid in printing_to(str(running_system.output_file(config).resolve())):
         if pid not in own:
             with contextlib.suppress(psutil.NoSuchProcess):
-                left.append(psutil.Process(pid))
-    return left
+                processes.append(psutil.Process(pid))
+    return processes
 
 
 def end_leftovers(config: Config) -> int:

@@ -67,7 +67,7 @@ def start_here(
 
 
 def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Start the system by a keeper, which stays, and starts it again after its death."""
+    """Have a new keeper start the system."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         begin = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
@@ -90,7 +90,7 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
         process.wait()
         end_all_leftovers(config)
         lines = keeper_log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "it said nothing"
+        last = lines[-1] if lines else "it logged nothing"
         raise StartupError(f"the keeper, which starts the system, did not come up: {last} ({keeper_log})")
     outcome = pickle.loads(reply)
     if isinstance(outcome, BaseException):
@@ -127,15 +127,14 @@ def wait_ready(
     """
     deadline = time.monotonic() + timeout
     while True:
-        now = status()
+        answer = status()
         if progress is not None:
-            progress(now)
-        listed = now.get("servers", [])
+            progress(answer)
+        listed = answer.get("servers", [])
         leaving = {s["runner"] for s in listed if not s["wanted"]}
         needed = runners - servers + min(servers, max(1, len(listed) - len(leaving)))
-        states = {r["runner"]: r for r in now["runners"] if r["runner"] not in leaving}
-        children = now.get("system", {}).get("children", [])
-        for child in children:
+        states = {r["runner"]: r for r in answer["runners"] if r["runner"] not in leaving}
+        for child in answer.get("system", {}).get("children", []):
             if child["state"] == "quarantined" and child["name"] not in leaving:
                 raise StartupError(
                     f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
@@ -150,7 +149,7 @@ def wait_ready(
             return
         if time.monotonic() > deadline:
             waiting = [f"{name} {does(r)}" for name, r in states.items()]
-            waiting += [now["server_list"]] if now.get("server_list") else []
+            waiting += [answer["server_list"]] if answer.get("server_list") else []
             raise StartupError(
                 f"not all of {needed} runners were ready after {timeout} s: {'; '.join(waiting) or 'none answered'}"
             )

@@ -44,7 +44,7 @@ def _is_in(path: str, keys: Iterable[str]) -> bool:
 
 
 def require_same_settings(config: Config) -> None:
-    """Require that the running system of this store was started with this config. Raises ConfigError."""
+    """Raise ConfigError if the running system of this store was started with other settings."""
     if changed := [c for c in other_settings(config, serve=True) if not _is_in(c.path, _OF_A_RUN)]:
         raise ConfigError(
             f"the actor system of {config.masked()['store']['url']} runs, and was started with other settings: "

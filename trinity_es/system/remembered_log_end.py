@@ -26,14 +26,14 @@ def memory(config: Config) -> Memory:
     return Memory.of(config.store.url, folder(config))
 
 
-def require(config: Config, known: Sequence[Claim] = ()) -> None:
-    """Raise LogRewound if the log lacks a claim of this host or of `known`; LogUnavailable."""
+def require(config: Config, others: Sequence[Claim] = ()) -> None:
+    """Raise LogRewound if the log lacks a claim of this host or of `others`; LogUnavailable."""
     own = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*log.remembered(own), *known])
+            log.require([*log.remembered(own), *others])
     except (LogNotFound, NotALog):
-        claims = [c for c in (*own.claims(), *known) if c.mark.position]
+        claims = [c for c in (*own.claims(), *others) if c.mark.position]
         if claims:
             raise rewound(masked(config.store.url), None, claims) from None
 

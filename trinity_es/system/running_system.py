@@ -90,7 +90,6 @@ def leader(config: Config) -> dict[str, Any]:
 
 
 def system_file(config: Config) -> Path:
-    """Return the file about the last system that this machine started for this store."""
     return _file(config, "system", ".json")
 
 

@@ -36,7 +36,7 @@ from trinity_es.tasksets.rows import (
 __all__ = ["EnvironmentLines", "RowFile", "open_file"]
 
 LINE_BYTES = 2**28
-"""Maximum size of a line: otherwise a sparse file of zeros fills the memory."""
+"""Maximum size of a line, so a sparse file of zeros can't fill the memory."""
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"PK\x03\x04", b"\xfd7zXZ"
 """Beginnings of files of gzip, zstd, bzip2, zip and xz."""
@@ -52,7 +52,7 @@ class RowFile(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError if the file changed since it was opened."""
+        """Return these rows in this order. Raises TasksetError if the file changed since it was opened."""
 
 
 def open_file(config: TasksetConfig) -> RowFile:
@@ -60,25 +60,25 @@ def open_file(config: TasksetConfig) -> RowFile:
     file = config.file
     _require_one_split(config, file)
     try:
-        found: RowFile
+        rows: RowFile
         if file.is_dir():
-            found = _dataset(config, file)
+            rows = _dataset_rows(config, file)
         elif file.suffix == ".parquet":
-            found = _parquet(config, file)
+            rows = _parquet_rows(config, file)
         else:
-            found = _Lines(config, file)
+            rows = _Lines(config, file)
     except OSError as e:
         hint = config.other_meaning if isinstance(e, FileNotFoundError) else ""
         raise TasksetError(
             f"taskset {config.name}: {file} can't be read ({e.strerror or e}){hint}", file=str(file)
         ) from e
-    if not len(found):
+    if not len(rows):
         raise TasksetError(f"{file} is empty: a taskset has at least one row", file=str(file))
-    return found
+    return rows
 
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
-    """Require that a given split chooses one file of a folder. Raises TasksetError."""
+    """Raise TasksetError if `split` does not choose exactly one file of a folder."""
     if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
@@ -91,20 +91,20 @@ def _require_one_split(config: TasksetConfig, file: Path) -> None:
 
 
 class _Unchanged:
-    """Guard against files that changed since they were checked, because the cursor counts rows of the old ones."""
+    """Check that files are as they were when opened, because the cursor counts rows of those."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         for file in files:
             require_regular(file)
         self._name, self._files = config.name, files
-        self._identity = self._look()
+        self._identity = self._sizes_and_times()
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _sizes_and_times(self) -> list[tuple[int, int]]:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
         try:
-            same = self._look() == self._identity
+            same = self._sizes_and_times() == self._identity
         except OSError:
             same = False
         if not same:
@@ -117,23 +117,23 @@ class _Unchanged:
 
 
 def _sha256(files: Sequence[Path]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as f:
-            found.update(hashlib.file_digest(f, "sha256").digest())
-    return f"sha256:{found.hexdigest()}"
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"
 
 
 # --- JSONL ----------------------------------------------------------------------------------------------------------
 class _Lines:
-    """File with a JSON object a line. It keeps where lines begin, and skips blank lines and a byte order mark."""
+    """JSONL file: the offsets of its lines, without blank lines and a byte order mark."""
 
     def __init__(self, config: TasksetConfig, file: Path) -> None:
         self.config, self._file = config, file
         self._starts = array("Q")
         self._unchanged = _Unchanged(config, [file])
         self._keys: dict[str, None] = {}
-        self._named = set(named_keys(config).values())
+        self._named_keys = set(named_keys(config).values())
         self._check_row = RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
@@ -178,12 +178,12 @@ class _Lines:
                 line.decode()
             except UnicodeDecodeError as bad:
                 raise TasksetError(f"{where}: not UTF-8 (byte {bad.start}): save the file as UTF-8", **details) from e
-            way = _ONE_ARRAY if number == 1 and line.startswith(b"[") else "fix or remove the line"
-            raise TasksetError(f"{where}: not JSON ({getattr(e, 'msg', e)}): {way}", **details) from e
+            advice = _ONE_ARRAY if number == 1 and line.startswith(b"[") else "fix or remove the line"
+            raise TasksetError(f"{where}: not JSON ({getattr(e, 'msg', e)}): {advice}", **details) from e
         if not isinstance(row, dict):
             kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
-            way = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
-            raise TasksetError(f"{where}: must be a JSON object, not {kind}: {way}", **details)
+            advice = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
+            raise TasksetError(f"{where}: must be a JSON object, not {kind}: {advice}", **details)
         try:
             require_single_keys(line, row)
         except ValueError as e:
@@ -192,12 +192,12 @@ class _Lines:
         if key not in row and key not in orjson.loads(line):
             raise TasksetError(f"{where}: {no_prompt(key, list(row))}", **details)
         self._check_row(row, where, details)
-        if not self._named <= self._keys.keys():
+        if not self._named_keys <= self._keys.keys():
             self._keys.update(dict.fromkeys(row))
 
 
 class EnvironmentLines(_Lines):
-    """Tasks of a verifiers environment, which writes them into a file once. See `verifiers_tasks`."""
+    """Tasks of a verifiers environment, which writes them into a file once (`verifiers_tasks`)."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         file = made_tasks(config.workflow_args)
@@ -206,7 +206,7 @@ class EnvironmentLines(_Lines):
 
     @staticmethod
     def check(config: TasksetConfig) -> None:
-        """Require that the environment is installed. Raises ConfigError, DataError."""
+        """Raise ConfigError or DataError unless the environment is installed."""
         tasks_file(config.workflow_args)
 
 
@@ -223,14 +223,14 @@ def _pyarrow(file: Path) -> Any:
 
 
 class _Columns:
-    """Rows of tables, in groups that are read on demand. The last group is kept."""
+    """Rows of tables, in groups that are read on demand. The last group stays in memory."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         self._unchanged = _Unchanged(config, files)
         self._groups: list[tuple[TableRows, Callable[[], Any]]] = []
         self._ends: list[int] = []
-        """For each group, the number of the row after it."""
-        self._held: tuple[int, Any] = (-1, None)
+        """Number of the row after each group."""
+        self._current_group: tuple[int, Any] = (-1, None)
         self.revision = _sha256(files)
 
     def __len__(self) -> int:
@@ -245,41 +245,39 @@ class _Columns:
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         self._unchanged.require()
-        found: dict[int, dict[str, Any]] = {}
+        rows_read: dict[int, dict[str, Any]] = {}
         for row in sorted(set(rows)):  # a group is read once, whatever the order
             number = bisect.bisect_right(self._ends, row)
             reader, group = self._groups[number]
-            if self._held[0] != number:
-                self._held = number, group()
-            found[row] = reader.row(self._held[1], row - (self._ends[number - 1] if number else 0), row)
-        return [dict(found[row]) for row in rows]
+            if self._current_group[0] != number:
+                self._current_group = number, group()
+            rows_read[row] = reader.row(self._current_group[1], row - (self._ends[number - 1] if number else 0), row)
+        return [dict(rows_read[row]) for row in rows]
 
 
-def _parquet(config: TasksetConfig, file: Path) -> _Columns:
-    """Return a parquet file. One row group is in memory at a time."""
+def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
+    """Return the rows of a parquet file, with one row group in memory at a time."""
     arrow = _pyarrow(file)
     import pyarrow.parquet as parquet
 
-    found = _Columns(config, [file])
+    columns = _Columns(config, [file])
     try:
-        opened = parquet.ParquetFile(file)
+        parquet_file = parquet.ParquetFile(file)
     except arrow.ArrowException as e:
         raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
-    rows = TableRows(file, opened.schema_arrow, config)
-    for group in range(opened.metadata.num_row_groups):
-        found.add(rows, partial(opened.read_row_group, group))
-    return found
+    rows = TableRows(file, parquet_file.schema_arrow, config)
+    for group in range(parquet_file.metadata.num_row_groups):
+        columns.add(rows, partial(parquet_file.read_row_group, group))
+    return columns
 
 
-def _dataset(config: TasksetConfig, folder: Path) -> _Columns:
-    """Return the rows of a folder that is a Hugging Face dataset. Raises TasksetError, which says how to choose in
-    others.
-    """
+def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
+    """Return the rows of a Hugging Face dataset folder. For other folders raises TasksetError with the way out."""
     if (folder / "state.json").is_file():
-        return _arrow(config, folder)
+        return _arrow_rows(config, folder)
     details = {"file": str(folder)}
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = _json_object(folder / "dataset_dict.json").get("splits", [])
         raise TasksetError(
             f"taskset {config.name}: {folder} holds the splits {', '.join(map(str, splits))}: choose one with split",
             **details,
@@ -290,18 +288,18 @@ def _dataset(config: TasksetConfig, folder: Path) -> _Columns:
     )
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        found = orjson.loads(file.read_bytes())
+        value = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError as e:
         raise TasksetError(f"{file}: not JSON ({e})", file=str(file)) from e
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _arrow(config: TasksetConfig, folder: Path) -> _Columns:
-    """Return a dataset that Hugging Face's `save_to_disk` wrote: Arrow streams, mapped into memory."""
+def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
+    """Return the rows of a dataset written by `save_to_disk`: Arrow streams, mapped into memory."""
     arrow = _pyarrow(folder)
-    state = _json(folder / "state.json")
+    state = _json_object(folder / "state.json")
     if state.get("_indices_data_files"):
         raise TasksetError(
             f"{folder} was saved with an order beside its rows (by an old `datasets`): call `flatten_indices()` "
@@ -310,13 +308,13 @@ def _arrow(config: TasksetConfig, folder: Path) -> _Columns:
     files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
     if not files:
         raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
-    found = _Columns(config, files)
+    columns = _Columns(config, files)
     for file in files:
         try:
             with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
                 rows = TableRows(folder, stream.schema, config)
                 for batch in stream:
-                    found.add(rows, partial(lambda batch: batch, batch))
+                    columns.add(rows, partial(lambda batch: batch, batch))
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
-    return found
+    return columns

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: each row is made on demand, is the same for the same seed, and is kept.
+"""Tasks of reasoning-gym, made on demand from a seed and then kept.
 
 A row has the question and the answer under the keys of the taskset's `format`, and the scorer's data as `entry`.
 """
@@ -35,26 +35,26 @@ class Generated:
 
     @staticmethod
     def check(config: TasksetConfig) -> None:
-        """Require the package reasoning-gym. Raises DataError."""
+        """Raise DataError unless reasoning-gym is installed."""
         reasoning_gym.system_prompt()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError for a row that can't be made."""
+        """Return these rows in this order. Raises TasksetError for a row that can't be made."""
         for row in rows:
             if row not in self._rows:
-                self._rows[row] = orjson.dumps(self._made(row))
+                self._rows[row] = orjson.dumps(self._make_row(row))
         return [orjson.loads(self._rows[row]) for row in rows]
 
-    def _made(self, row: int) -> dict[str, Any]:
+    def _make_row(self, row: int) -> dict[str, Any]:
         try:
             entry = self._dataset[row]
             keys = self._config.format
             return {
                 keys.prompt_key: entry["question"], keys.response_key: entry["answer"],
-                "entry": _written(entry),
+                "entry": _entry_literal(entry),
             }
         except Exception as e:  # a family may raise anything
             raise TasksetError(
@@ -63,10 +63,10 @@ class Generated:
             ) from e
 
 
-def _written(entry: dict[str, Any]) -> str:
+def _entry_literal(entry: dict[str, Any]) -> str:
     """Return an entry without its question as a Python literal, because some scorers need tuples, which JSON lacks.
 
-    An entry that is not made of literals goes through JSON first.
+    An entry with values other than literals is converted to JSON values first.
     """
     kept = {key: value for key, value in entry.items() if key != "question"}
     try:
@@ -74,11 +74,11 @@ def _written(entry: dict[str, Any]) -> str:
             return repr(kept)
     except (SyntaxError, ValueError):  # it holds values other than literals
         pass
-    return repr(orjson.loads(orjson.dumps(_plain(kept))))
+    return repr(orjson.loads(orjson.dumps(_as_json(kept))))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON: NaN is null, and a value that JSON lacks is its text."""
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON: NaN becomes null, and a value that JSON lacks becomes a text."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return str(value)
     if value is None or isinstance(value, str | bool | int):
@@ -86,9 +86,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_as_json(v) for v in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     return str(value)

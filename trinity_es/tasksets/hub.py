@@ -1,9 +1,9 @@
-"""Datasets of the Hugging Face hub, by the package `datasets`, each at one commit.
+"""Datasets of the Hugging Face hub, read by the package `datasets`, each at one commit.
 
-A run resolves the revision to a commit once, when it begins. The log has the commit, and later lives ask for its hash.
-If the hub is unreachable, `datasets` itself would take the newest cached revision of any kind. Here only the requested
-commit is accepted, and one that is in the cache is used without asking the hub. No code of a dataset runs. `HF_HOME`,
-`HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` apply as usual.
+A run resolves the revision to a commit once, when it begins, and records it in the log for a resumption. If the hub is
+unreachable, `datasets` itself would take the newest cached revision of any kind. Here only the requested commit is
+accepted, and a cached one is used without a request. No code of a dataset runs. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`
+and `HF_HUB_OFFLINE` apply as usual.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _logger = logging.getLogger(__name__)
 class HubRows:
     """Rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
 
-    Commit and subset are those `recorded`, otherwise those of the config, otherwise the main branch and the default
-    subset. Raises TasksetError, with the remedy, if they do not exist, are unreachable, or need a missing package.
+    Commit and subset come from `recorded`, else from the config, else they are the main branch and the default subset.
+    Raises TasksetError, with the remedy, if they do not exist, are unreachable, or need a missing package.
     """
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
-        self._config, self._asked = config, (recorded and recorded.subset) or config.subset
+        self._config, self._subset = config, (recorded and recorded.subset) or config.subset
         self.repository = config.path.partition(":")[2]
         self._datasets, self._hub = _packages(config)
         self.revision = recorded.revision if recorded else self._resolve()
         self._source = f"{config.path}@{self.revision[:12]} {config.split}"
-        with self._told(self.revision):
+        with self._translated_errors(self.revision):
             builder = self._builder()
             self.subset = str(builder.config.name)
             self._rows = builder.as_dataset(split=config.split).with_format("arrow")
@@ -59,38 +59,38 @@ class HubRows:
 
     @staticmethod
     def check(config: TasksetConfig) -> None:
-        """Require the package `datasets`. Raises TasksetError."""
+        """Raise TasksetError unless the package `datasets` is installed."""
         _packages(config)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, in this order. Raises TasksetError for a value that JSON lacks."""
+        """Return these rows in this order. Raises TasksetError for a value that JSON lacks."""
         return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
     def _resolve(self) -> str:
-        """Return the commit of the taskset's revision; if the hub is unreachable, the last one known."""
+        """Return the commit of the taskset's revision, from the cache if the hub is unreachable."""
         revision = self._config.revision or MAIN
         if _COMMIT.fullmatch(revision):
             return revision
         api = self._hub.HfApi()
         try:
-            with self._told(revision):
-                found = api.dataset_info(self.repository, revision=revision, timeout=RESOLVE_SECONDS).sha
+            with self._translated_errors(revision):
+                commit = api.dataset_info(self.repository, revision=revision, timeout=RESOLVE_SECONDS).sha
         except _Unreachable as e:
-            known = self._last_known(revision)
-            if known is None:
+            last_commit = self._cached_commit(revision)
+            if last_commit is None:
                 raise
             _logger.warning("taskset %s: %s. It begins with commit %s, the last that the cache knows as %s",
-                            self._config.name, e.reason, known, revision)
-            return known
+                            self._config.name, e.reason, last_commit, revision)
+            return last_commit
         with contextlib.suppress(Exception):  # so the cache has it when the hub is unreachable
             api.hf_hub_download(self.repository, "README.md", repo_type="dataset", revision=revision)
-        return str(found)
+        return str(commit)
 
-    def _last_known(self, revision: str) -> str | None:
+    def _cached_commit(self, revision: str) -> str | None:
         folder = importlib.import_module("huggingface_hub.file_download").repo_folder_name(
             repo_id=self.repository, repo_type="dataset")
         try:
@@ -101,52 +101,50 @@ class HubRows:
 
     # --- its rows ---------------------------------------------------------------------------------------------------
     def _builder(self) -> Any:
-        """Return the builder of this commit, with its files on this machine. A cached name is used without asking the
-        hub.
-        """
-        prepared = self._prepared()
-        if (self._asked or DEFAULT) in prepared:  # a subset of that name is the default one
-            return self._cached(prepared[self._asked or DEFAULT])
+        """Return the builder of this commit, with its files on this machine, from the cache if possible."""
+        prepared = self._cache_folders()
+        if (self._subset or DEFAULT) in prepared:  # a subset of that name is the default one
+            return self._cached_builder(prepared[self._subset or DEFAULT])
         try:
-            builder = self._datasets.load_dataset_builder(self.repository, self._asked, revision=self.revision)
-            if isinstance(builder, _cache()) or builder.hash != self.revision:  # the newest that is cached, of any kind
+            builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)
+            if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:  # any cached revision
                 raise ConnectionError(f"the cache has commit {builder.hash}, subset {builder.config.name}")
-        except (_errors().HTTPError, ConnectionError, TimeoutError):
-            if self._asked is not None or len(prepared) != 1:
+        except (_hub_errors().HTTPError, ConnectionError, TimeoutError):
+            if self._subset is not None or len(prepared) != 1:
                 raise
             [(name, folder)] = prepared.items()
             _logger.warning("taskset %s: the hub can't be asked which subset of %s is the default one: it is %s, the "
                             "only one in the cache", self._config.name, self._config.path, name)
-            return self._cached(folder)
+            return self._cached_builder(folder)
         builder.download_and_prepare()
         return builder
 
-    def _cached(self, folder: Path) -> Any:
+    def _cached_builder(self, folder: Path) -> Any:
         config_name, version = folder.parts[-3:-1]
-        return _cache()(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
+        return _cache_builder_class()(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
                         config_name=config_name, version=version, hash=self.revision)
 
-    def _prepared(self) -> dict[str, Path]:
+    def _cache_folders(self) -> dict[str, Path]:
         """Return the cache folders of this commit, by subset."""
         owner, _, name = self.repository.rpartition("/")
         name = importlib.import_module("datasets.naming").camelcase_to_snakecase(name)
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
         return {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
 
-    def _fetching(self, revision: str) -> str:
+    def _fetch_call(self, revision: str) -> str:
         """Return the Python call that fetches this dataset."""
-        given = [self.repository, *([self._asked] if self._asked else [])]
-        return f"datasets.load_dataset({', '.join(map(repr, given))}, revision={revision!r})"
+        arguments = [self.repository, *([self._subset] if self._subset else [])]
+        return f"datasets.load_dataset({', '.join(map(repr, arguments))}, revision={revision!r})"
 
     @contextlib.contextmanager
-    def _told(self, revision: str) -> Iterator[None]:
-        """Turn the errors of the two packages into TasksetErrors that say what to do."""
-        errors = _errors()
+    def _translated_errors(self, revision: str) -> Iterator[None]:
+        """Turn errors of `datasets` and `huggingface_hub` into TasksetErrors that say what to do."""
+        errors = _hub_errors()
         what = f"taskset {self._config.name}: {self._config.path} at {revision}"
         try:
             yield
         except errors.GatedRepoError as e:
-            raise TasksetError(f"{what} is gated: ask for access on its page, then set HF_TOKEN ({_said(e)})") from e
+            raise TasksetError(f"{what} is gated: ask for access on its page, then set HF_TOKEN ({_short(e)})") from e
         except errors.RevisionNotFoundError as e:
             raise TasksetError(f"{what}: there is no such revision: name a branch, a tag or a commit") from e
         except errors.RepositoryNotFoundError as e:
@@ -154,33 +152,33 @@ class HubRows:
                                ) from e
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
-            why = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_said(e)})"
-            raise _Unreachable(what, why, self._fetching(revision)) from e
+            reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_short(e)})"
+            raise _Unreachable(what, reason, self._fetch_call(revision)) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
-            raise TasksetError(f"{what} can't be read ({_said(e)}): look at its subset and its split") from e
+            raise TasksetError(f"{what} can't be read ({_short(e)}): look at its subset and its split") from e
 
 
 class _Unreachable(TasksetError):
     """The hub is unreachable."""
 
-    def __init__(self, what: str, reason: str, fetching: str) -> None:
+    def __init__(self, dataset: str, reason: str, fetching: str) -> None:
         super().__init__(
-            f"{what} is not in the cache of this machine, and {reason}: fetch it where there is a network, by "
+            f"{dataset} is not in the cache of this machine, and {reason}: fetch it where there is a network, by "
             f"`{fetching}`, with the HF_HOME of this machine; or give a folder that `save_to_disk` wrote as path"
         )
         self.reason = reason
 
 
-def _said(error: Exception) -> str:
+def _short(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
 
 
-def _errors() -> Any:
+def _hub_errors() -> Any:
     return importlib.import_module("huggingface_hub.errors")
 
 
-def _cache() -> Any:
+def _cache_builder_class() -> Any:
     return importlib.import_module("datasets.packaged_modules.cache.cache").Cache
 
 

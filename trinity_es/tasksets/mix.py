@@ -15,15 +15,15 @@ __all__ = ["Mix"]
 
 
 class Mix:
-    """Tasksets that a run trains on together: each gives its share of the tasks, by `ratio`.
+    """Tasksets that a run trains on together, each with a share of the tasks by its `ratio`.
 
-    The next task comes from the taskset that is furthest behind its share, the first of equals. So the choice depends
-    only on how many tasks each has given, any stretch of steps has these shares within one task each, and other batch
-    sizes change nothing. A taskset that was read `epochs` times is over, and the others share the rest. The run ends
-    when all are over, so each row is used exactly `epochs` times. With `epochs: null` it never ends.
+    The next task comes from the taskset that is furthest behind its share, or the first of several. So the choice
+    depends only on the number of tasks taken from each, any sequence of steps has these shares within one task each,
+    and the batch size does not matter. A taskset that was read `epochs` times is over, and the others share the rest.
+    The run ends when all are over, so each row is used exactly `epochs` times. With `epochs: null` it never ends.
 
-    `interleave="shuffled"` works as in Trinity-RFT: in each pass over all tasksets, each gives as many tasks as it has
-    rows, in an order drawn for that pass. Within a step, tasks of one taskset come together.
+    `interleave="shuffled"` works as in Trinity-RFT: a pass takes all rows of all tasksets, in an order drawn for that
+    pass. Within a step, tasks of one taskset come together.
     """
 
     def __init__(self, tasksets: Sequence[Taskset], interleave: Literal["ratio", "shuffled"] = "ratio") -> None:
@@ -56,31 +56,31 @@ class Mix:
         """
         at = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
         shuffled = self.interleave == "shuffled"
-        order = self._shuffled(at, n) if shuffled else self._order(at, n)
-        given: list[list[Task]] = []
+        order = self._shuffled_order(at, n) if shuffled else self._order_by_ratio(at, n)
+        batches: list[list[Task]] = []
         for i, taskset in enumerate(self.tasksets):
             name = taskset.config.name
             tasks, at[name] = taskset.read(at[name], order.count(i))
-            given.append(tasks)
+            batches.append(tasks)
         if shuffled:
-            return [task for i in dict.fromkeys(order) for task in given[i]], at
-        queues = [iter(tasks) for tasks in given]
+            return [task for i in dict.fromkeys(order) for task in batches[i]], at
+        queues = [iter(tasks) for tasks in batches]
         return [next(queues[i]) for i in order], at
 
     def task(self, name: str, row: int) -> Task:
         """Return the task of one row of the taskset with this name. Raises TasksetError if it does not exist."""
         taskset = next((t for t in self.tasksets if t.config.name == name), None)
         if taskset is None or row >= len(taskset):
-            has = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
-            raise TasksetError(f"taskset {name} {has}, and the run began with row {row} of it: put it back")
+            state = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
+            raise TasksetError(f"taskset {name} {state}, and the run began with row {row} of it: put it back")
         return taskset.task(row)
 
-    def _taken(self, at: Mapping[str, Cursor]) -> list[int]:
+    def _counts_taken(self, at: Mapping[str, Cursor]) -> list[int]:
         return [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
 
-    def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the same for `shuffled`: every pass over all tasksets has its own order."""
-        taken = sum(self._taken(at))
+    def _shuffled_order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
+        """Return the taskset of each of the next `n` tasks, with another order in every pass over all tasksets."""
+        taken = sum(self._counts_taken(at))
         size, order = sum(len(t) for t in self.tasksets), []
         for position in range(taken, taken + int(min(n, self.left(at)))):
             number = position // size
@@ -91,9 +91,9 @@ class Mix:
             order.append(self._pass[1][position % size])
         return order
 
-    def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
+    def _order_by_ratio(self, at: Mapping[str, Cursor], n: int) -> list[int]:
         """Return the taskset of each of the next `n` tasks."""
-        taken = self._taken(at)
+        taken = self._counts_taken(at)
         ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []
         while len(order) < n:

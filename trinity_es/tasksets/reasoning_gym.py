@@ -32,7 +32,7 @@ class Score:
     grader_timeout: float | None = 30.0
     """Time limit of a scorer in seconds: some solve equations that the model wrote."""
     grader_imports = "reasoning_gym"
-    """Module with which graders are forked, because its import takes a second and more."""
+    """Module that graders import before they are forked: the import takes over a second."""
 
     def __init__(self, *, family: str, args: Mapping[str, Any], answer_tag: str | None = "answer") -> None:
         self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag
@@ -40,18 +40,17 @@ class Score:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **columns: Any
     ) -> list[float]:
-        """Return the score of each completion, called like a TRL reward. `entry`: reasoning-gym's entry as a Python
-        literal.
+        """Return the score of each completion, called like a TRL reward. Raises the scorer's errors.
 
-        Raises the scorer's errors.
+        `entry`: reasoning-gym's entries as Python literals.
         """
-        return [self._scored(*each) for each in zip(prompts, completions, entry, strict=True)]
+        return [self._score_one(*each) for each in zip(prompts, completions, entry, strict=True)]
 
-    def _scored(self, prompt: Any, completion: Any, entry: str) -> float:
-        said = completion if isinstance(completion, str) else completion[-1]["content"]
-        answer = said if self._tag is None else _package().utils.extract_answer(said, tag_name=self._tag)
-        whole = {"question": prompt, **ast.literal_eval(entry)}
-        return float(_dataset(self._family, self._args).score_answer(answer, whole))
+    def _score_one(self, prompt: Any, completion: Any, entry: str) -> float:
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        answer = text if self._tag is None else _package().utils.extract_answer(text, tag_name=self._tag)
+        full_entry = {"question": prompt, **ast.literal_eval(entry)}
+        return float(_dataset(self._family, self._args).score_answer(answer, full_entry))
 
 
 def dataset(family: str, args: Mapping[str, Any]) -> Any:
@@ -67,53 +66,54 @@ def installed_version() -> str:
 
 
 def system_prompt() -> str:
-    """Return reasoning-gym's own system prompt: it asks for the answer between `<answer>` and `</answer>`."""
+    """Return reasoning-gym's own system prompt, which asks for the answer between `<answer>` and `</answer>`."""
     return str(_package().utils.SYSTEM_PROMPTS["default"])
 
 
 @functools.lru_cache(maxsize=64)
 def _dataset(family: str, args: str) -> Any:
-    given: dict[str, Any] = {"seed": 0, **json.loads(args)}
+    arguments: dict[str, Any] = {"seed": 0, **json.loads(args)}
     if family == "composite":
         _package()
         spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
-        parts = given.get("datasets") or []
-        given["datasets"] = [spec(**_part(part)) for part in (parts if isinstance(parts, list) else [parts])]
-    return _made(family, given)
+        parts = arguments.get("datasets") or []
+        arguments["datasets"] = [spec(**_family_spec(part)) for part in (parts if isinstance(parts, list) else [parts])]
+    return _make_dataset(family, arguments)
 
 
-def _made(family: str, given: Mapping[str, Any]) -> Any:
-    """Return a family's dataset. Raises DataError for an unknown family and for arguments that it does not take."""
+def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
+    """Return a family's dataset. Raises DataError for an unknown family or argument."""
     gym = _package()
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
-    if family not in known:
-        near = difflib.get_close_matches(family, known, n=3) or sorted(known)[:3]
+    families = importlib.import_module("reasoning_gym.factory").DATASETS
+    if family not in families:
+        near = difflib.get_close_matches(family, families, n=3) or sorted(families)[:3]
         raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(near)} are some of "
-                        f"its {len(known)}")
-    _require_names(f"reasoning_gym:{family}", given, [field.name for field in dataclasses.fields(known[family][1])])
+                        f"its {len(families)}")
+    parameters = [field.name for field in dataclasses.fields(families[family][1])]
+    _require_names(f"reasoning_gym:{family}", arguments, parameters)
     try:
-        return gym.create_dataset(family, **given)
+        return gym.create_dataset(family, **arguments)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
-        told = ", ".join(f"{name} = {value!r}" for name, value in given.items() if name != "datasets")
-        raise DataError(f"reasoning_gym:{family} refuses {told}: {e}") from e
+        settings = ", ".join(f"{name} = {value!r}" for name, value in arguments.items() if name != "datasets")
+        raise DataError(f"reasoning_gym:{family} refuses {settings}: {e}") from e
 
 
-def _part(part: Any) -> dict[str, Any]:
-    """Return a family of a composite as its `DatasetSpec` takes it. Raises DataError."""
+def _family_spec(part: Any) -> dict[str, Any]:
+    """Return the arguments of a composite's `DatasetSpec`. Raises DataError."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
         raise DataError(f"reasoning_gym:composite has {part!r} among its datasets: give {{name: FAMILY}}, and weight "
-                        "and config where these are not 1 and {}")
+                        "and config if they are not 1 and {}")
     _require_names("a family of reasoning_gym:composite", part, ["name", "weight", "config"])
-    _made(part["name"], part.get("config", {}))  # its error names the family and the argument
+    _make_dataset(part["name"], part.get("config", {}))  # its error names the family and the argument
     return {"weight": 1.0, "config": {}, **part}
 
 
-def _require_names(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def _require_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"did you mean {near[0]}? it" if near else "it"
-            raise DataError(f"{what} has no parameter {name!r}: {meant} has {', '.join(known)}")
+            raise DataError(f"{owner} has no parameter {name!r}: {meant} has {', '.join(known)}")
 
 
 def _package() -> Any:

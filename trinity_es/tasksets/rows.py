@@ -1,7 +1,7 @@
 """Rows of tasksets as plain JSON, the same for every kind of file, and checked before a run starts.
 
-A key whose value is null counts as missing, because tables give each row and each object in it the keys of all others,
-with null if it had none. So such keys are left out, also of lines of JSON.
+Keys whose value is null are left out, in JSONL too, because tables add every key to every row and object, with null
+for a missing value.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ __all__ = [
 CHECKED_ROWS = 1000
 """Number of rows that are checked at a time."""
 MANY_KEYS = 50
-"""Number of a row's keys that are searched for in its line one by one; with more, the line is parsed as a whole."""
+"""Maximum number of keys that are searched for in a line one by one; a line with more is parsed."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
 
 
 def parse_row(line: bytes) -> Any:
-    """Return a line of JSON without keys whose value is null. Raises ValueError with the problem."""
+    """Return a line of JSON without keys whose value is null. Raises ValueError."""
     try:
         if _LONG_NUMBER.search(line):
-            json.loads(line, parse_int=_whole)
+            json.loads(line, parse_int=_whole_number)
         return _without_nulls(orjson.loads(line))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
 
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
-    """Require that no object in a line of JSON, which holds this row, has a key twice. Raises ValueError.
+    """Raise ValueError if an object in a row's line of JSON has a key twice.
 
-    Parsing for this takes long. So only a line that contains a key of the row twice is parsed, and one with so many
-    keys that searching takes longer.
+    Since parsing is slow, only lines are parsed that contain a key of the row twice or have more than `MANY_KEYS`.
     """
     if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
         json.loads(line, object_pairs_hook=with_single_keys)
 
 
-def _whole(digits: str) -> int:
+def _whole_number(digits: str) -> int:
     number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number with more than 4,300 digits
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits:.40} is {_BITS}")
@@ -69,14 +68,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 class RowCheck:
-    """Check of a taskset's rows, one by one, as its file is opened."""
+    """Check of a taskset's rows when its file is opened."""
 
     def __init__(self, config: TasksetConfig) -> None:
         self._config, self._format, self._names = config, config.format, set[tuple[str, str]]()
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
-        self._asks = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
+        self._checks_prompts = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
-        """True if a workflow of ours uses its prompts, which must then be texts or messages."""
+        """True if the prompts are for a ready-made workflow, so they must be texts or messages."""
         self._needs: dict[tuple[str, str | None], list[str]] = {}
 
     @property
@@ -84,14 +83,11 @@ class RowCheck:
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
-        """Require a prompt, existing workflows and rewards if the row names them, and the keys that its reward needs.
-
-        Raises TasksetError.
-        """
+        """Raise TasksetError for a bad prompt, an unknown workflow or reward, or a key that the reward lacks."""
         key = self._format.prompt_key
         if row.get(key) is None:
             raise TasksetError(f"{where}: the prompt is null: remove it", **details)
-        if self._asks:
+        if self._checks_prompts:
             try:
                 require_prompt_form(row[key], self._format.reply_prefix)
             except DataError as e:
@@ -132,20 +128,20 @@ class RowCheck:
 
 
 def no_prompt(key: str, there: Sequence[str]) -> str:
-    """Return the error text for rows without a prompt. `there`: the keys that they have."""
+    """Return the error text for rows without a prompt. `there`: their keys."""
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
             "one in format.prompt_key of the taskset")
 
 
 def named_keys(config: TasksetConfig) -> dict[str, str]:
-    """Return the row keys that `format` names, by its own keys, without the prompt's, which every row must have."""
+    """Return the row keys that `format` sets, by its own keys, without the prompt's, which every row must have."""
     default = FormatConfig()
     return {name: key for name in ("response_key", "workflow_key", "reward_fn_key")
             if (key := getattr(config.format, name)) != getattr(default, name)}
 
 
 def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
-    """Require that at least one row has each key that `format` names. Raises TasksetError."""
+    """Raise TasksetError if no row has a key that `format` names."""
     for name, key in named_keys(config).items():
         if key not in keys:
             raise TasksetError(f"{file}: no row has the key {key!r} of format.{name} (there are: "
@@ -172,12 +168,12 @@ class TableRows:
                                    "remove or convert the column", file=str(source)) from e
 
     def check(self, table: Any, first: int) -> None:
-        """Check the rows of a table, the first of which is row `first`. Raises TasksetError, which names the row.
+        """Check the rows of a table, numbered from `first`. Raises TasksetError, which names the row.
 
         Columns whose type admits no wrong value are not converted to Python.
         """
-        looked_at = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
-        for name in self._readers.keys() - set(looked_at):
+        checked = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
+        for name in self._readers.keys() - set(checked):
             try:
                 table.column(name).validate(full=True)
             except ValueError as e:  # pyarrow's errors are among them
@@ -185,39 +181,39 @@ class TableRows:
                                    file=str(self._source)) from e
         for begin in range(0, table.num_rows, CHECKED_ROWS):
             part = table.slice(begin, CHECKED_ROWS)
-            for at in range(part.num_rows):
-                number = first + begin + at
-                row = self._read(part, at, number, looked_at)
-                row |= self._read(part, at, number, self._readers.keys() & set(self._check.needed(row)) - row.keys())
-                if not row.keys() >= set(self._check.needed(row)):  # an error shows everything in the row
-                    row = self._read(part, at, number, self._readers)
+            for index in range(part.num_rows):
+                number = first + begin + index
+                row = self._row_values(part, index, number, checked)
+                needed = self._readers.keys() & set(self._check.needed(row))
+                row |= self._row_values(part, index, number, needed - row.keys())
+                if not row.keys() >= set(self._check.needed(row)):  # errors name all keys of the row
+                    row = self._row_values(part, index, number, self._readers)
                 self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
-    def row(self, table: Any, at: int, number: int) -> dict[str, Any]:
-        """Return the row at this place of a table as JSON; `number` is its number in errors."""
-        return self._read(table, at, number, self._readers)
+    def row(self, table: Any, index: int, number: int) -> dict[str, Any]:
+        """Return the row at `index` of a table as JSON; `number` names it in errors."""
+        return self._row_values(table, index, number, self._readers)
 
-    def _read(self, table: Any, at: int, number: int, names: Iterable[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _row_values(self, table: Any, index: int, number: int, names: Iterable[str]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for name in names:
             try:
-                value = table.column(name)[at].as_py()
+                value = table.column(name)[index].as_py()
                 if value is not None and (value := self._readers[name](value)) is not None:
-                    found[name] = value
+                    values[name] = value
             except (ValueError, OverflowError) as e:
-                said = str(e).partition(" Install pandas")[0]  # for nanoseconds
-                raise TasksetError(f"{self._source} row {number}: column {name!r}: {said}: mend or remove it",
+                message = str(e).partition(" Install pandas")[0]  # for nanoseconds
+                raise TasksetError(f"{self._source} row {number}: column {name!r}: {message}: mend or remove it",
                                    file=str(self._source), row=number) from e
-        return found
+        return values
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that makes JSON of values of this Arrow type. Raises TypeError, which names a type without a
-    form.
+    """Return a function from values of this Arrow type to JSON. Raises TypeError with a type that has no JSON form.
 
-    Bytes are text, since tables without that mark have text as bytes. Floats of 16 and 32 bits are what was written:
-    0.1, not the nearest 64-bit float. NaN, which pandas writes for a missing value, is null. Whole decimals are whole
-    numbers, others exact texts. Dates and times are ISO 8601 texts.
+    Bytes become text, since some tables store text as bytes. Floats of 16 and 32 bits keep their short form: 0.1, not
+    the nearest 64-bit float. NaN, which pandas writes for a missing value, becomes null. Whole decimals become whole
+    numbers, others exact texts. Dates and times become ISO 8601 texts.
     """
     import pyarrow
 
@@ -231,14 +227,14 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: {name: read for name, reader in readers.items()
                               if value[name] is not None and (read := reader(value[name])) is not None}
     if types.is_map(kind):
-        return partial(_object, key=_reader(kind.key_type), value=_reader(kind.item_type))
+        return partial(_json_object, key=_reader(kind.key_type), value=_reader(kind.item_type))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         item = _reader(kind.value_type)
         return lambda value: [None if v is None else item(v) for v in value]
     if types.is_floating(kind):
-        return _double if types.is_float64(kind) else partial(_short, digits=kind.to_pandas_dtype())
+        return _double if types.is_float64(kind) else partial(_short_float, digits=kind.to_pandas_dtype())
     if _is_bytes(kind):
-        return _utf8
+        return _utf8_text
     if types.is_decimal(kind):
         return int if kind.scale <= 0 else str
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
@@ -254,19 +250,19 @@ def _is_bytes(kind: Any) -> bool:
     return str(kind).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
 
 
-def _object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Any:
-    """Return the pairs of a map as an object. Raises ValueError if two have one key."""
-    found: dict[str, Any] = {}
-    for one, of_it in pairs:
+def _json_object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Any:
+    """Return the pairs of a map as an object. Raises ValueError if a key appears twice."""
+    members: dict[str, Any] = {}
+    for one, item in pairs:
         name = str(key(one))
-        if name in found:
+        if name in members:
             raise ValueError(f"the key {name!r} appears twice")
-        found[name] = None if of_it is None else value(of_it)
-    return _without_nulls(found)
+        members[name] = None if item is None else value(item)
+    return _without_nulls(members)
 
 
 def _may_fail(kind: Any) -> bool:
-    """Return True if a value of this type may lack a JSON form, though the type has one."""
+    """Return True if a single value of this type may have no JSON form."""
     import pyarrow
 
     types = pyarrow.types
@@ -283,11 +279,11 @@ def _double(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _short(value: float, digits: Callable[[float], Any]) -> float | None:
+def _short_float(value: float, digits: Callable[[float], Any]) -> float | None:
     return _double(float(str(digits(value))))
 
 
-def _utf8(value: bytes) -> str:
+def _utf8_text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as e:

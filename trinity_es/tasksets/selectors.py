@@ -1,11 +1,10 @@
 """Order of a taskset's rows: by `shuffle`, or by `data_selector` with Trinity-RFT 0.6's names and formulas.
 
 A selector is a function of the number of rows taken before (`position`, over all epochs), of `n`, and, if it learns, of
-what it learned. So the same log gives the same rows. It learns from the mean reward of each finalized task, which the
-explorer reads from the log, of those steps that are over at every submission of this one
-(`SyncPolicy.surely_generated`).
+what it learned. So the same log gives the same rows. It learns from the mean reward of each finalized task in the log,
+but only of steps that are over whenever this step is submitted (`SyncPolicy.surely_generated`).
 Draws are those of `numpy.random.default_rng(seed + position)`, as in Trinity-RFT. Only `difficulty_based` with tau
-above 0 draws differently (Trinity-RFT by torch), by the same weights, without replacement.
+above 0 differs: Trinity-RFT draws by torch, with the same weights, without replacement.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ class Selector(Protocol):
 
 
 def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
-    """Return the selector of a taskset. Reads its features.
+    """Return the selector of a taskset, with features read from its file.
 
     Raises TasksetError for a row without a feature, ConfigError for an unknown argument.
     """
-    how, size = config.data_selector, len(file)
-    if how is None and config.shuffle:
+    selector_config, size = config.data_selector, len(file)
+    if selector_config is None and config.shuffle:
         return _Shuffle(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
-    if how is None:
+    if selector_config is None:
         return _Sequential(range(size))
-    if how.kwargs and how.selector_type != "difficulty_based":
-        raise ConfigError(f"taskset {config.name}: data_selector {how.selector_type} takes no kwargs")
-    seed = how.seed
-    match how.selector_type:
+    if selector_config.kwargs and selector_config.selector_type != "difficulty_based":
+        raise ConfigError(f"taskset {config.name}: data_selector {selector_config.selector_type} takes no kwargs")
+    seed = selector_config.seed
+    match selector_config.selector_type:
         case "sequential":
             return _Sequential(range(size))
         case "shuffle":
@@ -61,13 +60,13 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
         case "random":
             return _Random(config.name, size, seed)
         case "offline_easy2hard":
-            features = _features(config, file, how.feature_keys)
+            features = _features(config, file, selector_config.feature_keys)
             order = sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]
             return _Sequential([int(row[-1]) for row in order])
         case _:
-            features = _features(config, file, how.feature_keys)
+            features = _features(config, file, selector_config.feature_keys)
             try:
-                return Difficulty(config.name, features, seed, **how.kwargs)
+                return Difficulty(config.name, features, seed, **selector_config.kwargs)
             except TypeError as e:
                 raise ConfigError(f"taskset {config.name}: data_selector.kwargs: {e}") from e
 
@@ -76,7 +75,7 @@ class _Fixed:
     learns = False
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
 
 class _Sequential(_Fixed):
@@ -124,13 +123,13 @@ class Difficulty:
 
     Each row's pass rate is a Beta distribution (alpha, beta), at first (1, 1). After a step with rewards s of some rows
     the model's ability c is (mean s - mean f0) / (mean f1 - mean f0 + 1e-6) over these rows' two features, smoothed by
-    0.9; every row is expected to pass with p = clip(f0 + (f1 - f0) c, 0, 1), those that were played with s; and
+    0.9. The expected pass rate is p = s for played rows, p = clip(f0 + (f1 - f0) c, 0, 1) for the others, and
 
         alpha = (1 - lamb) alpha + lamb + (1 - rho) m s [played] + rho m p
         beta  = (1 - lamb) beta + lamb + (1 - rho) m (1 - s) [played] + rho m (1 - p)
 
-    A row's score is -|target_reward - rate|, where its rate is alpha / (alpha + beta), or drawn from the distribution
-    with `do_sample`. With `tau` 0 the best scores are taken, else rows are drawn with weights exp(score / tau).
+    A row's score is -|target_reward - rate|. Its rate is alpha / (alpha + beta), or with `do_sample` a draw from the
+    distribution. With `tau` 0 the best scores are taken, else rows are drawn with weights exp(score / tau).
     """
 
     learns = True
@@ -148,7 +147,7 @@ class Difficulty:
         """Alpha and beta of each row."""
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """See the class. A step without tasks of this taskset changes nothing."""
+        """Update the beliefs by the class's formulas; a step without tasks of this taskset changes nothing."""
         if not len(rows):
             return
         played, rewards = list(rows), np.clip(np.array(rates, dtype=float), 0, 1)
@@ -189,15 +188,15 @@ def _require_enough(name: str, n: int, size: int) -> None:
 
 
 def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.ndarray[Any, Any]:
-    found: list[list[float]] = []
+    table: list[list[float]] = []
     for first in range(0, len(file), ROWS_AT_ONCE):
         for row in file.read(range(first, min(first + ROWS_AT_ONCE, len(file)))):
             values = [row.get(key) for key in keys]
             for key, value in zip(keys, values, strict=True):
                 if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
                     raise TasksetError(
-                        f"taskset {config.name} row {len(found)}: {key} is {value!r}: data_selector.feature_keys names "
-                        "numbers that every row has", row=len(found),
+                        f"taskset {config.name} row {len(table)}: {key} is {value!r}: data_selector.feature_keys names "
+                        "numbers that every row has", row=len(table),
                     )
-            found.append([float(value) for value in values if value is not None])
-    return np.array(found)
+            table.append([float(value) for value in values if value is not None])
+    return np.array(table)

@@ -1,8 +1,8 @@
 """Sources of tasksets: a file, a dataset of the hub at a commit, an environment or reasoning-gym at a version.
 
-A path is a name whose meaning may change during a run or before its resumption: a file gets another row, a branch
-another commit. So the log records what it meant (`TasksetResolved`) and the order of rows. A resumed run reads exactly
-that, because its cursor counts those rows, or says why it can't.
+The target of a path may change before a run is resumed: a file gets another row, a branch another commit. So the log
+records the revision (`TasksetResolved`) and the order of rows. A resumed run reads exactly those, because its cursor
+counts them, or says why it can't.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ def open_source(
 ) -> tuple[RowFile, TasksetSource]:
     """Return the rows of a taskset, and their source.
 
-    `recorded` is the source in the log, and the same one is opened. Raises TasksetError if the config asks for another
-    one, or if it can't be opened.
+    `recorded`: the source in the log, which is opened again. Raises TasksetError if the config has another one, or if
+    it can't be opened.
     """
     if recorded is not None:
         _require_same(config, recorded)
-    rows = open_file(config) if config.kind == "file" else _environment(config, recorded)
+    rows = open_file(config) if config.kind == "file" else _environment_rows(config, recorded)
     source = TasksetSource(
         taskset=config.name, is_eval=is_eval, path=config.path, subset=getattr(rows, "subset", config.subset),
-        split=config.split, asked=config.revision, revision=rows.revision, args=_args(config), rows=len(rows),
-        order="" if is_eval else _order(config),
+        split=config.split, asked=config.revision, revision=rows.revision, args=_args_json(config), rows=len(rows),
+        order="" if is_eval else _order_json(config),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
-            f"taskset {config.name}: {config.path} has {_told(source)} here, and the run in this log began with "
-            f"{_told(recorded)}: {_way_back(config, recorded)}, or start a new run under another `name` "
+            f"taskset {config.name}: {config.path} has {_summary(source)} here, and the run in this log began with "
+            f"{_summary(recorded)}: {_remedy(config, recorded)}, or start a new run under another `name` "
             "(another `store.url` where the config has one)"
         )
     return rows, recorded or source
 
 
-def _environment(config: TasksetConfig, recorded: TasksetSource | None) -> RowFile:
-    """Return the rows of a registered environment. Raises TasksetError, which names it, for every failure."""
+def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> RowFile:
+    """Return the rows of a registered environment. Raises TasksetError, which names it, for errors of its code."""
     try:
         rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
         if not isinstance(rows.revision, str):
@@ -68,35 +68,37 @@ def _environment(config: TasksetConfig, recorded: TasksetSource | None) -> RowFi
 
 
 def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
-    """Require that the config asks for the recorded source. The commit itself may stand for its branch, and the default
-    subset may have its name or none.
+    """Raise TasksetError unless the config has the recorded source.
+
+    The config may name a branch or its recorded commit, and the default subset or none.
     """
     subset = config.subset or recorded.subset
-    wanted = {"path": config.path, "subset": subset, "split": config.split, "args": _args(config)}
-    before = {"path": recorded.path, "subset": recorded.subset, "split": recorded.split, "args": recorded.args}
+    config_values = {"path": config.path, "subset": subset, "split": config.split, "args": _args_json(config)}
+    recorded_values = {"path": recorded.path, "subset": recorded.subset, "split": recorded.split, "args": recorded.args}
     if config.kind == "file" and recorded.revision.startswith(FILE):  # wherever it lies now
-        wanted, before = {}, {}
+        config_values, recorded_values = {}, {}
     if not recorded.is_eval and recorded.order is not None:
-        wanted["order"], before["order"] = (order or "that of the file" for order in (_order(config), recorded.order))
+        config_values["order"] = _order_json(config) or "that of the file"
+        recorded_values["order"] = recorded.order or "that of the file"
     if config.revision not in (recorded.asked, recorded.revision):
-        wanted["revision"] = config.revision or "the main branch"
-        before["revision"] = f"{recorded.asked or 'the main branch'}, which was commit {recorded.revision}"
-    for key, value in wanted.items():
-        if value != before[key]:
+        config_values["revision"] = config.revision or "the main branch"
+        recorded_values["revision"] = f"{recorded.asked or 'the main branch'}, which was commit {recorded.revision}"
+    for key, value in config_values.items():
+        if value != recorded_values[key]:
             raise TasksetError(
                 f"taskset {config.name}: its {key} is {value} in the config, and the run in this log began with "
-                f"{before[key]}: put that back, or start a new run under another `name` "
+                f"{recorded_values[key]}: put that back, or start a new run under another `name` "
                 "(another `store.url` where the config has one)"
             )
 
 
-def _args(config: TasksetConfig) -> str:
-    takes = config.kind not in ("file", "hub", "verifiers")
-    return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if takes else ""
+def _args_json(config: TasksetConfig) -> str:
+    has_args = config.kind not in ("file", "hub", "verifiers")
+    return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if has_args else ""
 
 
-def _order(config: TasksetConfig) -> str:
-    """Return the order of rows as JSON; "" for the order of the file."""
+def _order_json(config: TasksetConfig) -> str:
+    """Return the order of rows as JSON, or "" for the order of the file."""
     selector = config.data_selector
     order: dict[str, Any] = {"shuffle": True, "seed": config.seed} if config.shuffle else {}
     if selector is not None and selector.selector_type != "sequential":
@@ -104,11 +106,11 @@ def _order(config: TasksetConfig) -> str:
     return orjson.dumps(order, option=orjson.OPT_SORT_KEYS).decode() if order else ""
 
 
-def _told(source: TasksetSource) -> str:
+def _summary(source: TasksetSource) -> str:
     return f"{source.rows} rows, {source.revision}"
 
 
-def _way_back(config: TasksetConfig, recorded: TasksetSource) -> str:
+def _remedy(config: TasksetConfig, recorded: TasksetSource) -> str:
     if config.kind == "file":
         return "put the old file back"
     if config.kind == "reasoning_gym":

@@ -3,8 +3,8 @@
 `Taskset` checks every row when it is built, so a bad row stops a run before it starts and not at step 400. Rows are
 read on demand (`files.py`). `read` is a pure function of the cursor: the same cursor gives the same tasks on every
 machine, after any restart and for any batch size, and every row comes exactly once an epoch. (A `data_selector` may
-draw for each step and learn from the log: see `selectors.py`.) `Mix` shares steps among several tasksets in the same
-way. The caller keeps the cursors, which the log has in the transaction of the batch. Files must not change in use.
+draw for each step and learn from the log: see `selectors.py`.) The caller keeps the cursors; the log has them in the
+transaction of the batch. Files must not change in use.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Taskset:
     ) -> None:
         """Open a taskset. `number`: its place among the training tasksets, `index["taskset_id"]` of its tasks.
 
-        `recorded`: its source in the run's log (TasksetResolved), which is then opened. `rows`: read these, open
-        nothing.
+        `recorded`: the source in the run's log (TasksetResolved) to open again. `rows`: used instead of a source.
         """
         self.is_eval, self.number = is_eval, number
         self.source: TasksetSource | None = None
@@ -62,7 +61,7 @@ class Taskset:
         return len(self._file)
 
     def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
-        """Return the next `n` tasks after `cursor`, and the cursor after them; continue into the next epoch.
+        """Return the next `n` tasks after `cursor`, across epochs, and the cursor after them.
 
         Returns fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor
         outside of an epoch, TasksetError if the file changed since it was checked.
@@ -82,7 +81,7 @@ class Taskset:
         return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))
 
     def all(self) -> list[Task]:
-        """Return every row once, in the order of the file, for an evaluation."""
+        """Return a task of every row, in the order of the file, for an evaluation."""
         return self._tasks(list(range(len(self))))
 
     def task(self, row: int) -> Task:
@@ -94,14 +93,14 @@ class Taskset:
     def _task(self, row: int, sample: dict[str, Any]) -> Task:
         c = self.config
         return Task(
-            workflow=_named(sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
+            workflow=_row_name(sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
             format_args=c.format.for_task(), rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args),
-            reward_fn=_named(sample, c.format.reward_fn_key) or c.reward_fn,
+            reward_fn=_row_name(sample, c.format.reward_fn_key) or c.reward_fn,
             reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=sample,
             index={"taskset": c.name, "index": row} | ({} if self.is_eval else {"taskset_id": self.number}),
         )
 
 
-def _named(sample: dict[str, Any], key: str | None) -> str | None:
-    """Return the row's own name for it, if the taskset allows that and the row has one."""
+def _row_name(sample: dict[str, Any], key: str | None) -> str | None:
+    """Return the name at `key` of the row; None without a key or a name."""
     return None if key is None else sample.get(key)

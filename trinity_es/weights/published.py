@@ -37,7 +37,7 @@ def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray
         folders = [base] if (base := model_folder(model)) is not None else []
     folder = next((f for f in folders if f.is_dir()), None)
     if folder is None:
-        places = ", ".join(map(str, folders)) or "the model as it was given, which is not on this machine"
+        places = ", ".join(map(str, folders)) or "model.model_path, which is not on this machine"
         raise SyncError(f"weights version {version} can't be read: nothing is at {places}")
     try:
         return read_tensor(folder, name)

@@ -63,7 +63,6 @@ class Publisher:
             raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Publish weights for `RolloutClient.sync_weights`."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
         sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
@@ -81,7 +80,6 @@ class Publisher:
         return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
-        """Publish an adapter for `RolloutClient.sync_adapter`."""
         model = self.config.explorer.rollout_model
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
@@ -174,7 +172,6 @@ class Publisher:
         return {**answer, "world_size": 1 + engines * workers}
 
     def _send(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
-        """Have the engines receive while this process sends."""
         sender = self.sender
         assert sender is not None
         sending = _Thread(lambda: sender.send(state))

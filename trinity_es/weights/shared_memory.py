@@ -28,7 +28,7 @@ __all__ = ["forget_memory", "memory_dir", "write_memory"]
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 2**20
 """Shared memory that is left for other users."""
-_BESIDE = ("config.json", "generation_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
@@ -60,20 +60,20 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
             f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge it, or set synchronizer.sync_method to "
             "checkpoint"
         )
-    beside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(mode=0o700)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(mode=0o700)
     try:
-        _save(tensors, beside / "model.safetensors")
+        _save(tensors, part / "model.safetensors")
         model = model_folder(config.explorer.rollout_model.model_path)
-        for name in _BESIDE:
+        for name in _MODEL_FILES:
             if model is not None and (model / name).is_file():
-                shutil.copyfile(model / name, beside / name)
-        beside.rename(folder)
+                shutil.copyfile(model / name, part / name)
+        part.rename(folder)
     except OSError as e:
-        raise SyncError(f"version {version} was not published: {beside} can't be written: {e}") from e
+        raise SyncError(f"version {version} was not published: {part} can't be written: {e}") from e
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

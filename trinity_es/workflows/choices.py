@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task
-from trinity_es.workflows.prompts import asked_by, chat_of
+from trinity_es.workflows.prompts import chat_of, with_question
 from trinity_es.workflows.rewards import RewardFn
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 
@@ -36,16 +36,16 @@ class MultipleChoiceReward(RewardFn):
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         text = response.rpartition("</think>")[2]
-        said = re.findall(r"(?i)\banswer\b[*_ \t]*:[*_$( \t]*([A-Z])\b", text)
-        said = said or re.findall(r"\\boxed\{([A-Z])\}", text)
-        return {"accuracy": float(bool(said) and said[-1].upper() == _letter(truth))}
+        letters = re.findall(r"(?i)\banswer\b[*_ \t]*:[*_$( \t]*([A-Z])\b", text)
+        letters = letters or re.findall(r"\\boxed\{([A-Z])\}", text)
+        return {"accuracy": float(bool(letters) and letters[-1].upper() == _letter(truth))}
 
 
 class MultipleChoiceWorkflow(SimpleWorkflow):
     """Question with lettered choices; reward: `multiple_choice_reward`.
 
     A row has `choices`, its prompt and its answer (a letter, or a number from 0). Or it has GPQA's `Question`, `Correct
-    Answer` and `Incorrect Answer 1` to `3`, in an order derived from the question, so it is the same everywhere.
+    Answer` and `Incorrect Answer 1` to `3`, which are shuffled by a seed made of the question.
     """
 
     default_reward = "multiple_choice_reward"
@@ -54,7 +54,7 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
         row = task.raw_task or {}
         self.question: Any
         self.choices: Any
-        self.question, self.choices, answer = _gpqa(row) if "Correct Answer" in row else (
+        self.question, self.choices, answer = _gpqa_question(row) if "Correct Answer" in row else (
             task.task_desc, row.get("choices"), task.truth)
         if self.question is None:
             raise DataError("the row has no question: set format.prompt_key to its key")
@@ -67,14 +67,14 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
         letters = ascii_uppercase[: len(self.choices)]
         choices = "\n".join(f"{letter}) {text}" for letter, text in zip(letters, self.choices, strict=True))
         messages = chat_of(self.question, self.system_prompt, self.reply_prefix)
-        return asked_by(messages, lambda text: _PROMPT.format(letters=letters, question=text, choices=choices))
+        return with_question(messages, lambda text: _PROMPT.format(letters=letters, question=text, choices=choices))
 
 
 class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
 
-def _gpqa(row: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
     right = row["Correct Answer"].strip()
     choices = [right, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
@@ -84,6 +84,6 @@ def _gpqa(row: dict[str, Any]) -> tuple[Any, Any, Any]:
 def _letter(truth: Any) -> str:
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(ascii_uppercase):
         return ascii_uppercase[truth]
-    if isinstance(truth, str) and len(found := truth.strip().strip("()").upper()) == 1 and found in ascii_uppercase:
-        return found
+    if isinstance(truth, str) and len(letter := truth.strip().strip("()").upper()) == 1 and letter in ascii_uppercase:
+        return letter
     raise DataError(f"the row's answer is {truth!r}: a letter or a number from 0 is expected (format.response_key)")

@@ -1,11 +1,11 @@
 """Code judged by unit tests: the model writes a program, which runs within limits in its own processes.
 
-A program that is too slow, takes too much memory or crashes is wrong. If the judge cannot do its work, for instance on
-a machine without room or time, there is no verdict but a failure of kind `grader`.
+A program that is too slow, takes too much memory or crashes is wrong. If the machine has no room or time to judge it,
+the run fails with kind `grader`.
 
-This is no sandbox. The program runs as the user who runs the engines, with limits on CPU time, memory and output, in
-its own folder. Python hooks refuse processes, sockets and changes of other files; they guard against accidents
-(`judged_program.py`). If a model may be an attacker, run the whole system in a container without a network.
+This is no sandbox. The program runs as the user of the engines, in its own folder, with limits on CPU time, memory and
+output. Python hooks (`judged_program.py`) refuse processes, sockets and changes of other files, which stops accidents.
+If a model may be an attacker, run the whole system in a container without a network.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class CodeReward(RewardFn):
     The program is the last ```python block of the response, else its last block, else all of it. The truth is a list of
     tests (`assert add(1, 2) == 3`) that use the program's names, or one text of them; or `{"inputs": [...], "outputs":
     [...]}`, texts that the program reads and must print; or JSON of these. Each test may take `seconds` of CPU time and
-    `memory` MiB, and all together `total_seconds`, in which a hanging test counts with all its time. Tests that are
-    left after that have failed.
+    `memory` MiB, and all tests together `total_seconds`. A hanging test counts with its wall-clock time. Tests that
+    did not get their turn have failed.
     """
 
     @staticmethod
     def grader_timeout(seconds: float = 4.0, total_seconds: float = 100.0, **kwargs: Any) -> float:
         """Return more seconds than judging takes if programs get at least a quarter of a core."""
-        return 4 * total_seconds + _longest(seconds) + 30
+        return 4 * total_seconds + _wall_seconds(seconds) + 30
 
     def __init__(
         self, seconds: float = 4.0, memory: int = 1024, partial: bool = False, total_seconds: float = 100.0,
@@ -63,7 +63,7 @@ class CodeReward(RewardFn):
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         checks = _checks(truth)
-        program, passed = _program(response), 0
+        program, passed = _last_program(response), 0
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
             judge = _Judge(Path(folder), self.seconds, self.memory)
             for check in checks:
@@ -89,35 +89,36 @@ class _Judge:
         """Return True if the program passes a test. Raises TimeoutError if the machine is too busy."""
         if isinstance(check, str):
             verdict = secrets.token_hex(16)
-            printed = self._printed(f"{verdict}\n", program, check)
-            return printed is not None and printed.rstrip().endswith(verdict)
-        read, wanted = check
-        printed = self._printed(_lines(read), program)
-        return printed is not None and printed.split() == _lines(wanted).split()
+            output = self._output(f"{verdict}\n", program, check)
+            return output is not None and output.rstrip().endswith(verdict)
+        stdin, expected = check
+        output = self._output(_as_text(stdin), program)
+        return output is not None and output.split() == _as_text(expected).split()
 
-    def _printed(self, read: str, *sources: str) -> str | None:
-        """Return the output of a program and its test; None if it failed."""
+    def _output(self, read: str, *sources: str) -> str | None:
+        """Return what the program and its test print; None if they fail."""
         script = str(Path(__file__).with_name("judged_program.py"))
-        folder, where = self.folder, self.folder / "run"
-        where.mkdir(exist_ok=True)
+        folder, run_folder = self.folder, self.folder / "run"
+        run_folder.mkdir(exist_ok=True)
+        home = str(run_folder)
         files = [str(folder / name) for name in ("solution.py", "tests.py")[: len(sources)]]
         for file, source in zip(files, sources, strict=True):
             Path(file).write_text(source, encoding="utf-8", errors="surrogatepass")
         (folder / "stdin").write_text(read, errors="surrogatepass")
         before, hung = _cpu_seconds(), 0.0
-        with (folder / "stdin").open("rb") as given, (folder / "stdout").open("wb") as printed:
+        with (folder / "stdin").open("rb") as stdin, (folder / "stdout").open("wb") as stdout:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-B", script, *files], stdin=given, stdout=printed, stderr=subprocess.DEVNULL,
-                cwd=where, env={"HOME": str(where), "TMPDIR": str(where), "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
-                start_new_session=True, preexec_fn=self._limited(os.getpid()),
+                [sys.executable, "-I", "-B", script, *files], stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL,
+                cwd=run_folder, env={"HOME": home, "TMPDIR": home, "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+                start_new_session=True, preexec_fn=self._limit_setter(os.getpid()),
             )
             try:
-                status = process.wait(_longest(self.seconds))
+                status = process.wait(_wall_seconds(self.seconds))
             except subprocess.TimeoutExpired:
-                if _state(process.pid) != "S":  # it wants to run, and never got its CPU time
-                    had = f"the machine had less than {self.seconds:g} s of CPU time for a program"
-                    raise TimeoutError(had) from None
-                status, hung = None, _longest(self.seconds)
+                if _process_state(process.pid) != "S":  # it wants to run, and never got its CPU time
+                    why = f"the machine had less than {self.seconds:g} s of CPU time for a program"
+                    raise TimeoutError(why) from None
+                status, hung = None, _wall_seconds(self.seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -128,7 +129,7 @@ class _Judge:
         self.spent += hung or used
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
-    def _limited(self, parent: int) -> Callable[[], None]:
+    def _limit_setter(self, parent: int) -> Callable[[], None]:
         seconds = max(1, round(self.seconds))
         limits = {
             resource.RLIMIT_CPU: (seconds, seconds + 1), resource.RLIMIT_AS: (self.memory << 20,) * 2,
@@ -137,14 +138,14 @@ class _Judge:
 
         def limit() -> None:
             end_with_parent(parent)
-            for what, values in limits.items():
-                resource.setrlimit(what, values)
+            for name, values in limits.items():
+                resource.setrlimit(name, values)
 
         return limit
 
 
-def _longest(seconds: float) -> float:
-    """Return the time limit for a test with so much CPU time, enough for a program that gets a quarter of a core."""
+def _wall_seconds(seconds: float) -> float:
+    """Return the wall-clock limit for a test: enough for a program that gets a quarter of a core."""
     return 4 * seconds + 2
 
 
@@ -166,7 +167,7 @@ class CodeWorkflow(SimpleWorkflow):
 
 
 class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
 
 def _checks(truth: Any) -> list[_Check]:
@@ -182,17 +183,15 @@ def _checks(truth: Any) -> list[_Check]:
     if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
         checks = list(zip(truth["inputs"], truth["outputs"], strict=True))
     elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
-        checks = [_python(test) for test in truth]
+        checks = [_valid_test(test) for test in truth]
     if not checks:
         raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts, or inputs and as many outputs, is "
                         "expected (format.response_key)")
     return checks
 
 
-def _python(test: str) -> str:
-    """Return a test. Raises DataError for invalid Python, which no program can pass, and for a test that every program
-    passes.
-    """
+def _valid_test(test: str) -> str:
+    """Return the test. Raises DataError if it is invalid Python, or if every program would pass it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -201,9 +200,9 @@ def _python(test: str) -> str:
     except (SyntaxError, ValueError) as e:
         raise DataError(f"the row's test {test[:200]!r} is no Python ({e}): mend the row (format.response_key)") from e
     if not any(map(_checks_something, parsed.body)):
-        named = [node.name for node in parsed.body if isinstance(node, _DEFINITIONS)]
-        way = f"add a line that calls {named[0]}" if named else "write an `assert`"
-        raise DataError(f"the row's test {test[:200]!r} checks nothing, so every program would pass it: {way} "
+        names = [node.name for node in parsed.body if isinstance(node, _DEFINITIONS)]
+        advice = f"add a line that calls {names[0]}" if names else "write an `assert`"
+        raise DataError(f"the row's test {test[:200]!r} checks nothing, so every program would pass it: {advice} "
                         "(format.response_key)")
     return test
 
@@ -212,7 +211,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _checks_something(statement: ast.stmt) -> bool:
-    """Return True if this statement of a test's module asserts, raises or calls something when the module runs."""
+    """Return True if the statement asserts, raises or calls something when the test runs."""
     match statement:
         case ast.Assert(test=test):
             return not (isinstance(test, ast.Constant) and test.value)
@@ -230,18 +229,18 @@ def _checks_something(statement: ast.stmt) -> bool:
                if isinstance(inner, ast.stmt))
 
 
-def _lines(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _program(response: str) -> str:
+def _last_program(response: str) -> str:
     blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
     python = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
-    found: list[str] = python or [text for _, text in blocks] or [response]
-    return found[-1]
+    candidates: list[str] = python or [text for _, text in blocks] or [response]
+    return candidates[-1]
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     """Return the state of a process as Linux reports it: R runs or could run, S waits."""
     try:
         text: str = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -18,7 +18,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
 }
-_LONGEST = 1000
+_MAX_CHARACTERS = 1000
 """Maximum length of an equation, in characters."""
 
 
@@ -33,26 +33,26 @@ class CountDownRewardFn(RewardFn):
         pass
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        target, numbers = _wanted(truth)
+        target, numbers = _target_and_numbers(truth)
         answers = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
         if not answers:
             return {"score": 0.0}
         equation = answers[-1].strip()
         used = sorted(re.findall(r"\d+", equation), key=lambda n: (len(n), n))
-        given = sorted(numbers, key=lambda n: (len(n), n))
-        value = _value(equation) if used == given else None
+        expected = sorted(numbers, key=lambda n: (len(n), n))
+        value = _value(equation) if used == expected else None
         right = value is not None and abs(value - target) < 1e-5
         return {"score": 1.0 if right else 0.1}
 
 
-def _wanted(truth: Any) -> tuple[float, list[str]]:
-    """Return the target and the numbers of a row as they appear in an equation. Raises DataError."""
+def _target_and_numbers(truth: Any) -> tuple[float, list[str]]:
+    """Return the target, and the numbers as texts. Raises DataError."""
     try:
-        wanted = json.loads(truth) if isinstance(truth, str) else truth
-        numbers = [int(n) for n in wanted["numbers"]]
-        if not numbers or numbers != [float(n) for n in wanted["numbers"]]:
+        row_answer = json.loads(truth) if isinstance(truth, str) else truth
+        numbers = [int(n) for n in row_answer["numbers"]]
+        if not numbers or numbers != [float(n) for n in row_answer["numbers"]]:
             raise ValueError
-        return float(wanted["target"]), [str(n) for n in numbers]
+        return float(row_answer["target"]), [str(n) for n in numbers]
     except (KeyError, TypeError, ValueError):
         raise DataError(f"the row's answer is {truth!r:.100}: a target and a list of whole numbers are expected, as in "
                         '{"target": 24, "numbers": [2, 3, 4]} (format.response_key)') from None
@@ -60,19 +60,19 @@ def _wanted(truth: Any) -> tuple[float, list[str]]:
 
 def _value(equation: str) -> float | None:
     """Return the value of an equation of numbers, + - * / and brackets; None for other texts."""
-    if len(equation) > _LONGEST:
+    if len(equation) > _MAX_CHARACTERS:
         return None
     try:
-        return _of(ast.parse(equation, mode="eval").body)
+        return _node_value(ast.parse(equation, mode="eval").body)
     except (ArithmeticError, KeyError, RecursionError, SyntaxError, ValueError):
         return None
 
 
-def _of(node: ast.AST) -> float:
+def _node_value(node: ast.AST) -> float:
     if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_of(node.left), _of(node.right))
+        return _OPERATORS[type(node.op)](_node_value(node.left), _node_value(node.right))
     if isinstance(node, ast.UnaryOp):
-        return _OPERATORS[type(node.op)](_of(node.operand))
+        return _OPERATORS[type(node.op)](_node_value(node.operand))
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return node.value
     raise ValueError

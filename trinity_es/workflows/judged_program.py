@@ -1,9 +1,8 @@
 """Script that runs a model's program and its tests: `judged_program.py SOLUTION [TESTS]`, in a folder of its own.
 
 It imports nothing of this package. Audit hooks refuse processes, sockets, ctypes, and changes of files outside the
-folder. They stop accidents and tricks that a model learns, but no attacker. With tests, the verdict is the first line
-of the standard input, which the script prints after all tests. So a solution that ends its process early passes
-nothing.
+folder. They stop accidents and tricks that a model learns, but no attacker. With tests, the script prints the first
+line of its standard input after all tests as the verdict, so a solution that exits early passes nothing.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def main() -> None:
     sys.argv[:] = ["solution.py"]
     sys.path.insert(0, os.getcwd())
     sys.setrecursionlimit(10_000)
-    for known in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
-        vars(known).pop("raise_signal", None)
+    for module_with_it in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
+        vars(module_with_it).pop("raise_signal", None)
     _guard(os.getcwd())
     module = types.ModuleType("solution" if tests else "__main__")
     sys.modules[module.__name__] = module  # where dataclasses, pickle and typing look for it

@@ -1,7 +1,7 @@
-"""The part of the math rewards that needs math-verify (the extra `math`), called only in graders, which can be killed.
+"""Calls of math-verify (the extra `math`), made only in graders, which can be killed.
 
-Its own timeouts are off, since they need signals. It treats its own errors as wrong answers; here they are raised, so
-the run fails and does not get a zero.
+math-verify's own timeouts are off, since they need signals. Its errors are raised here instead of counting as wrong
+answers, so the run fails and does not get a zero.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _ANSWER = LatexExtractionConfig(
     normalization_config=NormalizationConfig(basic_latex=True, units=True, boxed="all"),
     boxed_match_priority=0, try_extract_without_anchor=False,
 )
-"""open-r1's way to read an answer: boxed text first, and no formula that is not named as the answer."""
+"""Extraction as in open-r1: boxed text first, and only formulas that the text calls its answer."""
 
 
 def parsed(text: str) -> list[Any]:
-    """Return the answer in a text: LaTeX or plain expressions, and its text; [] if there is none."""
-    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
-    return found
+    """Return the answer in a text as math-verify's expressions and their text; [] if there is none."""
+    answer: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return answer
 
 
 def parsed_latex(text: str, *, answer: bool) -> list[Any]:
-    """Return the first LaTeX expression of a text; of an `answer` by its own rules."""
+    """Return the first LaTeX expression of a text. For an `answer`, as open-r1 extracts it."""
     config = [_ANSWER if answer else LatexExtractionConfig()]
-    found: list[Any] = parse(text, config, extraction_mode="first_match", parsing_timeout=None, raise_on_error=True)
-    return found
+    terms: list[Any] = parse(text, config, extraction_mode="first_match", parsing_timeout=None, raise_on_error=True)
+    return terms
 
 
 def equal(gold: Any, target: Any) -> bool:

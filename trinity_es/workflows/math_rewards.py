@@ -1,7 +1,6 @@
 """Rewards for mathematics, under the names in Trinity-RFT. The grader is math-verify (extra `math`).
 
-Each answer is judged in its own process, which is killed after `grader_timeout` seconds; `reward_fn_args:
-{grader_timeout: 30}` sets another limit.
+Each answer is judged in its own process, which is killed after `grader_timeout` seconds (`reward_fn_args`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class AccuracyReward(_Math):
         self.answer_parser = answer_parser
 
     def __call__(self, response: str, prompt: Any = None, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        grader, truth = _grader(), _text(truth)
+        grader, truth = _grader(), _required_text(truth)
         if self.answer_parser is not None:
             answer, gold = self.answer_parser(response), self.answer_parser(truth)
         else:
@@ -97,8 +96,8 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        unformed = with_think and not _thinks(response)
-        return {"accuracy": float(_same(boxed_answer(response), _gold(truth))),
+        unformed = with_think and not _has_think_form(response)
+        return {"accuracy": float(_same(boxed_answer(response), _boxed_or_answer(truth))),
                 "format_score": -(format_score_coef or 0.1) if unformed else 0.0}
 
 
@@ -110,7 +109,7 @@ class MathEvalRewardFn(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        return {"accuracy": float(_same(_last_answer(response), _gold(truth)))}
+        return {"accuracy": float(_same(_last_answer(response), _boxed_or_answer(truth)))}
 
 
 class GSM8KReward(_Math):
@@ -121,9 +120,9 @@ class GSM8KReward(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        said = response.rpartition("####")[2] if "####" in response else boxed_answer(response)
-        found = _grader().parsed(response if said is None else said)
-        return {"accuracy": float(_grader().equal(_grader().parsed(_after_hashes(truth)), found))}
+        answer = response.rpartition("####")[2] if "####" in response else boxed_answer(response)
+        parsed_answer = _grader().parsed(response if answer is None else answer)
+        return {"accuracy": float(_grader().equal(_grader().parsed(_after_hashes(truth)), parsed_answer))}
 
 
 class MathDAPORewardFn(_Math):
@@ -149,11 +148,11 @@ class MathDAPORewardFn(_Math):
         self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
         completion_ids: Sequence[int] | None = None, **kwargs: Any,
     ) -> dict[str, float]:
-        right = _same(boxed_answer(response.rpartition("</think>")[2]), _text(truth))
+        right = _same(boxed_answer(response.rpartition("</think>")[2]), _required_text(truth))
         ids = completion_ids if response_token is None else response_token
-        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(ids)}
+        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong_penalty(ids)}
 
-    def _overlong(self, ids: Sequence[int] | None) -> float:
+    def _overlong_penalty(self, ids: Sequence[int] | None) -> float:
         if self.limits is None:
             return 0.0
         if ids is None:
@@ -180,17 +179,17 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _last_answer(text: str) -> str | None:
-    """Return the answer of a text, boxed or not; None if it has no number either."""
+    """Return the boxed answer of a text, else a stated one, else its last number; None without any."""
     if (boxed := boxed_answer(text)) is not None:
         return boxed
-    if said := re.search(r"(?:(?:final|the)\s+answer\s+is|答案是)\s*:?\s*(.+)", text, re.IGNORECASE):
-        return said.group(1).strip().strip("$*").rstrip(".。")
+    if sentence := re.search(r"(?:(?:final|the)\s+answer\s+is|答案是)\s*:?\s*(.+)", text, re.IGNORECASE):
+        return sentence.group(1).strip().strip("$*").rstrip(".。")
     numbers = re.findall(r"[-+]?\d*\.?\d+", text.replace(",", ""))
     return numbers[-1] if numbers else None
 
 
 def _same(answer: str | None, truth: str) -> bool:
-    """Return True if two contents of a \\boxed{} are the same."""
+    """Return True if an answer equals the truth, both as contents of a \\boxed{}."""
     if answer is None or answer.strip() == truth.strip():
         return answer is not None
     grader = _grader()
@@ -198,27 +197,27 @@ def _same(answer: str | None, truth: str) -> bool:
 
 
 def _tagged(text: str) -> Any:
-    """Return the parsed first <answer> of a text, or without one the parsed text."""
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return _grader().parsed(found.group(1) if found else text)
+    """Return the first <answer> of a text, parsed; without one the whole text."""
+    answer = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return _grader().parsed(answer.group(1) if answer else text)
 
 
 def _after_hashes(truth: Any) -> str:
-    """Return the answer in a truth of GSM8K's form, and any other truth unchanged."""
-    return _text(truth).rpartition("####")[2].strip()
+    """Return the text after the truth's `####`, or all of it."""
+    return _required_text(truth).rpartition("####")[2].strip()
 
 
-def _gold(truth: Any) -> str:
+def _boxed_or_answer(truth: Any) -> str:
     """Return the content of the truth's last \\boxed{}, else its answer."""
     answer = _after_hashes(truth)
     return answer if (boxed := boxed_answer(answer)) is None else boxed
 
 
-def _text(truth: Any) -> str:
+def _required_text(truth: Any) -> str:
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
     return str(truth)
 
 
-def _thinks(text: str) -> bool:
+def _has_think_form(text: str) -> bool:
     return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

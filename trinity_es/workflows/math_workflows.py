@@ -16,7 +16,7 @@ import numpy as np
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, Task, class_path
-from trinity_es.workflows.prompts import asked_by, chat_of, plain_text
+from trinity_es.workflows.prompts import chat_of, plain_text, with_question
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_es.workflows.workflow import KNOWN
 
@@ -58,7 +58,7 @@ _MATH_REWARD = ("math_reward", "trinity_es.workflows.math_rewards:MathRewardFn")
 
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
 
 class MathBoxedWorkflow(SimpleWorkflow):
@@ -90,13 +90,13 @@ class MathBoxedWorkflow(SimpleWorkflow):
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)
 
-    def _known(self, answer: Experience) -> dict[str, Any]:
-        known = super()._known(answer)
+    def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
+        known = super()._reward_arguments(answer)
         return {**known, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
                 "response_token": known["completion_ids"]}
 
-    def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
-        kept = super()._kept(answers, said)
+    def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
+        kept = super()._with_rewards(answers, rewards)
         for answer in kept:
             if answer.truncate_status == "response_truncated":  # nothing is learned from a response that was cut off
                 answer.action_mask = np.zeros(len(answer.tokens) - answer.prompt_length, dtype=np.bool_)
@@ -104,7 +104,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
 
 class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
 
 class MathEvalWorkflow(SimpleWorkflow):
@@ -124,11 +124,11 @@ class MathEvalWorkflow(SimpleWorkflow):
         if question is None:
             raise DataError("the row has no 'question', which math_eval_workflow asks")
         messages = chat_of(question, self.system_prompt or "You are a helpful assistant.", self.reply_prefix)
-        return asked_by(messages, lambda text: f"{text}\n{_BOXED}")
+        return with_question(messages, lambda text: f"{text}\n{_BOXED}")
 
 
 class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
 
 class MathRMWorkflow(SimpleWorkflow):
@@ -136,10 +136,10 @@ class MathRMWorkflow(SimpleWorkflow):
 
     KNOWN_TO_REWARDS = KNOWN | {"answer", "messages", "ground_truth"}
 
-    def _known(self, answer: Experience) -> dict[str, Any]:
-        return {**super()._known(answer), "answer": answer, "messages": self.format_messages(),
+    def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
+        return {**super()._reward_arguments(answer), "answer": answer, "messages": self.format_messages(),
                 "ground_truth": self.truth}
 
 
 class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""

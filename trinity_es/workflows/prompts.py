@@ -1,4 +1,4 @@
-"""Prompts of rows, a text or chat messages, in the form in which a model is asked."""
+"""Prompts of rows, as chat messages or plain text for a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from trinity_es.events.errors import DataError
 
-__all__ = ["asked_by", "chat_of", "plain_text", "require_prompt_form"]
+__all__ = ["chat_of", "plain_text", "require_prompt_form", "with_question"]
 
 _SYSTEM = ("system", "developer")
 
 
 def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
-    """Require a text or a list of chat messages, whose last one is not the assistant's if a `prefix` begins the answer.
+    """Raise DataError unless a prompt is a text or a list of chat messages.
 
-    Raises DataError, which says what the prompt is instead.
+    If a `prefix` begins the answer, the last message may not be the assistant's.
     """
     if isinstance(prompt, str):
         return
@@ -34,8 +34,8 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
                             "parts is expected")
         for part in content if isinstance(content, list) else ():
             if not _is_text(part):
-                raise DataError(f"message {i} of the prompt has the part {_shown(part)}: only parts of text can be "
-                                "asked, as {'type': 'text', 'text': ...}")
+                raise DataError(f"message {i} of the prompt has the part {_shown(part)}: only parts of text are "
+                                "supported, as {'type': 'text', 'text': ...}")
     if prefix and prompt[-1]["role"] == "assistant":
         raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its answer, "
                         "too: leave out one of them")
@@ -44,9 +44,8 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
     """Return a prompt as a new list of chat messages, with a system prompt and the beginning of the answer.
 
-    Parts of text are joined by newlines; a message of tool calls without a content has an empty one. A system message
-    of the row itself follows `system` in one message. Raises DataError for other values, and for a prefix if the row
-    itself begins the answer.
+    Parts of text are joined by newlines, and a missing content becomes an empty text. If the row has a system message,
+    it follows `system` in one message. Raises DataError as `require_prompt_form` does.
     """
     require_prompt_form(prompt, prefix)
     messages: list[dict[str, Any]] = (
@@ -62,16 +61,16 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
     return messages
 
 
-def asked_by(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return these messages with another text in the user's last one: the result of `question` for its own text.
+def with_question(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Return the messages with `question` applied to the text of the user's last one.
 
     Raises DataError if no message is the user's.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
         raise DataError("no message of the prompt is the user's, so there is no question in it")
-    asked = {**messages[last], "content": question(messages[last]["content"])}
-    return [*messages[:last], asked, *messages[last + 1 :]]
+    message = {**messages[last], "content": question(messages[last]["content"])}
+    return [*messages[:last], message, *messages[last + 1 :]]
 
 
 def plain_text(messages: list[dict[str, Any]]) -> str:

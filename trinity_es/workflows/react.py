@@ -1,9 +1,9 @@
 """A loop of reasoning and tools: the model calls Python functions until it answers without a call.
 
 A tool is a function with type hints, named "module:name". Its schema comes from its signature, its description from its
-docstring. The model sees its result, and also its errors. Calls are read as the chat templates of Qwen, Hermes and
-others write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages stay as they were sampled, so
-the whole conversation is one experience, token by token, and only the model's own tokens are trained on.
+docstring. The model sees its results and errors. Calls have the form that the chat templates of Qwen, Hermes and others
+use: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The whole conversation becomes one experience with the
+tokens that were sampled, and only the model's own tokens are trained on.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Tool:
     call: Callable[..., Any]
     """The function, which checks its arguments by their type hints."""
 
-    def told(self, arguments: Any) -> str:
-        """Return the function's result for these arguments, as a text. Raises the function's errors."""
+    def result_text(self, arguments: Any) -> str:
+        """Return the function's result as a text. Raises the function's errors."""
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object")
         value = value_of(self.call(**arguments))
@@ -55,18 +55,15 @@ class Tool:
 
 @functools.cache
 def tool_of(path: str) -> Tool:
-    """Return the tool named by "module:name".
-
-    Raises UnknownWorkflow, and DataError if its hints give no schema.
-    """
+    """Return the tool named "module:name". Raises UnknownWorkflow, and DataError if its hints give no schema."""
     function: Any = resolve(path, {}, "tool")
     try:
         parameters = pydantic.TypeAdapter(function).json_schema()
-        called = pydantic.validate_call(function)
+        checked = pydantic.validate_call(function)
     except (pydantic.errors.PydanticUserError, TypeError) as e:
         raise DataError(f"tool {path} has parameters that JSON has no form for: {e}") from e
-    described = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
-    return Tool(name=function.__name__, schema={"type": "function", "function": described}, call=called)
+    description = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
+    return Tool(name=function.__name__, schema={"type": "function", "function": description}, call=checked)
 
 
 class ReActWorkflow(MultiTurnWorkflow):
@@ -98,23 +95,23 @@ class ReActWorkflow(MultiTurnWorkflow):
             if not calls or counts["turns"] >= self.task.workflow_args.get("max_turns", 8) or answer.truncate_status:
                 break
             for call in calls:
-                told, failed = _told(tools, call)
-                messages.append({"role": "tool", "content": told})
+                result, failed = _call_result(tools, call)
+                messages.append({"role": "tool", "content": result})
                 counts["tool_calls"] += 1
                 counts["tool_errors"] += failed
         parts = self.reward(**known_of(answer))
         experience: Experience = self.model.experience_from_messages(messages, tools=schemas)
         info = {**parts, **counts, "unfinished": int(bool(calls))}
-        return [self._finished(experience, sum(parts.values()), info, None)]
+        return [self._with_reward(experience, sum(parts.values()), info, None)]
 
 
-def _told(tools: dict[str, Tool], call: str) -> tuple[str, bool]:
-    """Return a call's result as the model sees it, and whether it failed."""
+def _call_result(tools: dict[str, Tool], call: str) -> tuple[str, bool]:
+    """Return a call's result for the model, and whether the call failed."""
     try:
-        asked = orjson.loads(call)
-        tool = tools.get(asked["name"])
+        request = orjson.loads(call)
+        tool = tools.get(request["name"])
         if tool is None:
-            return f"error: there is no tool {asked['name']!r}, but {', '.join(tools) or 'none'}", True
-        return tool.told(asked.get("arguments") or {}), False
-    except Exception as e:  # the model wrote no call, or a user's tool raised: it may try again
+            return f"error: there is no tool {request['name']!r}, but {', '.join(tools) or 'none'}", True
+        return tool.result_text(request.get("arguments") or {}), False
+    except Exception as e:  # malformed call, or the tool raised: the model may try again
         return f"error: {type(e).__name__}: {e}", True

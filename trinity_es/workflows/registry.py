@@ -29,7 +29,7 @@ class WorkflowRegistry:
         return {**registered(self.kind), **self._own}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Register a class, as its decorator. Raises UnknownWorkflow when another class has the name already."""
+        """Return a decorator that registers a class. It raises UnknownWorkflow if another class has the name."""
 
         def add(cls: Any) -> Any:
             path, other = class_path(cls), self.paths.get(name)
@@ -64,12 +64,12 @@ REWARD_FUNCTIONS = WorkflowRegistry("reward")
 
 
 def missing_package(workflow: str, reward_fn: str | None) -> str:
-    """Return what a workflow with this reward, or without one of the task's, needs and is not here; "" for nothing.
+    """Return an error text if the reward needs a package that is not installed, else "". Raises UnknownWorkflow.
 
-    Raises UnknownWorkflow.
+    `reward_fn` None: the workflow's default reward.
     """
-    named = reward_fn or getattr(WORKFLOWS.get(workflow), "default_reward", None)
-    module, extra = (getattr(REWARD_FUNCTIONS.get(named), "needs", None) if named else None) or ("", "")
+    reward = reward_fn or getattr(WORKFLOWS.get(workflow), "default_reward", None)
+    module, extra = (getattr(REWARD_FUNCTIONS.get(reward), "needs", None) if reward else None) or ("", "")
     if not module or importlib.util.find_spec(module) is not None:
         return ""
-    return f'{named} needs the package {module}: pip install "trinity-es[{extra}]"'
+    return f'{reward} needs the package {module}: pip install "trinity-es[{extra}]"'

@@ -1,13 +1,12 @@
-"""Calls of rewards: every workflow calls them in one way, with the arguments that their signatures ask for.
+"""Calls of rewards, the same in every workflow: a reward gets the arguments that its signature has.
 
-Known of an answer are `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and values that a
-workflow adds. All are passed by keyword. A reward gets those for which it has parameters, or all if it has `**kwargs`.
-Any other parameter without a default is a key of the task's row. `reward_fn_args` override. `truth` is None if the row
-has no answer.
+The arguments are `response`, `prompt`, `truth` (None if the row has no answer), `completion_ids` (the response's
+tokens), and values that a workflow adds. All are passed by keyword, and a reward with `**kwargs` gets all of them. Any
+other parameter without a default is a key of the task's row. `reward_fn_args` override.
 
-A reward with a `grader_timeout` (seconds) is called in its own process, which is killed then
-(`actors/rollout/workers/graders.py`). That is a failure of kind `grader`, not a zero. Others are called where their
-workflow plays.
+A reward with a `grader_timeout` (seconds) is called in its own process, which is killed after that time
+(`actors/rollout/workers/graders.py`): a failure of kind `grader`, not a zero. Others are called where their workflow
+plays.
 
 A reward with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl
 1.16, `GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or
@@ -35,23 +34,24 @@ from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = [
-    "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "rewarded", "value_of",
+    "TRL_ARGUMENTS", "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "rewarded",
+    "value_of",
 ]
 
-_OF_TRL = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments of a reward of TRL's form beside the columns of its row."""
+TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments of a TRL reward beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
 
 
 class RewardFn(ABC):
-    """A reward: built with `reward_fn_args`, called with its parameters, returns its parts, which are added."""
+    """Base of reward classes: built with `reward_fn_args`, called for each answer, returning parts that are added."""
 
     grader_timeout: float | Callable[..., float] | None = None
-    """Seconds after which a call is killed, for which it gets its own process, or a function that returns them for the
-    `reward_fn_args`; None: it is called in place."""
+    """Time limit in seconds of a call in its own process, or a function from `reward_fn_args` to it; None: the call is
+    made in place."""
     grader_imports: str = ""
-    """Module that this process has imported beforehand; empty: the reward's own."""
+    """Module that this process imports beforehand; empty: the reward's own."""
     needs: tuple[str, str] | None = None
     """Module outside the base package, and the extra that installs it: checked before a run starts."""
 
@@ -63,41 +63,40 @@ class RewardFn(ABC):
 
 
 class Reward:
-    """A task's reward, as every workflow calls it: by keyword, with everything known of an answer.
+    """A task's reward, called by keyword with all values of an answer.
 
-    It returns a number, parts that are added, or an awaitable of these. With a `workflow` it is called in that
-    workflow's graders if it has a `grader_timeout`. Raises WorkflowError if the task has none, and the errors of
-    building a class with its `reward_fn_args`.
+    It returns a number, parts that are added, or an awaitable of these. A reward with a `grader_timeout` is called in
+    the graders of `workflow`, if given. Raises WorkflowError if the task has no reward, and the errors of building a
+    class with its `reward_fn_args`.
     """
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
         if task.reward_fn is None:
             raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
-        found: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
+        reward: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
         self._name: Any = task.reward_fn
         self._row = task.raw_task or {}
         arguments = dict(task.reward_fn_args)
-        timeout = _timeout(found, arguments)
-        self._form = _form(found, arguments)
+        timeout = _timeout_of(reward, arguments)
+        self._form = _form_of(reward, arguments)
         self._called: Any
         if timeout is not None and workflow is not None:
-            imports = getattr(found, "grader_imports", "")
+            imports = getattr(reward, "grader_imports", "")
             self._called = functools.partial(_graded, task, workflow, timeout, imports, self._form)
         else:
-            called = found(**arguments) if isinstance(found, type) else _Bound(found, **arguments)
-            self._called = functools.partial(_of_trl, called, self._form, task) if self._form.of_trl else called
+            built = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
+            self._called = functools.partial(_trl_result, built, self._form, task) if self._form.of_trl else built
 
     def __call__(self, *args: Any, **known: Any) -> Any:
-        """Call it with the known values. `args` are for workflows that call a reward of theirs by position.
+        """Call the reward with copies of the row's values and of `reward_fn_args`, which it may change in place.
 
-        Values of the row and `reward_fn_args` are copies, so a reward that changes them in place affects no other
-        answer. Raises WorkflowError if the reward needs a value that nothing provides.
+        `args` are for workflows that call their reward by position. Raises WorkflowError if a value is missing.
         """
         row, shared = self._row, {"prompt", "truth"}
         if not self._form.of_trl and not args:
             columns = {name: row[name] for name in self._form.lacks(known) if name in row}
             known, shared = known | columns, shared | columns.keys()
-            _require(self._name, self._form.lacks(known), [*known, *row])
+            _require_arguments(self._name, self._form.lacks(known), [*known, *row])
         known = {name: copy.deepcopy(value) if name in shared else value for name, value in known.items()}
         if self._form.of_trl:
             return self._called(**{name: known[name] for name in ("response", "completion_ids") if name in known})
@@ -111,7 +110,7 @@ def known_of(answer: Experience) -> dict[str, Any]:
 
 
 class _Bound(functools.partial[Any]):
-    """A function with its `reward_fn_args`, of which each call has copies."""
+    """A function with its `reward_fn_args`, copied for each call."""
 
     def __call__(self, /, *args: Any, **known: Any) -> Any:
         return self.func(*args, **(copy.deepcopy(self.keywords) | known))
@@ -123,11 +122,11 @@ class _Form:
 
     names: frozenset[str]
     whatever: bool
-    """True if it has `**kwargs`."""
+    """True if the reward has `**kwargs`."""
     set_already: frozenset[str]
     """Names set by `reward_fn_args`."""
     needed: tuple[str, ...] = ()
-    """Names among `names` without a default."""
+    """Names without a default."""
 
     def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in known.items()
@@ -138,8 +137,8 @@ class _Form:
 
     @property
     def of_trl(self) -> bool:
-        asked = self.names - self.set_already
-        return bool(asked & {"completions", "prompts"}) or ("completion_ids" in asked and "response" not in asked)
+        names = self.names - self.set_already
+        return bool(names & {"completions", "prompts"}) or ("completion_ids" in names and "response" not in names)
 
 
 def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> list[str]:
@@ -149,37 +148,38 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
     """
     ours = getattr(workflow, "__module__", "").startswith("trinity_es.")
     known = getattr(workflow, "KNOWN_TO_REWARDS", None) if ours else None
-    form = _form(reward, arguments)
-    return [] if known is None else form.lacks(_OF_TRL if form.of_trl else known)
+    form = _form_of(reward, arguments)
+    return [] if known is None else form.lacks(TRL_ARGUMENTS if form.of_trl else known)
 
 
-def _require(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
+def _require_arguments(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
     if lacks:
-        raise WorkflowError(f"the reward {_named(reward)} needs {', '.join(lacks)}, and there is only "
+        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(lacks)}, and there is only "
                             f"{', '.join(dict.fromkeys(there))}: name it in reward_fn_args, or put it into the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
     """Return True if a reward has TRL's form. `arguments`: its `reward_fn_args`."""
-    return _form(reward, arguments).of_trl
+    return _form_of(reward, arguments).of_trl
 
 
-def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
-    built = isinstance(found, type)  # later, perhaps in a process that can be killed
+def _form_of(reward: Any, arguments: Mapping[str, Any]) -> _Form:
+    is_class = isinstance(reward, type)  # built later, perhaps in a process that can be killed
     try:
-        parameters = list(inspect.signature(found.__call__ if built else found).parameters.values())[int(built) :]
+        signature = inspect.signature(reward.__call__ if is_class else reward)
+        parameters = list(signature.parameters.values())[int(is_class) :]
     except (TypeError, ValueError):  # of a builtin
         return _Form(frozenset({"response", "prompt", "truth"}), False, frozenset())
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return _Form(
         frozenset(p.name for p in named), any(p.kind is p.VAR_KEYWORD for p in parameters),
-        frozenset() if built else frozenset(arguments), tuple(p.name for p in named if p.default is p.empty),
+        frozenset() if is_class else frozenset(arguments), tuple(p.name for p in named if p.default is p.empty),
     )
 
 
-def _timeout(found: Any, arguments: dict[str, Any]) -> float | None:
-    """Take `grader_timeout` from the arguments, else the reward's own."""
-    own = getattr(found, "grader_timeout", None)
+def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
+    """Return `grader_timeout`, popped from the arguments, else the reward's own."""
+    own = getattr(reward, "grader_timeout", None)
     if "grader_timeout" in arguments:
         own = arguments.pop("grader_timeout")
     return own(**arguments) if callable(own) else own
@@ -202,23 +202,20 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def _graded(task: Task, workflow: Any, timeout: float, imports: str, form: _Form, /, **known: Any) -> Any:
-    """Return the result of a task's reward in its own process, or an awaitable of it. `known` is plain JSON.
-
-    Raises WorkflowError if the reward takes an Experience.
-    """
-    told = {name: value for name, value in task_to_dict(task).items() if name in _OF_A_REWARD}
-    told["reward_fn"] = REWARD_FUNCTIONS.paths.get(told["reward_fn"], told["reward_fn"])
-    whole = {name for name, value in known.items() if isinstance(value, Experience)}
-    if asked := whole & form.names:
-        raise WorkflowError(f"the reward {told['reward_fn']} asks for {', '.join(asked)}, an Experience, which a "
+    """Call a task's reward in its own process. Raises WorkflowError if the reward takes an Experience."""
+    fields = {name: value for name, value in task_to_dict(task).items() if name in _REWARD_FIELDS}
+    fields["reward_fn"] = REWARD_FUNCTIONS.paths.get(fields["reward_fn"], fields["reward_fn"])
+    experiences = {name for name, value in known.items() if isinstance(value, Experience)}
+    if refused := experiences & form.names:
+        raise WorkflowError(f"the reward {fields['reward_fn']} asks for {', '.join(refused)}, an Experience, which a "
                             "process of its own can't be given: ask for response and completion_ids, or leave out "
                             "grader_timeout")
-    plain = {name: value for name, value in known.items() if name not in whole}
+    plain = {name: value for name, value in known.items() if name not in experiences}
     grade = workflow.grade_async if type(workflow).is_async else workflow.grade
-    return grade(rewarded, told, plain, timeout=timeout, imports=imports or told["reward_fn"])
+    return grade(rewarded, fields, plain, timeout=timeout, imports=imports or fields["reward_fn"])
 
 
-_OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
+_REWARD_FIELDS = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 """Fields of a task that its reward may read."""
 
 
@@ -227,56 +224,57 @@ def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, flo
 
     Raises GraderError for a value that is no number, WorkflowError for a number that is not finite.
     """
-    said = value_of(Reward(Task(**task))(**known))
+    value = value_of(Reward(Task(**task))(**known))
     try:
-        return as_parts(said, task["reward_fn"])
+        return as_parts(value, task["reward_fn"])
     except WorkflowError as e:
-        if all(isinstance(part, int | float) for part in (said.values() if isinstance(said, Mapping) else [said])):
+        if all(isinstance(part, int | float) for part in (value.values() if isinstance(value, Mapping) else [value])):
             raise
         raise GraderError(e.message) from None
 
 
-def value_of(said: Any) -> Any:
-    """Return a reward's result, awaited here if necessary, for callers without a loop."""
+def value_of(result: Any) -> Any:
+    """Return a reward's result, awaited if necessary, for callers without an event loop."""
 
     async def value() -> Any:
-        return await said
+        return await result
 
-    return asyncio.run(value()) if inspect.isawaitable(said) else said
+    return asyncio.run(value()) if inspect.isawaitable(result) else result
 
 
-def _of_trl(
+def _trl_result(
     called: Callable[..., Any], form: _Form, task: Task, /, *, response: str,
     completion_ids: Sequence[int] | None = None,
 ) -> Any:
-    """Return the number of a TRL-form reward, called with lists of one, or an awaitable of it."""
+    """Return the number of a TRL-form reward, or an awaitable of it."""
     row, prompt = task.raw_task or {}, task.task_desc
-    whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
+    completion: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
     row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
     known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
-    known |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
-              "log_extra": _ignored, "log_metric": _ignored}
+    known |= {"prompts": [prompt], "completions": [completion], "trainer_state": None,
+              "log_extra": _discard, "log_metric": _discard}
     if completion_ids is not None:
         known["completion_ids"] = [[int(token) for token in completion_ids]]
-    _require(called, form.lacks(known), known)
-    said = called(**form.of(known))
-    return _awaited(called, said) if inspect.isawaitable(said) else _first(called, said)
+    _require_arguments(called, form.lacks(known), known)
+    result = called(**form.of(known))
+    return _awaited_number(called, result) if inspect.isawaitable(result) else _only_number(called, result)
 
 
-def _ignored(*what: Any, **more: Any) -> None:
-    """Take the values that TRL would log of a completion: parts of a reward are metrics here."""
+def _discard(*values: Any, **named_values: Any) -> None:
+    """Ignore values that TRL would log: here the parts of a reward are the metrics."""
 
 
-async def _awaited(called: Any, said: Awaitable[Any]) -> float:
-    return _first(called, await said)
+async def _awaited_number(called: Any, result: Awaitable[Any]) -> float:
+    return _only_number(called, await result)
 
 
-def _first(called: Any, said: Any) -> float:
-    name = _named(called)
+def _only_number(called: Any, rewards: Any) -> float:
+    name = _reward_name(called)
     try:
-        [reward] = said
+        [reward] = rewards
     except (TypeError, ValueError):
-        raise WorkflowError(f"the reward {name} gave {said!r} for one completion: give a list of one number") from None
+        raise WorkflowError(f"the reward {name} gave {rewards!r} for one completion: give a list of one "
+                            "number") from None
     if reward is None:
         raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
     if isinstance(reward, Mapping):
@@ -285,33 +283,33 @@ def _first(called: Any, said: Any) -> float:
     return as_parts(reward, called)["reward"]
 
 
-def as_parts(said: Any, reward: Any) -> dict[str, float]:
-    """Return a reward's result as parts that are added up; `reward` is its name in the task, or the called object.
+def as_parts(result: Any, reward: Any) -> dict[str, float]:
+    """Return a reward's result as parts that are added up. `reward`: its name in the task, or the called object.
 
-    Raises WorkflowError if there is no part, a part is not a finite number, or its name is no text, or is `reward`
-    beside other parts.
+    Raises WorkflowError if there is no part, if a part is not a finite number or its name not a text, and if `reward`
+    is beside other parts.
     """
-    name = _named(reward)
-    if isinstance(said, Mapping) and not (said and all(isinstance(part, str) for part in said)):
-        raise WorkflowError(f"the reward {name} gave {said!r:.100}: give a finite number, or a dict of at least one "
+    name = _reward_name(reward)
+    if isinstance(result, Mapping) and not (result and all(isinstance(part, str) for part in result)):
+        raise WorkflowError(f"the reward {name} gave {result!r:.100}: give a finite number, or a dict of at least one "
                             "part, a text and its finite number; raise an error where an answer can't be judged")
-    if isinstance(said, Mapping) and "reward" in said and len(said) > 1:
-        raise WorkflowError(f"the reward {name} gave {said!r:.100}: parts are added up, so a sum among them counts "
+    if isinstance(result, Mapping) and "reward" in result and len(result) > 1:
+        raise WorkflowError(f"the reward {name} gave {result!r:.100}: parts are added up, so a sum among them counts "
                             "twice: give the sum alone, or the parts without it")
     parts = {}
-    for part, value in (said if isinstance(said, Mapping) else {"reward": said}).items():
+    for part, value in (result if isinstance(result, Mapping) else {"reward": result}).items():
         try:
             parts[part] = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             parts[part] = math.nan
         if not math.isfinite(parts[part]):
-            as_what = f" as {part}" if isinstance(said, Mapping) else ""
-            raise WorkflowError(f"the reward {name} gave {repr(value)[:100]}{as_what}: give a finite number, or a dict "
-                                "of finite numbers, which are added")
+            part_name = f" as {part}" if isinstance(result, Mapping) else ""
+            raise WorkflowError(f"the reward {name} gave {repr(value)[:100]}{part_name}: give a finite number, or a "
+                                "dict of finite numbers, which are added")
     return parts
 
 
-def _named(reward: Any) -> str:
+def _reward_name(reward: Any) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(reward, type):

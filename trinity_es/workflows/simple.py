@@ -23,7 +23,7 @@ __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
 
 
 class SimpleWorkflow(Workflow):
-    """One prompt, one answer a run, one reward; all runs are one request.
+    """One prompt, and one answer and reward for each run; all runs are one request.
 
     Attributes for subclasses: `format_args, system_prompt, reply_prefix, reward_fn, reward_fn_args, raw_task,
     task_desc, truth`. Raises WorkflowError if the task has no reward_fn.
@@ -51,7 +51,7 @@ class SimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """The task's sampling, with as many answers as there are runs to do."""
+        """The task's sampling, with one answer for each run."""
         return {**{k: v for k, v in self.task.rollout_args.items() if v is not None}, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
@@ -62,28 +62,28 @@ class SimpleWorkflow(Workflow):
         return self._rewarded(self._ask(self.model.chat, self.model.generate))
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
-        """Return the result of the model's `chat` or `generate`, or of their async forms, for this task."""
+        """Return the answers of the model's `chat` or `generate`, or an awaitable of them."""
         return chat(self.format_messages(), **self.rollout_args)
 
-    def _judge(self, answer: Experience) -> Any:
+    def _reward_of(self, answer: Experience) -> Any:
         """Return the reward of an answer, or an awaitable of it."""
-        return self.reward_fn(**self._known(answer))
+        return self.reward_fn(**self._reward_arguments(answer))
 
-    def _known(self, answer: Experience) -> dict[str, Any]:
+    def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
         return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
-        said: list[Any] = []
+        rewards: list[Any] = []
         for answer in answers:
             try:
-                said.append(value_of(self._judge(answer)))
+                rewards.append(value_of(self._reward_of(answer)))
             except Exception as e:
-                said.append(e)
-        return self._kept(answers, said)
+                rewards.append(e)
+        return self._with_rewards(answers, rewards)
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):
-    """The same on the engine's loop, run by run."""
+    """Async variant, played run by run on the engine's loop."""
 
     can_reset = False
     can_repeat = False
@@ -91,9 +91,9 @@ class AsyncSimpleWorkflow(SimpleWorkflow):
 
     async def run_async(self) -> list[Experience]:
         answers = await self._ask(self.model.chat_async, self.model.generate_async)
-        said = await asyncio.gather(*(self._judged(answer) for answer in answers), return_exceptions=True)
-        return self._kept(answers, said)
+        rewards = await asyncio.gather(*(self._awaited_reward(answer) for answer in answers), return_exceptions=True)
+        return self._with_rewards(answers, rewards)
 
-    async def _judged(self, answer: Experience) -> Any:
-        one = self._judge(answer)
-        return await one if inspect.isawaitable(one) else one
+    async def _awaited_reward(self, answer: Experience) -> Any:
+        reward = self._reward_of(answer)
+        return await reward if inspect.isawaitable(reward) else reward

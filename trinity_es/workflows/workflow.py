@@ -33,26 +33,26 @@ KNOWN = frozenset({"response", "completion_ids", "prompt", "truth"})
 class Workflow:
     """Base of all workflows.
 
-    Class attributes say how a runner may use it: `can_reset` (one instance is reused through `reset(task)`),
-    `can_repeat` (it does all n runs itself; `set_repeat_times(n, run_id_base)` is called before, and each experience's
-    `eid.run` is set by it), `is_async` (`run_async` is awaited; otherwise `run` is called in a worker process).
+    Class attributes tell a runner how to use it. `can_reset`: one instance is reused through `reset(task)`.
+    `can_repeat`: it plays all n runs itself, after `set_repeat_times(n, run_id_base)`, and sets the `eid.run` of each
+    experience. `is_async`: `run_async` is awaited; otherwise `run` is called in a worker process.
     """
 
     can_reset: bool = False
     can_repeat: bool = False
     is_async: bool = False
     ARGS: ClassVar[frozenset[str] | None] = None
-    """Accepted `workflow_args`: a config with others is refused before a run starts. None: anything. A user's subclass
-    accepts anything unless it sets its own."""
+    """Accepted `workflow_args`, checked before a run starts; None: any. A user's subclass accepts any unless it sets
+    its own."""
     FUNCTION_ARGS: ClassVar[frozenset[str]] = frozenset()
     """Names in `ARGS` whose values are a "module:name", or a list of them, imported before a run starts."""
 
     KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = None
-    """Arguments with which a ready-made workflow calls a task's reward; None: it calls none."""
+    """Arguments with which a ready-made workflow calls a task's reward; None if it calls none."""
 
     @classmethod
     def taken_args(cls) -> frozenset[str] | None:
-        """Return the `workflow_args` that this very class is known to accept; None if unknown."""
+        """Return the `workflow_args` that this class itself declares; None if it declares none."""
         ready_made = cls.__module__.partition(".")[0] == "trinity_es"
         return cls.ARGS if ready_made or "ARGS" in vars(cls) else None
 
@@ -63,10 +63,10 @@ class Workflow:
         self.repeat_times = 1
         self.run_id_base = 0
         self.failed_runs: dict[int, Exception] = {}
-        """If `can_repeat`: reasons of the runs (by `eid.run`) that failed; the other runs count."""
+        """Errors of failed runs by `eid.run`, if `can_repeat`; the other runs count."""
         self.logger = logging.getLogger(type(self).__name__)
-        """Logger of the runner's log, `runner-<n>.log` in `system.log_dir`, from INFO on. Printed text goes to
-        `launch-<store>.log` there, with the output of all processes of the system."""
+        """Logger of `runner-<n>.log` in `system.log_dir`, from INFO on. Printed text goes to `launch-<store>.log`
+        there, with the output of all processes."""
         if self.logger.level == logging.NOTSET:
             self.logger.setLevel(logging.INFO)
 
@@ -82,10 +82,10 @@ class Workflow:
 
     @property
     def auxiliary_models(self) -> list[Any] | None:
-        """An OpenAI client of each auxiliary model (`openai.AsyncOpenAI` if `is_async`); None without any.
+        """An OpenAI client for each auxiliary model (`openai.AsyncOpenAI` if `is_async`); None without any.
 
-        `client.model_path` is the model's name for requests. Clients are made at the first use. Raises WorkflowError if
-        a model has no endpoint, or without the package openai.
+        `client.model_path` is the model's name in requests. Raises WorkflowError if a model has no endpoint, or if the
+        package openai is missing.
         """
         if self._clients is None and self._wrappers is not None:
             make = "get_openai_async_client" if type(self).is_async else "get_openai_client"
@@ -102,7 +102,7 @@ class Workflow:
         return {model.name: model for model in self._wrappers or ()}
 
     def reset(self, task: Task) -> None:
-        """Take another task; `self.model` and the auxiliary models are already its own. Needed with `can_reset`."""
+        """Take another task. `self.model` and the auxiliary models already belong to it. Needed with `can_reset`."""
         raise NotImplementedError(f"{type(self).__name__} says can_reset and has no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
@@ -120,11 +120,11 @@ class Workflow:
         self, provider: str, args: Mapping[str, Any] | None = None, *, ttl: float = 3600.0,
         creation_timeout: float = 60.0,
     ) -> Lease:
-        """Return a lease on something outside of the system, a sandbox or a session, for `async with`, or `with` in a
-        sync workflow (docs/integrations/LEASES.md).
+        """Return a lease on an outside resource such as a sandbox, for `async with`, or `with` in a sync workflow
+        (docs/integrations/LEASES.md).
 
-        `provider` is a "module:Class" built with `args`, which are recorded. The resource may live `ttl` seconds
-        without a renewal; making it takes at most `creation_timeout`. It is released however the run ends. Raises
+        `provider` is a "module:Class" built with `args`, which are recorded. The resource lives at most `ttl` seconds
+        without a renewal, and making it takes at most `creation_timeout`. It is released however the run ends. Raises
         WorkflowError for arguments that can't be recorded.
         """
         return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
@@ -138,30 +138,30 @@ class Workflow:
         return prompt
 
     def prompt_messages(self) -> list[dict[str, Any]]:
-        """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
-        given = self.task.format_args
-        return chat_of(self.require_prompt(), given.get("system_prompt"), given.get("reply_prefix"))
+        """Return the prompt as chat messages, with the system prompt and the beginning of the answer, if any."""
+        format_args = self.task.format_args
+        return chat_of(self.require_prompt(), format_args.get("system_prompt"), format_args.get("reply_prefix"))
 
     def reward(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return the result of `task.reward_fn` for a response.
 
-        The reward is a class built with `reward_fn_args`, or a function called with them. It is called by keyword with
-        the parameters that it has of `response, prompt, truth, completion_ids`, and returns a number, or a dict of
-        parts that are added; one of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the
-        response's tokens. Raises WorkflowError for an async one in an async workflow, which must await `reward_async`.
+        The reward is a class built with `reward_fn_args`, or a function called with them. It gets those of `response,
+        prompt, truth, completion_ids` that it has parameters for, and returns a number or a dict of parts that are
+        added. A reward of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the response's
+        tokens. Raises WorkflowError for an async reward in an async workflow, which must await `reward_async`.
         """
-        said = self._said(response, completion_ids)
-        if inspect.isawaitable(said) and type(self).is_async:
-            getattr(said, "close", lambda: None)()
+        result = self._reward_result(response, completion_ids)
+        if inspect.isawaitable(result) and type(self).is_async:
+            getattr(result, "close", lambda: None)()
             raise WorkflowError(f"the reward {self.task.reward_fn} is async: await self.reward_async(...)")
-        return as_parts(value_of(said), self.task.reward_fn)
+        return as_parts(value_of(result), self.task.reward_fn)
 
     async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
-        """Return the same as `reward`, also of an async reward."""
-        said = self._said(response, completion_ids)
-        return as_parts(await said if inspect.isawaitable(said) else said, self.task.reward_fn)
+        """Return the same as `reward`; the reward may be async."""
+        result = self._reward_result(response, completion_ids)
+        return as_parts(await result if inspect.isawaitable(result) else result, self.task.reward_fn)
 
-    def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
+    def _reward_result(self, response: str, completion_ids: Sequence[int] | None) -> Any:
         ids = {} if completion_ids is None else {"completion_ids": completion_ids}
         return Reward(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
 
@@ -169,14 +169,14 @@ class Workflow:
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
         imports: str = "", **kwargs: Any,
     ) -> Any:
-        """Return a function's result, called in its own process that can be killed.
+        """Call a function in its own process and return its result, for sync workflows.
 
-        For functions that may hang, crash or take too much memory over an answer. `function` belongs to a module that
-        can be imported; `args`, `kwargs` and the result are plain JSON. `timeout` is in seconds, `memory` in bytes;
-        `imports` is a module that the process has imported beforehand, the function's own by default.
+        Meant for functions that may hang, crash or take too much memory over an answer. `function` belongs to a module
+        that can be imported; `args`, `kwargs` and the result are plain JSON. `timeout` is in seconds, `memory` in
+        bytes; `imports` is a module that the process imports beforehand, by default the function's own.
 
         Raises GraderError for every failure of the call. Unless it is caught, the run fails with kind `grader` and does
-        not get a zero. It blocks, so it is for sync workflows.
+        not get a zero.
         """
         return self.model.grade(*call_of(function, args, kwargs), timeout=timeout, memory=memory, imports=imports)
 
@@ -188,12 +188,13 @@ class Workflow:
         call = call_of(function, args, kwargs)
         return await self.model.grade_async(*call, timeout=timeout, memory=memory, imports=imports)
 
-    def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
-        """Give each answer its run and its reward, and return those with one. The runs of the others fail, alone if the
-        workflow does several.
+    def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
+        """Give each answer its run and its reward, and return the answers that have one.
+
+        If a reward failed, its run fails, or the whole call without `can_repeat`.
         """
         kept = []
-        for run, (answer, parts) in enumerate(zip(answers, said, strict=True), self.run_id_base):
+        for run, (answer, parts) in enumerate(zip(answers, rewards, strict=True), self.run_id_base):
             try:
                 if isinstance(parts, BaseException):
                     raise parts
@@ -224,8 +225,8 @@ class SingleTurnWorkflow(Workflow):
 
     async def run_async(self) -> list[Experience]:
         answers = await self._answers()
-        said = await asyncio.gather(*(self.reward_async(**known_of(a)) for a in answers), return_exceptions=True)
-        kept = self._kept(answers, said)
+        rewards = await asyncio.gather(*(self.reward_async(**known_of(a)) for a in answers), return_exceptions=True)
+        kept = self._with_rewards(answers, rewards)
         for answer in kept:
             answer.metrics["reward"] = answer.reward or 0.0
         return kept
@@ -236,7 +237,7 @@ class SingleTurnWorkflow(Workflow):
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base for conversations: collect messages, then make one experience with an action mask of them."""
+    """Base for conversations: collect messages, then make one experience of them, with an action mask."""
 
     def process_messages_to_experience(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
@@ -244,15 +245,15 @@ class MultiTurnWorkflow(Workflow):
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
-        Answers of `self.model.chat` are in it as they were sampled, token by token, with their logprobs (0 on tokens
-        that it only read). Turns that others wrote or changed are not learned from: `info["untrained_turns"]`. A
-        conversation without an answer of this model, or any with `as_text`, is tokenized from its text, with the
-        model's own logprobs. It blocks, so it is for sync workflows. The numbers in `info` are metrics, with the
-        reward. A conversation longer than the model's context is cut: `truncate_status` says so, and the reward is 0 if
-        a part of it is missing.
+        Answers of `self.model.chat` keep their sampled tokens and logprobs (0 on tokens that the model only read).
+        Assistant turns that were written or changed by others are not trained on; `info["untrained_turns"]` counts
+        them. A conversation without an answer of this model, or any with `as_text`, is tokenized from its text, with
+        the model's own logprobs. The numbers in `info` become metrics, with the reward. A conversation longer than the
+        model's context is cut: `truncate_status` says so, and the reward is 0 if an answer is cut. Blocks: for sync
+        workflows.
         """
         experience: Experience = self.model.experience_from_messages(messages, as_text=as_text)
-        return self._finished(experience, reward, info, truncate_status)
+        return self._with_reward(experience, reward, info, truncate_status)
 
     async def process_messages_to_experience_async(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
@@ -260,12 +261,12 @@ class MultiTurnWorkflow(Workflow):
     ) -> Experience:
         """Return the same, for async workflows."""
         experience: Experience = await self.model.experience_from_messages_async(messages, as_text=as_text)
-        return self._finished(experience, reward, info, truncate_status)
+        return self._with_reward(experience, reward, info, truncate_status)
 
-    def _finished(
+    def _with_reward(
         self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
     ) -> Experience:
-        if experience.truncate_status == "response_truncated":  # the reward was for more than is learned from
+        if experience.truncate_status == "response_truncated":  # the reward was for the whole response
             reward = 0.0
         experience.reward = reward
         experience.info = {**(experience.info or {}), **(info or {})}

@@ -286,5 +286,5 @@ def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:
     """Add the `redo` command for the tasks whose payload is lost."""
     digest = error.details.get("digest")
     lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
-    way = f"; `trinity-es redo {batch.batch_id} {' '.join(lost)}` lets what it held run again" if lost else ""
+    way = f"; run its tasks again with `trinity-es redo {batch.batch_id} {' '.join(lost)}`" if lost else ""
     return type(error)(error.message + way, **error.details)

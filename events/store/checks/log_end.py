@@ -38,7 +38,7 @@ SIZE = 2048
 MOST = 6
 """Maximum number of marks that a memory file keeps."""
 TRIES = 3
-"""Number of times to read a memory file that another process may be writing."""
+"""Number of times that a memory file is read if another process may be writing it."""
 HERE = "this host's memory"
 """`Claim.by` of the marks in a memory file."""
 
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A mark, and which process or file holds it."""
+    """A mark, and the process or file that holds it."""
 
     mark: Mark
     by: str
@@ -81,12 +81,12 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
 def told_less(own: Mark | None, answer: Mark | None) -> str | None:
     """Return why a process with mark `own` must refuse an answer with mark `answer`; None if it need not.
 
-    Marks of two generations don't compare: only the log can tell whether one follows from the other.
+    Marks of two generations don't compare: only the log shows whether one follows from the other.
     """
     if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None
     if answer.position < own.position:
-        return f"it has seen position {own.position}, and is told that the log ends at {answer.position}"
+        return f"it has seen position {own.position}, and the answer says that the log ends at {answer.position}"
     return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
 
 
@@ -109,17 +109,17 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
     return head, lost
 
 
-def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, known: Mark | None) -> None:
+def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
     """Raise LogRewound if a log with this head row lacks the last event that this process wrote or saw."""
-    if known is None:
+    if mark is None:
         return
     actual = head.last_hash
-    if head.last_position != known.position:  # others wrote too, or the log is shorter
-        query = select(schema.events.c.hash).where(schema.events.c.position == known.position)
+    if head.last_position != mark.position:  # other processes wrote too, or the log is shorter
+        query = select(schema.events.c.hash).where(schema.events.c.position == mark.position)
         actual = connection.execute(query).scalar_one_or_none()
-    if known.position and (actual is None or bytes(actual) != known.hash):
+    if mark.position and (actual is None or bytes(actual) != mark.hash):
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
-        raise rewound(url, end, [Claim(known, "this process")])
+        raise rewound(url, end, [Claim(mark, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
@@ -140,7 +140,7 @@ def _given_up_generations(connection: Connection) -> set[str]:
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: no log."""
+    """Return the error that names the acknowledged end, the log's end, and the way out. `head` None: no log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
@@ -148,8 +148,9 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     if head is None:
         problem = f"lost what was acknowledged: {knows}, and there is no log any more"
     elif mark.generation != head.generation:
-        problem = (f"is another log than the one that was acknowledged: {knows}, and what is there now, up to position "
-                   f"{head.position}, is of another generation ({head.generation[:8]}, not {mark.generation[:8]})")
+        problem = (f"is another log than the one that was acknowledged: {knows}, and the log that is there, up to "
+                   f"position {head.position}, is of another generation ({head.generation[:8]}, not "
+                   f"{mark.generation[:8]})")
     elif mark.position > head.position:
         problem = (f"was at position {mark.position} and is at {head.position}: {knows}, and positions "
                    f"{head.position + 1} to {mark.position} are lost")
@@ -180,24 +181,22 @@ class Memory:
     """File with this host's claims about the log of one store, of mode 0600, beside the key.
 
     The coordinator writes it after every commit, before any answer. It writes in place, with a checksum for concurrent
-    readers, and does not flush to the disk: after a loss of power it may know less than the log, which does no harm.
+    readers, and does not flush to the disk. After a loss of power it may know less than the log, which does no harm.
     """
 
     def __init__(self, path: Path, url: str) -> None:
-        """`path`: of the file, which need not exist; `url`: of the store, shown without a password."""
+        """`path`: of the file, which need not exist; `url`: of the store, without a password."""
         self.path, self._url = path, url
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
         """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
         self._others: list[Claim] = []
-        """Claims of others that the log does not hold."""
         self.trouble = ""
         """Error of the last write; empty if it succeeded."""
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
-        """Return the memory of this store, with its file in this folder."""
         place = place_of(url)
         digest = hashlib.sha256(place.encode()).hexdigest()[:12]
         return cls(Path(folder) / f"acknowledged-{digest}", place)
@@ -205,8 +204,8 @@ class Memory:
     def claims(self, generation: str = "") -> list[Claim]:
         """Return this host's claims about the store.
 
-        For the `generation` of a log that is unknown at its own address, claims under other addresses count too, since
-        a log may move or have several addresses. Claims about a copy don't: the original's file still exists, or its
+        If no claim at its own address has this `generation`, claims under other addresses count too, since a log may
+        move or have several addresses. Claims about a copy don't count: the original's file still exists, or its
         database has another key.
         """
         own = _read(self.path)
@@ -223,7 +222,7 @@ class Memory:
         """Return True if the log at another place exists beside this one."""
         if place.startswith("/"):
             return os.path.exists(place)
-        # Without the port: a server that takes over from another one has the same data, and may have lost its end.
+        # Without the port: a server that takes over from another has the same data, and may lack its end.
         return any(a != b for a, b in zip(self.key[:2], key, strict=False) if None not in (a, b))
 
     def note(self, mark: Mark) -> None:
@@ -232,7 +231,7 @@ class Memory:
             self._write([Claim(mark, HERE), *self._others])
 
     def claim(self, claims: Iterable[Claim]) -> None:
-        """Keep claims of others that the log does not hold, until a person accepts that the events are lost."""
+        """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
         with self._lock:
             content = _read(self.path)
             own = [] if content is None else content[0]
@@ -241,7 +240,7 @@ class Memory:
             self._write([*own[:1], *self._others])
 
     def settle(self, mark: Mark) -> None:
-        """Keep this mark, and forget all others."""
+        """Keep this mark and forget all others."""
         self._others = []
         self.note(mark)
 

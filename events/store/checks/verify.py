@@ -1,7 +1,7 @@
 """Verification of a log, for `EventLog.verify`. It never repairs.
 
 After a break in the chain it continues from the stored hash, so that one changed event is one problem and not a
-thousand. No content of a damaged file stops it. Events are read page by page up to the head; a short last transaction
+thousand. No content of a damaged file stops it. Events are read page by page up to the head. A short last transaction
 reads the rest and everything to compare as of one moment, so concurrent writers cause no false problems.
 """
 
@@ -31,13 +31,13 @@ MOST = 100
 
 PAGE = 1000
 ROUNDS = 5
-"""Passes up to the head before the last one, so that the last transaction has little to read."""
+"""Maximum number of passes before the last one, so that the last transaction has little to read."""
 
 _COLUMNS = tuple(column.name for column in schema.events.columns)
 _TYPES = (int, str, int, str, int, bytes, bytes, float, str, int, bytes)
 """Types of the columns, in order. SQLite stores a value of any type in any column."""
 
-# As text, because the columns' values must not be converted before they are checked.
+# As text, because the columns' values must be checked before they are converted.
 _PAGE = text(
     f"SELECT {', '.join(_COLUMNS)} FROM es_event WHERE position > :after AND position <= :until "
     "ORDER BY position LIMIT :size"
@@ -48,17 +48,17 @@ _BEYOND = text("SELECT max(position) FROM es_event")
 
 
 class Watcher(Protocol):
-    """A check that sees the same events in the same pass."""
+    """Check that sees the same events in the same pass."""
 
     def take(self, recorded: Sequence[Recorded]) -> None:
-        """Take more events, in order of position, each once; all of them decode."""
+        """Take more events, in order of position and each once. All of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Check the whole after the last event, in its transaction. `whole`: no event was missing or unreadable."""
+        """Compare after the last event, in its transaction. `whole`: no event was missing or unreadable."""
 
 
 class Problems:
-    """The first problems, and the number of further ones."""
+    """The first `MOST` problems, and the number of further ones."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -70,7 +70,7 @@ class Problems:
         else:
             self._more += 1
 
-    def told(self) -> list[str]:
+    def texts(self) -> list[str]:
         return [*self._first, f"and {self._more} more"] if self._more else self._first
 
 
@@ -85,7 +85,7 @@ def verify(
         before = chain.position
         events = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
         if rows and chain.position == before:
-            raise LogCorrupt(f"{database.shown}: nothing that follows position {before} can be read in order")
+            raise LogCorrupt(f"{database.shown}: no event after position {before} can be read in order")
         if watcher is not None and events:
             watcher.take(events)
         if progress:
@@ -123,12 +123,12 @@ def verify(
         problems.add(f"after position {chain.position}: {e.message}")
     except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may quote the damaged file
         problems.add(f"after position {chain.position}: {database.shown} can't be read: {getattr(e, 'orig', e)}")
-    return problems.told()
+    return problems.texts()
 
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Read SQLite's text with bytes that are no UTF-8 as \\xff; the driver would raise an error of its own."""
+    """Read SQLite text that is no UTF-8 with its bytes as \\xff; the driver would raise an error of its own."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
@@ -162,7 +162,6 @@ def check_pages(connection: Connection) -> list[str]:
 
 
 class _Chain:
-    """The chain of events, checked one after the other."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems

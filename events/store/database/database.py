@@ -42,9 +42,10 @@ Tell = Callable[[Exception], None]
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Bytes (roughly) that a writer adds to SQLite's write-ahead log before it moves them into the database file."""
 MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
-"""Size from which a write-ahead log is cut. It grows beyond that while a reader keeps SQLite from restarting it."""
+"""Size from which a write-ahead log is truncated. It grows beyond that while a reader keeps SQLite from restarting it.
+"""
 CUT_SECONDS = 1.0
-"""Interval between two attempts to cut it, which fail while such a reader is active."""
+"""Interval between two attempts to truncate it, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
 
 
@@ -178,7 +179,7 @@ class Database:
     def require_place(self) -> None:
         """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
 
-        It only costs some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        It costs only some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
         if self._place is None or self.read_only:
             return
@@ -199,9 +200,9 @@ class Database:
         return self._place is not None and self._place.is_replaced()
 
     def _save_beside(self, cause: BesideGone) -> None:
-        """Move the content of a write-ahead log without a name into the file, and reopen all. The lock is held.
+        """Move the content of a write-ahead log that lost its name into the file, and reopen all. The lock is held.
 
-        Raises LogReplaced while another process reads there, or if one wrote into a new log under the old name.
+        Raises LogReplaced while another process reads it, or if one wrote into a new log under the old name.
         """
         place = self._place
         assert place is not None
@@ -214,7 +215,7 @@ class Database:
         place.forget_beside()
         self.engine.dispose()
         log = logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers
-        log.warning("%s while the log was in use: what it held was moved into the log", cause)
+        log.warning("%s while the log was in use; its content was moved into the log", cause)
 
     def make(self, fill: Callable[[Database], None]) -> bool:
         """Make a missing SQLite file under another name, and rename it when `fill` has filled it.
@@ -222,7 +223,7 @@ class Database:
         Return False if another process was faster. After LogUnavailable or an error of `fill` no file remains.
         """
         assert self.path is not None
-        path = Path(os.path.realpath(self.path))  # of a link, the missing file
+        path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
         making = path.with_name(f"{path.name}.making")
         beside = [making, *(Path(f"{making}{more}") for more in ("-wal", "-shm", "-journal", ".lock"))]
         with self._thread_lock, self._file_lock():
@@ -274,8 +275,7 @@ class Database:
         The write lock is held. Never waits for readers.
         """
         self._unflushed, self._next_cut = 0, time.monotonic() + CUT_SECONDS
-        # The append before it is already committed: an error here is no failure of that append, and the next one
-        # reports a full disk.
+        # The append before it is committed, so an error here is no failure of it. The next append reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
             self.engine.connect().execution_options(es_begin="") as connection,
@@ -319,9 +319,10 @@ class Database:
             raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
     def _wait_for_lock(self) -> None:
-        """Queue for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
+        """Wait for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock queues, and it can't time out: so a thread blocks, and releases the lock if it is late.
+        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and releases the lock if it is
+        late.
         """
         fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
         arrived = threading.Event()

@@ -1,4 +1,4 @@
-"""Error texts of a disk that can't be written: which one, how much room it has, what to do."""
+"""Error texts for a disk that can't be written: which disk, how much room it has, what to do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
         return f"{NO_FILE}, and the run continues by itself"
     if e.errno in (errno.ENOENT, errno.ENOTDIR):
         return f"{path} is gone: it was renamed or deleted; put it back, and the run continues by itself"
-    return f"the disk of {path} fails: the machine's log (dmesg) tells more"
+    return f"the disk of {path} fails: the machine's log (dmesg) says more"
 
 
 def room(path: Path, needed: int) -> str:
@@ -51,7 +51,7 @@ def room(path: Path, needed: int) -> str:
             continue
         break
     else:
-        return f"the disk of {path} can't be asked how full it is: free space there, and the run continues by itself"
+        return f"no free space can be read for the disk of {path}: free some there, and the run continues by itself"
     sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed)} are needed"
     if usage.free < needed:
         return f"the disk of {folder} is full ({sizes}): free space there, and the run continues by itself"

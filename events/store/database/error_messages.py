@@ -1,4 +1,4 @@
-"""Errors of a database in trouble: for users, with what is wrong and what to do."""
+"""Errors of a database in trouble, for users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_es.events.store.database.urls import scrubbed
 __all__ = ["ErrorMessages"]
 
 _NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_TRUNCATE")
-"""Errors of a write for which SQLite does not tell a full disk, a quota and a limit of file sizes apart."""
+"""Errors of a write by which SQLite reports a full disk, a quota and a limit of file sizes alike."""
 
 
 class ErrorMessages:
@@ -63,8 +63,8 @@ class ErrorMessages:
         if name == "42501":
             return ": the user of store.url lacks this right; let the database's owner GRANT it"
         if name == "3F000":
-            return (": no schema of its search_path is there; name one that is, where it is set (PGOPTIONS, options in "
-                    "store.url, ALTER ROLE or DATABASE), or create it")
+            return (": no schema of its search_path exists; create one, or name one that exists where the path is set "
+                    "(PGOPTIONS, options in store.url, ALTER ROLE or DATABASE)")
         if name == "53100":
             return ": free space on its server's disk, and the run continues by itself"
         if self.path and is_out_of_files():
@@ -72,9 +72,9 @@ class ErrorMessages:
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
             return f": {room(self.path.parent, size)}"
         if self.path and name.startswith("SQLITE_IOERR"):
-            return f": the disk of {self.path.parent} fails; the machine's log (dmesg) tells more"
+            return f": the disk of {self.path.parent} fails; the machine's log (dmesg) says more"
         if name.startswith("SQLITE_READONLY") or name == "25006":
             return ": it is read-only, its rights or its disk's; make it writable, and the run continues by itself"
         if self.path and name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM")):
-            return f": see that {self.path.parent} is there, that this user may write there, and that its disk has room"
+            return f": check that {self.path.parent} exists, that this user may write there, and that its disk has room"
         return ""

@@ -1,11 +1,11 @@
 """Identity of a SQLite log's files: whether its path still leads to the file that this process has open.
 
 SQLite silently writes on into a file that was renamed, replaced or deleted; such commits are lost with the last process
-that has it open. Only device and inode reveal it, also of the write-ahead log and its index, which every connection
-opens by name.
+that has it open. Only device and inode reveal it. The same holds for the write-ahead log and its index, which every
+connection opens by name.
 
-While the path leads to another file or none, nothing is written or acknowledged (`LogReplaced`). A copy in its place is
-accepted by a new process, but not by a running one, which would combine it with a write-ahead log of another state.
+While the path leads to another file or none, nothing is written or acknowledged (`LogReplaced`). A new process accepts
+a copy in its place. A running one does not: it would combine the copy with a write-ahead log of another state.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Place:
     def require(self) -> None:
         """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, BesideGone.
 
-        Call it in a writing transaction, before its commit and after it: it only costs some calls of `stat`.
+        Call it in a writing transaction, before its commit and after it. It costs only some calls of `stat`.
         """
         status = self._stat()
         if _file_id(status) != self._file:
@@ -134,7 +134,7 @@ class Place:
         """Return the error for content of a lost file that could not be saved yet."""
         return LogReplaced(
             f"{cause} while the log was in use; nothing was acknowledged. What it held is still in this process, and "
-            "is moved into the log as soon as nobody reads there; leave the process alone until then",
+            "is moved into the log as soon as no process reads there; leave this process alone until then",
             path=str(self.path)
         )
 
@@ -193,7 +193,7 @@ class Place:
         return len(head) < 100 or int.from_bytes(head[_PAGES], "big") * (65536 if page == 1 else page) > size
 
     def _is_wal_cut(self, size: int) -> bool:
-        """Return True if it is shorter than its index says, and was not only restarted."""
+        """Return True if the write-ahead log is shorter than its index says, and was not only restarted."""
         with open(self.path, "rb") as file:
             page = int.from_bytes(file.read(18)[16:18], "big")
         used = max(frames_in_use(Path(self._real)).values(), default=0)
@@ -235,7 +235,7 @@ def _has_content(path: str) -> bool:
 def frames_in_use(path: Path) -> dict[bytes, int]:
     """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts; {} if it is unusable.
 
-    Frames behind them were never committed, even if a commit record is there: a killed writer did not count them, and a
+    Later frames were never committed, even if a commit record is there: a killed writer did not count them, and a
     shorter log was written over their beginning. Call this before the log is opened, since the first process to open
     it, even to read, rebuilds the index. An index that has seen no commit is unusable.
     """

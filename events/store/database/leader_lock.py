@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 
 class LeaderLock:
-    """The lock, held by a thread for as long as this process lives and reaches the database."""
 
     def __init__(self, url: str) -> None:
         self._url, self._over = url, threading.Event()
@@ -45,7 +44,7 @@ class LeaderLock:
                 with database.engine.connect() as connection:
                     self._hold(connection, pauses)
             except (DBAPIError, TrinityError) as e:
-                _log.warning("the lock that says who leads is not held: %s", str(e).splitlines()[0])
+                _log.warning("the leader lock is not held: %s", str(e).splitlines()[0])
             finally:
                 with suppress(DBAPIError):
                     database.close()
@@ -55,7 +54,7 @@ class LeaderLock:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
         while not self._over.is_set() and not _try_lock(connection):
-            self._over.wait(LOOK_SECONDS)  # held by a predecessor whose connection the server still believes in
+            self._over.wait(LOOK_SECONDS)  # to the server a predecessor's connection is still open
         pauses.reset()
         while not self._over.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it

@@ -17,7 +17,7 @@ _POSTGRES_ARGS = {
     "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 20000,
 }
-"""A server that vanishes without a word, with its machine or network, is noticed in some 20 s, not 15 minutes."""
+"""With these a server that vanishes with its machine or network is noticed in some 20 s, not 15 minutes."""
 _LIMITS = (
     "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
     "client_min_messages = warning",
@@ -27,7 +27,7 @@ _KEEPALIVE = (
     "SET tcp_user_timeout = '10s'"
 )
 """With these the server notices a vanished client in some 10 s. Otherwise a client cut off in the middle of a message
-keeps its locks, also the lease's, for two hours, since timeouts of statements do not count then."""
+keeps its locks, also the lease's, for two hours: no timeout of a statement runs then."""
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
@@ -39,14 +39,14 @@ def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()
 
 
 _session_urls: set[URL] = set()
-"""URLs whose connections this process has found to be real sessions."""
+"""URLs whose connections keep their server process."""
 
 
-def _require_sessions(shown: str, connection: Any, another: Callable[[], Any]) -> None:
-    """Require that a connection keeps its server process, since settings and locks belong to that.
+def _require_own_session(shown: str, connection: Any, another: Callable[[], Any]) -> None:
+    """Require that a connection keeps its server process, which holds its settings and locks. Raises ConfigError.
 
     A pooler gives each transaction another process. `connection` commits by itself; `another` opens a second one, whose
-    transaction occupies a server process meanwhile. Raises ConfigError.
+    transaction occupies a server process meanwhile.
     """
     def process(of: Any) -> int:
         return int(of.execute("SELECT pg_backend_pid()").fetchone()[0])
@@ -87,7 +87,7 @@ def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
             return
         autocommit, connection.autocommit = connection.autocommit, True
         if url not in _session_urls:
-            _require_sessions(shown, connection, another)
+            _require_own_session(shown, connection, another)
             _session_urls.add(url)
         # For "process" and "power" alike: with it off, the death of one server process loses the last commits of all.
         connection.execute(f"SET synchronous_commit = on; SET {'; SET '.join(_LIMITS)}; {_KEEPALIVE}")

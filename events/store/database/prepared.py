@@ -70,11 +70,10 @@ class Gathered:
         self._rows: dict[Prepared, list[Values]] = {}
 
     def add(self, statement: Prepared, *rows: Values) -> None:
-        """Keep these rows for this statement. Rows of one statement stay in order, statements may not."""
+        """Keep these rows for this statement. The rows of one statement stay in order, the statements may not."""
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
-        """Return the unwritten rows of this statement."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:
@@ -86,7 +85,7 @@ class Gathered:
 
 
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
-    """Raise what SQLAlchemy would raise; as there, a lost connection is invalidated."""
+    """Raise the error that SQLAlchemy would raise, and invalidate a lost connection as it does."""
     dialect = connection.dialect
     lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
     if lost:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import (
@@ -35,7 +34,7 @@ from sqlalchemy.event import listens_for
 __all__ = [
     "BULK", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash",
     "checkpoints", "create_journal_table", "create_payload_table", "create_triggers", "drop_triggers", "events",
-    "heads", "journals", "leases", "payloads", "row_hash", "streams", "tables",
+    "heads", "journals", "leases", "payloads", "streams", "tables",
 ]
 
 SCHEMA_REV = 1
@@ -79,16 +78,17 @@ events = Table(
     CheckConstraint("version >= 1"),
 )
 POSITION_IN_STREAM = events.c.position + literal_column("0")
-"""Expression for queries of one stream between positions, so that only the stream's index is used. With the bare column
-PostgreSQL may also read the index of all positions, which grows with the log."""
+"""Position, in a form that lets only the stream's index serve queries of one stream between positions. With the bare
+column PostgreSQL may also read the index of all positions, which grows with the log."""
 
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
 """Frequent event types, by name: nine of ten events of a run with batches of some size."""
 
 IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
-"""Literal, in the index and in each query: a database uses a partial index only if it sees that the query fits."""
+"""Condition in the index and in each query, as a literal: otherwise a database does not see that the query fits a
+partial index."""
 
-# Indexes as text for both dialects: a partial Index on PostgreSQL would import all of that dialect, also for a SQLite
+# Indexes as text for both dialects: a partial Index on PostgreSQL would import all of its dialect, even for a SQLite
 # file.
 _CREATE_COMMIT_INDEX = text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0")
 """One entry per commit instead of per event: a commit's events lie next to each other."""
@@ -161,7 +161,7 @@ def body_hash(
 ) -> bytes:
     """Compute SHA-256 over the parts of an event that are fixed before its place in the log."""
     parts = stream.encode(), type.encode(), commit_id.encode(), data, metadata
-    # Each part after its length, so that no byte can move from one field to the next.
+    # Each part has its length in front, so that no byte can move from one field to the next.
     joined = b"".join([part for text in parts for part in (_LENGTH.pack(len(text)), text)])
     return hashlib.sha256(_BODY.pack(version, schema_version, commit_index) + joined).digest()
 
@@ -169,15 +169,6 @@ def body_hash(
 def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) -> bytes:
     """Compute the event's hash: SHA-256 over the event and the hash of the event before it."""
     return hashlib.sha256(previous + _LINK.pack(position, recorded_at) + body).digest()
-
-
-def row_hash(previous: bytes, row: Mapping[str, Any]) -> bytes:
-    """Return the hash that a stored row must have after `previous`."""
-    body = body_hash(
-        stream=row["stream"], version=row["version"], type=row["type"], schema_version=row["schema_version"],
-        data=row["data"], metadata=row["metadata"], commit_id=row["commit_id"], commit_index=row["commit_index"],
-    )
-    return chain_hash(previous, row["position"], row["recorded_at"], body)
 
 
 REFUSAL = " BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END "
@@ -204,7 +195,7 @@ _TRIGGERS = {
 
 
 def create_triggers(connection: Connection) -> None:
-    """Refuse UPDATE and DELETE (and TRUNCATE, REPLACE) of events in the database itself."""
+    """Make the database refuse UPDATE, DELETE, TRUNCATE and REPLACE of events."""
     for statement in _TRIGGERS[connection.dialect.name]:
         connection.execute(text(statement))
 

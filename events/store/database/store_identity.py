@@ -27,7 +27,7 @@ _DATABASE = text(
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Identity of a store, as one process sees it."""
+    """Store as one process sees it."""
 
     place: str
     """Host, and path of the file or address of the database."""

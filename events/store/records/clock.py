@@ -1,7 +1,7 @@
 """Time in the log: the recorded clock, and true durations even if the clock was set.
 
-`recorded_at` is the host's clock (on PostgreSQL its server's). Only at a `ClockStepped` may it go back. Each event also
-has its writer's boot and monotonic clock, which cannot be set: on the same machine it tells how long ago an event was.
+`recorded_at` is the host's clock (on PostgreSQL its server's). It may go back only at a `ClockStepped`. Each event also
+has its writer's boot and monotonic clock, which can't be set: on the same machine it shows how long ago an event was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRIFT = 0.001
 """Share of the time between two readings by which a clock may drift while it is slewed."""
 
 FIRST_SECONDS = 5.0
-"""Minimum step at a writer's first append, since earlier events got their times when they were decided."""
+"""Minimum step at a writer's first append. Earlier events got their times when they were decided."""
 
 
 def monotonic() -> float:
@@ -31,7 +31,7 @@ def monotonic() -> float:
 
 @cache
 def boot() -> str:
-    """Return the start of this boot's id, or "". Monotonic clocks of one boot are comparable."""
+    """Return the beginning of this boot's id, or "". Monotonic clocks of one boot are comparable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -63,7 +63,7 @@ class Clock:
     ) -> float:
         """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
 
-        `recorded_at`: the time of the last event. Without an earlier reading only a clock behind that reveals a step.
+        `recorded_at`: time of the last event. Without an earlier reading, only a clock behind it reveals a step.
         """
         off = 0.0
         if self._last is not None:

@@ -35,7 +35,7 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
 
 
 def clock_note(time: float, steps: Sequence[Recorded]) -> str:
-    """Return a note that the clock was set at this moment, by the log's `ClockStepped`; empty if it was not."""
+    """Return a note if the clock was set around this moment, by the log's `ClockStepped`; empty if not."""
     for step in steps:
         assert isinstance(step.event, ClockStepped)
         first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))

@@ -29,11 +29,11 @@ class Write:
     expected_version: int
     events: Sequence[Event]
     checked: Sequence[tuple[bytes, Event]] | None = field(default=None, repr=False, compare=False)
-    """Result of `codec.check` for each event, if it was called already."""
+    """Result of `codec.check` for each event, if it was called before."""
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
-    """Return a write with events that an append will accept, except for its version. Raises InvalidEvent."""
+    """Return a write whose events an append will accept; it may still refuse the version. Raises InvalidEvent."""
     _check_name("stream", stream)
     return Write(
         stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
@@ -90,8 +90,8 @@ class Lease:
     epoch: int
     owner: dict[str, Any]
     copied_from: str = ""
-    """Host and place of the store that this one is a copy of, if the holder (the last one, of a lease just taken) took
-    the lease there."""
+    """Host and place of the original, if this store is a copy of the one in which the lease was taken (for a new lease:
+    in which its last holder took it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Projector(Protocol):
 
     name: str
     version: int
-    """Raised when the tables or their meaning change; they are then rebuilt from the log."""
+    """Version of the tables and their meaning. When it rises, they are rebuilt from the log."""
 
     def create(self, connection: Connection) -> None:
         """CREATE TABLE IF NOT EXISTS."""
@@ -123,12 +123,11 @@ class Projector(Protocol):
 
 @dataclass(slots=True)
 class Draft:
-    """Events of one commit, prepared as far as possible before the lock is taken and they get positions."""
+    """Events of one commit, prepared as far as possible before the lock is taken."""
 
     recorded: list[Recorded]
-    """Without position, time and hash."""
+    """The events, without position, time and hash."""
     bodies: list[bytes]
-    """Result of `schema.body_hash` for each."""
     metadata: bytes
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
@@ -193,7 +192,7 @@ def _metadata(data: bytes) -> Any:
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """Return a stored row, with all columns in order; its event is decoded on first use. Raises LogCorrupt."""
+    """Return the event of a stored row, with all columns in order; it is decoded on first use. Raises LogCorrupt."""
     # By index: by name it took three times as long, and a third of reading a log.
     position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
     try:
@@ -203,8 +202,8 @@ def from_row(row: Sequence[Any]) -> Recorded:
             hash=bytes(mark),
         )
     except (ValueError, TypeError) as e:
-        raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` says "
-                         "what else is wrong with this log") from e
+        raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` lists all "
+                         "problems of this log") from e
 
 
 _offsets: list[float] = []

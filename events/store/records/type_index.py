@@ -1,6 +1,6 @@
 """Queries for events that are not bulk (`schema.BULK`), by an index of these events alone.
 
-Nine of ten events say that units were dispatched or finished, or what a proxy answered; queries rarely want those.
+Nine of ten events say that units were dispatched or finished, or record a proxy's answers; queries rarely want those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An environment of verifiers that a tiny model can learn: to answer `c=` with the letter c, sixteen times.
+"""A verifiers environment that a tiny model can learn: answer `c=` with the letter c, sixteen times.
 
     trinity-es env install examples/environments/letters
 
@@ -33,8 +33,8 @@ class LetterTask(vf.Task[LetterData]):
     @vf.reward
     async def share(self, trace: vf.Trace) -> float:
         """Return the share of the first `length` characters that are the wanted letter, from 0 to 1."""
-        [said] = [node.message.content or "" for node in trace.nodes if node.sampled]
-        return said[: self.data.length].count(self.data.letter) / self.data.length
+        [answer] = [node.message.content or "" for node in trace.nodes if node.sampled]
+        return answer[: self.data.length].count(self.data.letter) / self.data.length
 
 
 class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
@@ -46,7 +46,7 @@ class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
 
 @functools.cache
 def http() -> httpx.AsyncClient:
-    """Return the client of all episodes: making one reads all certificates of the machine, which takes 40 ms of a CPU.
+    """Return the client of all episodes, since making one takes 40 ms of CPU to read the machine's certificates.
 
     It keeps no idle connections, since the server might close one just as it is reused. The default of 5 s for a
     connection is too short on a busy machine.
@@ -61,9 +61,9 @@ class AskOnce(vf.Harness[vf.HarnessConfig]):
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any,
-        **more: Any,
+        **others: Any,
     ) -> vf.ProgramResult:
-        asked: Any = [{"role": "user", "content": data.prompt}]
+        messages: Any = [{"role": "user", "content": data.prompt}]
         client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http())
-        await client.chat.completions.create(model=ctx.model, messages=asked)
+        await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

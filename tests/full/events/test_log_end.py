@@ -111,7 +111,7 @@ def test_who_knows_more_refuses_who_tells_less() -> None:
     assert told_less(mark, mark._replace(teller="another life")) is None
     assert told_less(mark, Mark("g", 6, b"six")) is None
     assert told_less(mark, Mark("another generation", 1, b"one")) is None
-    assert "position 5, and is told that the log ends at 4" in str(told_less(mark, Mark("g", 4, b"four")))
+    assert "position 5, and the answer says that the log ends at 4" in str(told_less(mark, Mark("g", 4, b"four")))
     assert "another event at position 5" in str(told_less(mark, Mark("g", 5, b"other")))
 
 

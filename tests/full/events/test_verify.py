@@ -10,7 +10,7 @@ from sqlalchemy import select, text, update
 
 from tests.helpers.logs import dropped, trained
 from trinity_es.events.codec import encode
-from trinity_es.events.store.database.schema import drop_triggers, events, row_hash
+from trinity_es.events.store.database.schema import body_hash, chain_hash, drop_triggers, events
 from trinity_es.events.store.log import EventLog, Write
 
 
@@ -59,11 +59,13 @@ def test_an_event_rewritten_together_with_its_hash_breaks_the_chain_at_the_next_
             select(events).where(events.c.position.in_([6, 7])).order_by(events.c.position)
         ).all()
     forged = {**row._mapping, "data": encode(trained(7)[0])}
+    outside = ("position", "recorded_at", "hash")
+    body = body_hash(**{name: value for name, value in forged.items() if name not in outside})
     with log.engine.begin() as connection:
         drop_triggers(connection)
         connection.execute(
             update(events).where(events.c.position == 7)
-            .values(data=forged["data"], hash=row_hash(bytes(before.hash), forged))
+            .values(data=forged["data"], hash=chain_hash(bytes(before.hash), 7, row.recorded_at, body))
         )
     problems = log.verify()
     assert [p.split(" (")[0] for p in problems] == ["position 8"]

@@ -245,7 +245,7 @@ def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_pat
     assert refused.value.details["refused"]
     assert len(head.asked) == 1
     head.refusal, head.folder = "", tmp_path / "nowhere"
-    with pytest.raises(SyncError, match="not where it was published, for the head: No such file"):
+    with pytest.raises(SyncError, match=r"the head does not find .* where it was published: No such file"):
         host.pull()
     own = tmp_path / "shared by hosts"
     own.mkdir()

@@ -26,7 +26,7 @@ def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finali
     wait_until(lambda: client.batch(1).is_complete, "the tasks to be done")
     lost = client.batch(1).tasks[2].payloads[0].digest
     with_it = [n for n, task in enumerate(client.batch(1).tasks) if task.payloads[0].digest == lost]
-    way = f"`trinity-es redo 1 {' '.join(map(str, with_it))}` lets what it held run again"
+    way = f"run its tasks again with `trinity-es redo 1 {' '.join(map(str, with_it))}`"
     (Path(f"{url.removeprefix('sqlite:///')}.payloads") / lost[:2] / lost).unlink()
     assert [p for p in verify_log(url).problems if lost in p and way in p]
     with pytest.raises(PayloadNotFound, match=way.replace("`", ".")):

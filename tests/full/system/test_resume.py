@@ -284,7 +284,7 @@ def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
     explored(Explorer(config))
     before = {p: p.read_bytes() for p in config.checkpoint_dir.rglob("*") if p.is_file()}
     other = load_config(path, [f"store.url=sqlite:///{tmp_path}/other.sqlite"])
-    with pytest.raises(ConfigError, match=r"holds checkpoints that this run has not made \(global_step_1\): move"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints that this run did not make \(global_step_1\): move"):
         Explorer(other).locate()
     (config.checkpoint_dir / "global_step_3").mkdir()  # of somebody who is further, or of this run's own later time
     (config.checkpoint_dir / "begun.json").write_text(json.dumps({"step": 3, "store": "another"}))

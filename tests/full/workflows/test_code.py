@@ -119,7 +119,7 @@ def test_a_program_has_neither_the_environment_nor_the_verdict(monkeypatch: pyte
 
 
 def test_a_machine_without_time_for_a_program_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_state", lambda pid: "R")
+    monkeypatch.setattr(code, "_process_state", lambda pid: "R")
     with pytest.raises(TimeoutError, match="the machine had less than 1 s of CPU time for a program"):
         judged("import time; time.sleep(60)", seconds=1.0)
 

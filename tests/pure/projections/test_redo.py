@@ -75,7 +75,7 @@ def test_each_account_of_the_batch_tells_it(log: Log) -> None:
     course = task_history.follow_task(log.events(1), 0)
     assert course.state == "finished"
     assert {made.attempt for made in course.made.values()} == {2}
-    assert "run again, what it had is set aside: mended" in [turn.what for turn in course.turns]
+    assert "run again, its earlier outcome is set aside: mended" in [turn.what for turn in course.turns]
     assert task_history.follow_task(log.events(1), 1).state == "pending"
 
 

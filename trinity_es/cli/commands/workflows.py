@@ -23,11 +23,11 @@ def workflows(as_json: JsonOption = False) -> None:
       trinity-es workflows
       trinity-es workflows --json
     """
-    found = {registry.kind: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
+    documentation = {registry.kind: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
     if as_json:
-        print_json(found)
+        print_json(documentation)
         return
-    for kind, lines in found.items():
+    for kind, lines in documentation.items():
         table = Table(kind, "", box=None)
         for name, line in lines.items():
             table.add_row(name, line)

@@ -127,8 +127,8 @@ class RunView:
         rate = tokens / seconds if seconds > 0 else None
         throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         version = "" if row.model_version is None else f"  version {row.model_version}"
-        kinds = ", ".join(f"{n} {why}" for (what, why), n in sorted(log.losses(row.batch_id).items())
-                          if what == "attempt")
+        kinds = ", ".join(f"{n} {why}" for (kind, why), n in sorted(log.losses(row.batch_id).items())
+                          if kind == "attempt")
         failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
         return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
                 f"  {seconds:.2f} s{failed}{ended}")
@@ -143,7 +143,7 @@ class RunView:
         if not picture.runners or first is None:
             return None
         rows = [*picture.going_on, *picture.ended]
-        failed = sum(n for (what, _), n in log.losses().items() if what == "attempt")
+        failed = sum(n for (kind, _), n in log.losses().items() if kind == "attempt")
         tokens = sum(total.response_tokens for total in log.totals())
         figures = [
             *(self._name(row) for row in rows[:1]), f"version {log.model_version()}", f"{tokens:,} tokens",

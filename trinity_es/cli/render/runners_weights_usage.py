@@ -145,8 +145,9 @@ def print_prompts(
     out: Console, tried: PromptsTried, unread: Mapping[str, list[int]], texts: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
     """Print how many prompts were tried; of those that never were, print the ones in `texts`."""
+    untried_prompts = "prompt was" if len(tried.never) == 1 else "prompts were"
     out.print(Text(f"{tried.tasks:,} tasks submitted, {tried.sent:,} of them sent to a runner; "
-                   f"{len(tried.never):,} prompts were never tried", style="bold"))
+                   f"{len(tried.never):,} {untried_prompts} never tried", style="bold"))
     for untried in tried.never:
         if (untried.batch_id, untried.task) in texts:
             row = "" if untried.row is None else \
