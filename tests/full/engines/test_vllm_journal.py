@@ -1,4 +1,4 @@
-"""Promise 12 on a real vLLM engine: a lost answer goes on, by `self.model` and by any client at the engine's endpoint."""
+"""Promise 12 on a real vLLM engine: a lost answer goes on, by `self.model` and by clients of the endpoint."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_several_sampled_answers_go_on_each_by_itself(live: Live) -> None:
     assert len({tuple(a.token_ids) for a in answers}) == 3
 
 
-def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(live: Live, tiny: Path, tmp_path: Path) -> None:
+def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(
+    live: Live, tiny: Path, tmp_path: Path
+) -> None:
     shutil.copytree(tiny, tmp_path / "same")
     writer = live.run(cut_off(live, GREEDY, 60, lambda: live.engine.load_weights(1, str(tmp_path / "same"))))
     kept = writer.kept()
