@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, EngineConfig, Sampling
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import EID, Array, Experience
 from trinity_es.events.values import Task
@@ -120,14 +120,15 @@ class ScriptedEngine:
                 return dict(rule)
         return {}
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         answers, token_seconds = await self._play(prompt, sampling)
         if token_seconds:
+            request = REQUEST_NAME.get()
             self._open[request] = time.monotonic(), token_seconds, self.model_version, answers
             try:
                 await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
             finally:
-                del self._open[request]
+                self._open.pop(request, None)
         return answers
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:

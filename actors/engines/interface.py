@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from trinity_es.events.errors import EngineError
 
 __all__ = [
+    "REQUEST_NAME",
     "CallJournal", "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "KeepsProgress", "LoRASettings",
     "ReceivesWeights", "Recording", "Sampling", "ServesAdapters", "TellsLoad", "Tokenizer",
 ]
@@ -112,6 +114,11 @@ class Completion:
             logprobs=None if parts[-1].logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
             top_logprobs=[row for p in parts for row in p.top_logprobs or ()] if parts[-1].top_logprobs else None,
         )
+
+
+REQUEST_NAME: ContextVar[str] = ContextVar("request_name", default="")
+"""The caller's name for the request that it makes of an engine. Not an argument of `generate`, so that an engine of a
+user may change that method."""
 
 
 class Tokenizer(Protocol):
@@ -258,7 +265,7 @@ class EngineLoad:
 class KeepsProgress(Engine, Protocol):
     """An engine that shows the tokens of requests in flight, so that a lost answer can go on where it was.
 
-    Its `generate` takes the keyword `request`, a name of the caller's for this request.
+    Its `generate` reads the caller's name for the request from `REQUEST_NAME`.
     """
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from trinity_es.actors.engines.http.remote import RemoteEngine
-from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import is_large, off_the_loop
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
@@ -355,8 +355,11 @@ class Model(OpenAIAccess):
         """Return what the engine's `generate` does, from the journal as far as this run has it there."""
 
         async def ask(prompt: Prompt, sampling: Sampling, request: str) -> list[Completion]:
-            named = {"request": request} if hasattr(self.engine, "partial") else {}
-            return await self.engine.generate(prompt, sampling, **self._for_task, **named)
+            before = REQUEST_NAME.set(request)
+            try:
+                return await self.engine.generate(prompt, sampling, **self._for_task)
+            finally:
+                REQUEST_NAME.reset(before)
 
         if self.journal is None:
             return await self.engine.generate(prompt, sampling, **self._for_task)

@@ -65,21 +65,23 @@ class OpenCall:
     forbids: str
     by_text: bool
     """The prompt is a text, so records hold its token ids too."""
-    recorded: Counter[int] = field(default_factory=Counter)
-    """Number of the engine's new tokens that are recorded, by its answer."""
+    recorded: dict[int, list[int]] = field(default_factory=dict)
+    """The engine's new tokens that are recorded, by its answer."""
 
     def progress(self) -> list[bytes]:
         """Return records of the tokens that came since the last call."""
         if not hasattr(self.engine, "partial"):
             return []
-        parts = cast(KeepsProgress, self.engine).partial(self.request, self.recorded)
+        parts = cast(KeepsProgress, self.engine).partial(self.request, {i: len(t) for i, t in self.recorded.items()})
         return [record for index, part in parts.items() if part.token_ids for record in self._record(index, part)]
 
     def end(self, completions: Sequence[Completion]) -> list[bytes]:
         """Return records of the rest of the answers, and of their ends."""
         records = []
         for index, whole in enumerate(completions):
-            first = self.recorded[index]
+            first = len(recorded := self.recorded.get(index, []))
+            if whole.token_ids[:first] != recorded:  # a user's engine asked several times, and took another answer
+                first, self.recorded[index] = 0, []
             rest = None if whole.logprobs is None else whole.logprobs[first:]
             records += self._record(index, replace(whole, token_ids=whole.token_ids[first:], logprobs=rest))
         return records
@@ -89,9 +91,10 @@ class OpenCall:
         choice, before = self.choices[index]
         if not new.version_spans or (new.logprobs is not None and not np.isfinite(new.logprobs).all()):
             return []
-        start = len(before.tokens) + self.recorded[index]
+        recorded = self.recorded.setdefault(index, [])
+        start = len(before.tokens) + len(recorded)
         ended = new.finish_reason not in ("", "abort", "error")
-        self.recorded[index] += len(new.token_ids)
+        recorded += new.token_ids
         prompt = before.prompt or (new.prompt_token_ids if self.by_text else [])
         journal = self.journal
         return [chunk(journal.run, journal.seconds(), self.call, self.nth, choice, start, KeptAnswer(

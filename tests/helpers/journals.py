@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import OpenCall, RunJournal
 from trinity_es.events.journal import KeptRun, Run, kept_runs
@@ -38,7 +38,8 @@ class Steady:
         digest = hashlib.sha256(repr((ids, choice if seed is None else seed + choice)).encode()).digest()
         return self.alphabet[digest[0] % len(self.alphabet)], float(np.float32(-digest[1] / 97))
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        request = REQUEST_NAME.get()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.asked.append((ids, sampling))
         new = Completion(prompt_token_ids=ids, token_ids=[], logprobs=[] if sampling.logprobs else None, text="",

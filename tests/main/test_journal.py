@@ -25,10 +25,10 @@ SHORT, LONG = 20, 150
 class Counting(ScriptedEngine):
     """Notes each request: how many tokens its prompt has, and how many it may have."""
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         with open(os.environ["REQUESTS"], "a") as file:
             file.write(f"{len(prompt)} {sampling.max_tokens}\n")
-        return await super().generate(prompt, sampling, request)
+        return await super().generate(prompt, sampling)
 
 
 class TwoCalls(Workflow):

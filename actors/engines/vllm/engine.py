@@ -35,7 +35,15 @@ from uuid import uuid4
 import psutil
 
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, model_dtype, reference_shapes, resolve_model
-from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Recording, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import (
+    REQUEST_NAME,
+    Completion,
+    EngineConfig,
+    EngineLoad,
+    Recording,
+    Sampling,
+    Tokenizer,
+)
 from trinity_es.actors.engines.long_texts import prompt_ids
 from trinity_es.actors.engines.sampling import at_temperature, whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
@@ -305,7 +313,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return self._llm
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         """Return `sampling.n` completions. At temperature 0 they are equal, with the logprobs of temperature 1.
 
         Raises EngineError: `refused=True` if this engine will never serve the request (too long, say), `dead=True` if
@@ -317,7 +325,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if copies > 1:  # vLLM refuses n > 1 at temperature 0
             sampling = dataclasses.replace(sampling, n=1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
-        output, adapter = await self._last_output(ids, params, sampling.adapter, request)
+        output, adapter = await self._last_output(ids, params, sampling.adapter, REQUEST_NAME.get())
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
@@ -392,7 +400,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._requests.add(task)
             made_by = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
-            request = request or uuid4().hex
+            if not request or request in self._made_by:  # a user's engine may ask twice for one request
+                request = uuid4().hex
             self._made_by[request] = made_by
             stream: AsyncIterator[Any] = llm.generate(tokens, params, request, **more)
             try:

@@ -246,3 +246,23 @@ def test_an_answer_that_began_again_replaces_its_earlier_beginning() -> None:
     kept = kept_runs([chunk(RUN, 1.0, "c", 0, 0, 0, first) + chunk(RUN, 2.0, "c", 0, 0, 0, second)])[0]
     assert (kept.calls["c", 0][0].tokens, kept.calls["c", 0][0].finish) == ([7], "stop")
     assert kept.seconds == 2.0
+
+
+def test_an_engine_that_asks_twice_and_takes_the_other_answer_is_recorded_as_it_answered() -> None:
+    class Best(Steady):
+        async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+            await super().generate(prompt, sampling)
+            return await super().generate([*prompt, 9], sampling)  # type: ignore[list-item]  # it is asked with ids
+
+    async def test() -> None:
+        engine, writer = Best(), Written()
+        asking = asyncio.ensure_future(ask(engine, RunJournal(RUN, writer), PROMPT, Sampling(max_tokens=4)))
+        while not asking.done():
+            await engine.tick(1)
+            writer.look()
+        kept = writer.kept()
+        assert kept is not None
+        [[answer]] = [list(answers.values()) for answers in kept.calls.values()]
+        assert answer.tokens == asking.result()[0].token_ids
+
+    play(test)
