@@ -70,7 +70,7 @@ class SimWorkflows:
         self.limits = Limits()
 
     async def execute(
-        self, task: Any, batch_id: Any, runs: range, *, timeout: float | None, leases: Any
+        self, task: Any, batch_id: Any, runs: range, *, timeout: float | None, leases: Any, journal: Any
     ) -> UnitResult:
         key = (batch_id, task.task_id, runs[0])
         tries = world().executions[key] = world().executions.get(key, 0) + 1
