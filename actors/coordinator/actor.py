@@ -261,6 +261,7 @@ class Coordinator(BaseActor):
             self.tell_guardian()
             self.handlers.batches.check_finalize([*self.live.batches])
             self.handlers.scheduler.check(self.live.batches)
+            self.handlers.journals.look(self.live.batches)
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
