@@ -239,6 +239,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             tasks = set(event.tasks)
             state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
+            state.lost = {k: life for k, life in state.lost.items() if k[0] not in tasks}
         case ev.TaskReopened():
             _reopen(state, event)
         case ev.ResultsTaken():
@@ -258,7 +259,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.BatchAborted():
             state.state = BatchLifecycleState.ABORTED
             state.final_result = event.result
-            state.pending, state.flights = OrderedDict(), {}
+            state.pending, state.flights, state.lost = OrderedDict(), {}, {}
         case ev.BatchTrained():
             state.trained_step = event.step
         case ev.TasksetAdvanced() | ev.RecoveryDecided() | ev.StallDetected():

@@ -76,7 +76,7 @@ class LostJournals:
         by_life: dict[Life, list[_LostUnit]] = {}
         for batch in (self._live.batches[batch_id] for batch_id in changed if batch_id in self._live.batches):
             for key, life in batch.lost.items():
-                if key in batch.pending and (lost := _lost_unit(batch, key)) not in self._asked:
+                if (lost := _lost_unit(batch, key)) not in self._asked:
                     self._asked.add(lost)
                     by_life.setdefault(life, []).append(lost)
         for life, units in by_life.items():
