@@ -1,14 +1,16 @@
 """The runner's journal: records of unfinished runs, written in groups by a thread of its own.
 
-At each interval the new tokens of all open calls are one write. A call's end, and a step's, is written at once, with
-whatever else waits. If the store can't be written, work goes on without a journal, which the runner's log says; records
-that are lost only make a kept prefix shorter.
+At each interval the new tokens of all open calls are one write. The end of a call or step is written at once, with
+whatever else waits. If the store can't be written, work goes on without a journal, and the runner's log says so. Lost
+records only make a kept prefix shorter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +25,8 @@ __all__ = ["Journal"]
 
 SEGMENT_BYTES = 4 * 1024 * 1024
 """Size from which a new segment begins; a segment is freed when all its units are settled."""
+PATIENCE_SECONDS = 2.0
+"""How long a call waits for the record of its end, since a database may hang."""
 
 
 class Journal:
@@ -35,10 +39,10 @@ class Journal:
         self.open: set[OpenCall] = set()
         self._store: Journals | None = None
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._writing = self._durable = False
         self._segment, self._sizes = 0, dict[int, int]()
-        """Bytes of each segment that is kept."""
+        """Number of the segment that is written, and the bytes of each segment that is kept."""
         self._units: dict[int, set[Key]] = {0: set()}
         """Unsettled units that may have records, by segment."""
         self._active: set[Key] = set()
@@ -46,19 +50,34 @@ class Journal:
         self._failing = ""
 
     async def run(self) -> None:
-        """Record the new tokens of open calls at each interval until cancelled."""
+        """Write what waits, and at each interval the new tokens of open calls, until cancelled."""
+        due = time.monotonic() + self._settings.seconds
         while True:
-            await asyncio.sleep(self._settings.seconds)
-            records = [record for call in self.open for record in call.progress()]
-            if records or self._unsynced:
-                self._unsynced = False
-                await self._put(b"".join(records), durable=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), max(0.0, due - time.monotonic()))
+            self._wake.clear()
+            records, durable = [data for data, _ in self._waiting], False
+            written, self._waiting = [done for _, done in self._waiting], []
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._settings.seconds
+                records += [record for call in self.open for record in call.progress()]
+                durable = bool(records) or self._unsynced
+            try:
+                if records or durable:
+                    await self._put(b"".join(records), durable)
+            finally:
+                for done in written:
+                    if not done.done():
+                        done.set_result(None)
 
     async def write(self, records: Sequence[bytes]) -> None:
-        """Record, and return when it would outlive this process; the next interval brings it to the disk."""
-        if records:
-            self._unsynced = True
-            await self._put(b"".join(records), durable=False)
+        """Record, and return when it would outlive this process, or after `PATIENCE_SECONDS`."""
+        if not records or sum(len(data) for data, _ in self._waiting) > self._settings.max_bytes:
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((b"".join(records), done))
+        self._wake.set()
+        await asyncio.wait([done], timeout=PATIENCE_SECONDS)
 
     def begin(self, key: Key) -> None:
         """Expect records of a unit from now on."""
@@ -75,38 +94,20 @@ class Journal:
             if not units and segment != self._segment:
                 self._free(segment)
 
-    async def _put(self, data: bytes, *, durable: bool) -> None:
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((data, done))
-        self._durable = self._durable or durable
-        if not self._writing:
-            self._writing = True
-            try:
-                while self._waiting:
-                    await self._write_group()
-            finally:
-                self._writing = False
-        await done
-
-    async def _write_group(self) -> None:
-        group, self._waiting = self._waiting, []
-        durable, self._durable = self._durable, False
-        data = b"".join(part for part, _ in group)
+    async def _put(self, data: bytes, durable: bool) -> None:
+        """Write a group. `durable` brings it and all before it to the disk; the next interval does so otherwise."""
         try:
             await self._in_thread(self._append, self._segment, data, durable)
-            if self._failing:
-                self._log.warning("the journal is written again")
-            self._failing = ""
-            self._grow(len(data))
-        except LogUnavailable as e:
+        except Exception as e:
             if not self._failing:
                 self._log.error("the journal is not written, and work goes on without it: %s", e)
             self._failing = str(e)
             self._next_segment()  # the tail of this one may be torn
-        finally:
-            for _, done in group:
-                if not done.done():
-                    done.set_result(None)
+            return
+        if self._failing:
+            self._log.warning("the journal is written again")
+        self._failing, self._unsynced = "", not durable
+        self._grow(len(data))
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
