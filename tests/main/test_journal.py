@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.journals import open_journals
 from trinity_es.testing import ScriptedEngine, wait_until
@@ -127,3 +129,34 @@ def test_without_a_journal_a_lost_attempt_begins_at_its_prompt(
     assert [line.split()[0] for line in requests.read_text().splitlines()] == ["2", "22", "2", "22"]
     assert journaled(client) == 0
     assert not any(isinstance(r.event, ev.AttemptKept) for r in client.log.events())
+
+
+class FailsOnce(Counting):
+    """Its first long answer fails on the way, as when the engine's process is lost."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        failed = Path(os.environ["REQUESTS"] + ".failed")
+        if sampling.max_tokens == SHORT or failed.exists():
+            return await super().generate(prompt, sampling)
+        answering = asyncio.ensure_future(super().generate(prompt, sampling))
+        await asyncio.sleep(1.5)
+        answering.cancel()
+        failed.touch()
+        raise EngineError("the engine's process ended")
+
+
+def test_an_answer_goes_on_after_its_engine_failed_and_the_runner_did_not(
+    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = tmp_path / "requests"
+    monkeypatch.setenv("REQUESTS", str(requests))
+    engine = {**SECTIONS["explorer"]["rollout_model"], "engine_type": "tests.main.test_journal:FailsOnce"}
+    client = start_system(explorer={**SECTIONS["explorer"], "rollout_model": engine})
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=TwoCalls)], batch_type="train")
+    assert finalize_in_thread(client, 1).result(60)["finished_task_count"] == 1
+    [kept] = [r.event for r in client.log.events() if isinstance(r.event, ev.AttemptKept)]
+    part = kept.tokens - SHORT
+    assert part > LONG // 4
+    asked = [tuple(map(int, line.split())) for line in requests.read_text().splitlines()]
+    assert asked == [(2, SHORT), (2 + SHORT, LONG), (2 + SHORT + part, LONG - part)]
+    assert not any(r.type == "RunnerLost" for r in client.log.events())
