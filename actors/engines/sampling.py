@@ -103,9 +103,9 @@ def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
     """Return the prompt (text or token ids). Raises `error` if it is too long for any engine."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
-            raise error(f"the prompt has {len(prompt):,} characters: {MOST_CHARACTERS:,} are the most")
+            raise error(f"the prompt has {len(prompt):,} characters: the limit is {MOST_CHARACTERS:,}")
     elif len(prompt) > MOST_TOKENS:
-        raise error(f"the prompt has {len(prompt):,} tokens: {MOST_TOKENS:,} are the most")
+        raise error(f"the prompt has {len(prompt):,} tokens: the limit is {MOST_TOKENS:,}")
     return prompt
 
 

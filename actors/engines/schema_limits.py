@@ -31,7 +31,7 @@ def oversized(value: Any) -> str | None:
     except TypeError as e:
         return f"it is no JSON that can be passed on ({e})"
     if size > MOST_BYTES:
-        return f"it has {size:,} bytes: {MOST_BYTES:,} are the most"
+        return f"it has {size:,} bytes: the limit is {MOST_BYTES:,}"
     total, left = 0, [("", value)]
     while left:
         name, node = left.pop()
@@ -45,16 +45,16 @@ def oversized(value: Any) -> str | None:
             left.append(("", _parsed(node)))
         elif name in _COUNTS and isinstance(node, int | float):
             if node > MOST_REPEATS:
-                return f"{name} is {node:,.10g}: {MOST_REPEATS:,} are the most"
+                return f"{name} is {node:,.10g}: the limit is {MOST_REPEATS:,}"
             total += int(node)
         elif name in _PATTERNS and isinstance(node, str):
             for repeat in _REPEAT.finditer(node):
                 most = max(int(n[:9] or 0) for n in repeat.groups("0"))  # nine digits are over the limit already
                 if most > MOST_IN_PATTERN:
-                    return f"{name} has the repeat {repeat[0][:40]}: {MOST_IN_PATTERN:,} are the most"
+                    return f"{name} has the repeat {repeat[0][:40]}: the limit is {MOST_IN_PATTERN:,}"
                 total += 10 * most
     if total > MOST_TOGETHER:
-        return f"it asks for {total:,} repeats together: {MOST_TOGETHER:,} are the most"
+        return f"it asks for {total:,} repeats together: the limit is {MOST_TOGETHER:,}"
     return None
 
 

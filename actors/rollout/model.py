@@ -126,7 +126,7 @@ class Model(OpenAIAccess):
         except (NotPlain, TypeError, ValueError) as e:
             raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {e}") from e
         if size > STATE_BYTES:
-            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: {STATE_BYTES:,} are the most")
+            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: the limit is {STATE_BYTES:,}")
         self.workflow_state.update(merged_state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Model(OpenAIAccess):
         chosen, number = self._chosen(sampling), self.numbered()
         many = _prompts(prompts)
         if len(many) > MOST_PROMPTS:
-            raise WorkflowError(f"{len(many):,} prompts in one call: {MOST_PROMPTS:,} are the most")
+            raise WorkflowError(f"{len(many):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
         requests = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
         try:
             answers = [answer for group in await asyncio.gather(*requests) for answer in group]

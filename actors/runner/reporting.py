@@ -135,8 +135,9 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
         first += len(kept[index])
         try:
             if (size := outcome_size(outcome)) > LARGEST_RESULTS:
-                outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes, and {LARGEST_RESULTS:,} "
-                                 "are the most: give each run fewer, or set explorer.max_repeat_times_per_runner")
+                outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
+                                 f"{LARGEST_RESULTS:,}. Give each run fewer, or set "
+                                 "explorer.max_repeat_times_per_runner")
         except TypeError as e:
             outcome = failed(item, "data", f"its metrics can't be recorded: {e}")
         outcomes.append(outcome)

@@ -94,7 +94,7 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > limit:
         more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
-        raise ApiError(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
+        raise ApiError(f"the body has {more}: the limit is {limit:,}", status=413, code="body_too_large")
     return b"".join(parts)
 
 

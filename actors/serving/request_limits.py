@@ -54,7 +54,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                        ("min_tokens", MOST_TOKENS)):
         value = asked.get(name)
         if _number(value) > most:
-            raise ApiError(f"{name}: {brief(value)} was given: {most:,} are the most", param=name, code="invalid_value")
+            raise ApiError(f"{name}: {brief(value)} was given: the limit is {most:,}", param=name, code="invalid_value")
     for part in (body, asked):
         for name in _SCHEMAS & part.keys():
             if wrong := oversized({name: part[name]}):
@@ -74,7 +74,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
         answers = int(len(prompts) * max(_number(asked.get("n", 1)), 1))
         if answers > MOST_PROMPTS:
-            raise ApiError(f"{field}: {answers:,} answers to one request: {MOST_PROMPTS:,} are the most",
+            raise ApiError(f"{field}: {answers:,} answers to one request: the limit is {MOST_PROMPTS:,}",
                            param=field, code="invalid_value")
     for name in ("messages", "tools"):
         try:
@@ -94,7 +94,7 @@ def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
     if answers * size > MOST_RECORDED_BYTES:
         raise ApiError(
             f"n: {answers:,.0f} answers to a request of {size:,} bytes: each is recorded with its prompt, and "
-            f"{MOST_RECORDED_BYTES:,} bytes, answers times request, are the most: ask for fewer at a time", param="n",
+            f"answers times request may take {MOST_RECORDED_BYTES:,} bytes: ask for fewer at a time", param="n",
             code="invalid_value",
         )
 

@@ -107,8 +107,8 @@ async def _answer(
             if left <= 0:
                 raise GraderError(f"the grader {name} did not end within {timeout:g} s")
             if (taken := _memory(child)) > memory:
-                raise GraderError(f"the grader {name} took {taken >> 20:,} MiB of memory: {memory >> 20:,} are the "
-                                  "most")
+                raise GraderError(f"the grader {name} took {taken >> 20:,} MiB of memory: the limit is "
+                                  f"{memory >> 20:,}")
         await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # its answer may still be in the socket
         if reading.done() and not reading.exception():
             answer: dict[str, Any] = orjson.loads(reading.result())

@@ -71,9 +71,9 @@ SCHEMAS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: str(s)[:40])
 async def test_a_schema_that_would_cost_gigabytes_is_refused_whichever_way_it_comes(schema: dict[str, Any]) -> None:
     engine = Recorder()
-    with pytest.raises(WorkflowError, match=r"json_schema: .* the most"):
+    with pytest.raises(WorkflowError, match=r"json_schema: .* the limit is"):
         await Model(engine).generate_async("x", json_schema=schema)
-    with pytest.raises(DataError, match=r"rollout_args: json_schema: .* the most"):
+    with pytest.raises(DataError, match=r"rollout_args: json_schema: .* the limit is"):
         Model(engine, defaults={"json_schema": schema})
     chat, text, generate = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
     told = orjson.dumps(schema).decode()
@@ -90,7 +90,7 @@ async def test_a_schema_that_would_cost_gigabytes_is_refused_whichever_way_it_co
         for path, body in given:
             refused = await posted(server, body, path)
             assert refused.status_code == 400, refused.text
-            assert "the most" in refused.json()["error"]["message"]
+            assert "the limit is" in refused.json()["error"]["message"]
     assert engine.asked == []
 
 
@@ -101,7 +101,7 @@ async def test_so_is_a_regex_or_a_grammar(outputs: dict[str, Any]) -> None:
     async with serving(Recorder()) as server:
         refused = await posted(server, {"prompt": "x", "structured_outputs": outputs}, "/v1/completions")
     assert refused.status_code == 400
-    assert "1,000 are the most" in refused.json()["error"]["message"]
+    assert "the limit is 1,000" in refused.json()["error"]["message"]
 
 
 def test_an_ordinary_schema_is_taken() -> None:
@@ -127,7 +127,7 @@ async def test_prompts_that_no_engine_has_room_for_are_refused() -> None:
     model = Model(engine)
     with pytest.raises(WorkflowError, match="prompts in one call"):
         await model.generate_async(["x"] * (MOST_PROMPTS + 1))
-    with pytest.raises(WorkflowError, match=r"10,000,001 tokens: 10,000,000 are the most"):
+    with pytest.raises(WorkflowError, match=r"10,000,001 tokens: the limit is 10,000,000"):
         await model.logprobs_async(range(MOST_TOKENS + 1))
     with pytest.raises(WorkflowError, match="characters"):
         await model.generate_async("x" * 80_000_001)
@@ -143,7 +143,7 @@ async def test_an_engine_asked_from_afar_refuses_the_same() -> None:
             assert next(iter(sampling)) in told["error"]["message"]
         remote = RemoteEngine("judge", ByteTokenizer(), token="the token")
         remote.update({"judge-0": server.url})
-        with pytest.raises(EngineError, match=r"the body has .* are the most") as refused:
+        with pytest.raises(EngineError, match=r"the body has .* the limit is") as refused:
             await remote.logprobs([1234567] * 5_000_000)
         assert refused.value.details["refused"] is True
         await remote.stop()
@@ -206,7 +206,7 @@ async def test_a_huge_body_is_refused_and_not_kept() -> None:
         for more in ({"content": endless()}, {"content": endless(), "headers": _with(length=160 * 2**20)}):
             refused = await posted(server, None, **{"json": None, **more})  # type: ignore[arg-type]
             assert refused.status_code == 413
-            assert "33,554,432 are the most" in refused.json()["error"]["message"]
+            assert "the limit is 33,554,432" in refused.json()["error"]["message"]
         assert process.memory_info().rss - before < 100 * 2**20
         assert (await posted(server, {"messages": HELLO})).status_code == 200
 

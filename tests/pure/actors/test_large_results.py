@@ -136,5 +136,5 @@ def test_beyond_what_a_database_takes_the_unit_has_failed_with_the_way_out(
     monkeypatch.setattr(reporting, "LARGEST_RESULTS", 200_000)
     [outcome] = reporting.written([(place.submit(1000), done(1000, 20))], place.payloads)
     assert {kind for _, kind, _ in outcome.failures} == {"data"}
-    assert "200,000 are the most: give each run fewer, or set explorer.max_repeat_times_per_runner" in str(
+    assert "the limit is 200,000. Give each run fewer, or set explorer.max_repeat_times_per_runner" in str(
         outcome.failures[0][2])
