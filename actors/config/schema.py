@@ -283,7 +283,7 @@ class ExplorerConfig(Section):
     max_retry_times: int = Field(default=2, ge=0)
     """Further attempts after a failed one."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Maximum age of a token that is delivered, in versions of the weights or of its LoRA adapter. When a train batch is
+    """Maximum age of a delivered token, in versions of the weights or of its LoRA adapter. When a train batch is
     finalized, experiences with an older token are dropped before the operators (docs/PIPELINE.md). After a restart, an
     open train batch with tokens of older weights is aborted, and an explorer submits its tasks again. null: no maximum.
     """
