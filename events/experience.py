@@ -342,6 +342,15 @@ class Experience:
         ]
 
     @property
+    def adapter_spans(self) -> list[tuple[str, int, int, int]]:
+        """(adapter, version, start, end) over the response, of the LoRA adapters that made it; [] without any."""
+        spans = self.info.get("adapter_spans") if isinstance(self.info, dict) else None
+        return [
+            (span[0], span[1], span[2], span[3]) for span in (spans if isinstance(spans, list) else ())
+            if isinstance(span, list) and [type(part) for part in span] == [str, int, int, int]
+        ]
+
+    @property
     def model_versions(self) -> tuple[Any, Any]:
         """Oldest and newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
         if versions := [version for version, _, _ in self.version_spans]:

@@ -283,9 +283,10 @@ class ExplorerConfig(Section):
     max_retry_times: int = Field(default=2, ge=0)
     """Further attempts after a failed one."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Maximum age, in versions of the weights, of the tokens in an open train batch after a restart. A batch with older
-    tokens is aborted, and an explorer submits its tasks again. null: no maximum. While a system runs, nothing is
-    dropped for its age."""
+    """Maximum age of a delivered token, in versions of the weights or of its LoRA adapter. When a train batch is
+    finalized, experiences with an older token are dropped before the operators (docs/PIPELINE.md). After a restart, an
+    open train batch with tokens of older weights is aborted, and an explorer submits its tasks again. null: no maximum.
+    """
     max_repeat_times_per_runner: Positive | None = None
     """Runs of a task that go to one runner together; null: all of them."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"

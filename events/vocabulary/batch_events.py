@@ -250,7 +250,8 @@ class BatchFinalized(Event, stream="batch/<id>"):
     dropped: int = 0
     """Number of experiences that the pipeline's filters removed."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """Operator -> the ids (`eid.uid`) of the experiences that it removed."""
+    """Operator -> the ids (`eid.uid`) of the experiences that it removed. Beside operators stand `unusable` (they came
+    with numbers that are not finite) and `max_staleness` (older than `explorer.max_staleness`)."""
     model_versions: list[tuple[int, int]] = field(default_factory=list)
     """(count, version): `count` consecutive delivered experiences were made by this version of the weights."""
 

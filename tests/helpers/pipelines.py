@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult, StalenessLimit
 from trinity_es.events.experience import EID, Experience
 
 
@@ -19,8 +19,10 @@ def group(*rewards: float, task: int = 0) -> list[Experience]:
     return [experience(task, run, reward) for run, reward in enumerate(rewards)]
 
 
-def run(operators: list[dict[str, Any]], experiences: list[Experience]) -> PipelineResult:
-    return Pipeline(operators).run(experiences, Ticks())
+def run(
+    operators: list[dict[str, Any]], experiences: list[Experience], limit: StalenessLimit | None = None
+) -> PipelineResult:
+    return Pipeline(operators).run(experiences, Ticks(), limit)
 
 
 def first(array: np.ndarray[Any, Any] | None) -> float:

@@ -142,7 +142,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
 
 def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
     adapters = {}
-    for name in {str(span[0]) for e in experiences for span in e.info.get("adapter_spans") or []}:
+    for name in {name for e in experiences for name, *_ in e.adapter_spans}:
         for recorded in log.read(stream=ev.AdapterPublished.stream_of(name), types=["AdapterPublished"]):
             event = cast(ev.AdapterPublished, recorded.event)
             adapters[name, event.version] = event
@@ -250,7 +250,7 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
 async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience, start: int) -> str:
     """Load the adapter that made the token at `start`, and return its name; "" if no adapter did."""
     at = start - experience.prompt_length
-    for name, version, first, stop in experience.info.get("adapter_spans") or []:
+    for name, version, first, stop in experience.adapter_spans:
         if first <= at < stop:
             published = rollout.adapters[name, version]
             if getattr(engine, "adapters", {}).get(name) != version:

@@ -27,11 +27,30 @@ from trinity_es.actors.plugins import build
 from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Pipeline", "PipelineResult"]
+__all__ = ["Pipeline", "PipelineResult", "StalenessLimit"]
 
 _PREFIX: Final = "experience_pipeline"
 UNUSABLE: Final = "unusable"
 """Name in `dropped_by`, beside those of operators, for experiences that were not finite when they came."""
+TOO_OLD: Final = "max_staleness"
+"""Name in `dropped_by` for experiences older than the `StalenessLimit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessLimit:
+    """Maximum age of an experience's oldest token, in versions, and the current versions."""
+
+    maximum: int
+    weights: int
+    adapters: Mapping[str, int]
+    """Current version of each LoRA adapter."""
+
+    def allows(self, experience: Experience) -> bool:
+        """Return True if no token is too old. Tokens of unknown versions are allowed."""
+        oldest, _ = experience.model_versions
+        ages = [self.weights - oldest] if isinstance(oldest, int) else []
+        ages += [self.adapters.get(name, version) - version for name, version, _, _ in experience.adapter_spans]
+        return max(ages, default=0) <= self.maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,7 @@ class PipelineResult:
     dropped: int = 0
     """Number of experiences that went in and did not come out."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """`eid.uid` of the dropped experiences by operator; operators that dropped none are left out."""
+    """`eid.uid` of the dropped experiences by operator, UNUSABLE or TOO_OLD; those that dropped none are left out."""
 
 
 class Pipeline:
@@ -73,8 +92,10 @@ class Pipeline:
         self._prepared: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, experiences: list[Experience], clock: Callable[[], float]) -> PipelineResult:
-        """Take a batch's experiences through all operators; `clock` returns seconds.
+    def run(
+        self, experiences: list[Experience], clock: Callable[[], float], limit: StalenessLimit | None = None
+    ) -> PipelineResult:
+        """Take a batch's experiences that `limit` allows through all operators; `clock` returns seconds.
 
         Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` if it dropped some, `time/total`,
         `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`; none without experiences.
@@ -88,12 +109,17 @@ class Pipeline:
             return PipelineResult([], {})
         first = before = Counter(e.eid.uid for e in experiences)
         dropped_by: dict[str, list[str]] = {}
+        metrics: dict[str, float] = {}
+        counts: dict[str, float] = {}
         experiences, _ = _without_bad_runs(experiences, Experience.require_finite)
         if gone := before - Counter(e.eid.uid for e in experiences):
             dropped_by[UNUSABLE] = list(gone.elements())
             before = before - gone
-        metrics: dict[str, float] = {}
-        counts: dict[str, float] = {}
+        if limit is not None and (old := [e.eid.uid for e in experiences if not limit.allows(e)]):
+            experiences = [e for e in experiences if limit.allows(e)]
+            dropped_by[TOO_OLD] = old
+            counts[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(old))
+            before = before - Counter(old)
         began = clock()
         for label, operator in self._operators:
             start = clock()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, StalenessLimit
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.experiences import read_experiences, write_delivered
 from trinity_es.events.store.payloads.payloads import PayloadStore
@@ -28,6 +28,8 @@ class PipelineJob:
     """Change to the experiences before the operators run, in the pipeline's thread."""
     refer: bool = False
     """Whether delivered experiences may refer to the payloads of `refs`, which are then kept as long."""
+    limit: StalenessLimit | None = None
+    """Limit beyond which experiences are dropped before the operators run; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class PipelineThread:
         if job.prepare is not None:
             job.prepare(experiences)
         experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
-        result = self._pipeline.run(experiences, time.perf_counter)
+        result = self._pipeline.run(experiences, time.perf_counter, job.limit)
         refs = write_delivered(self._payloads, result.experiences, raw)
         return PipelineDone(
             result.metrics, refs, len(result.experiences), result.dropped, result.dropped_by,

@@ -17,6 +17,7 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
+from trinity_es.actors.coordinator.delivery.pipeline import StalenessLimit
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
@@ -183,9 +184,17 @@ class BatchHandlers:
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
-            refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result), refer=True
+            refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result), refer=True,
+            limit=self._staleness_limit(),
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
+
+    def _staleness_limit(self) -> StalenessLimit | None:
+        maximum = self.config.explorer.max_staleness
+        if maximum is None:
+            return None
+        adapters = {name: event.version for name, event in self.live.adapters.items()}
+        return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
         """Run a pipeline, or pass on the error if it has ended coordinators before."""

@@ -237,6 +237,25 @@ def test_every_choice_of_a_recovery_is_in_the_log_and_stale_work_is_dropped(
     assert client.log.verify() == []
 
 
+def test_answers_that_are_too_old_when_their_batch_is_finalized_are_named_and_not_delivered(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"max_staleness": 1})
+    for batch_id in ("old", "new"):
+        client.submit_batch(batch_id=batch_id, tasks=tasks(2), batch_type="train")
+        wait_until(lambda batch_id=batch_id: client.batch(batch_id).completed_task_count == 2, "two tasks")
+        client.sync_weights(1 if batch_id == "old" else 2, tmp_path)
+    metrics = client.finalize_train_batch("old", timeout=60)["metrics"]
+    assert metrics["experience_pipeline/max_staleness/dropped_count"] == 2
+    assert list(client.experiences("old")) == []
+    assert client.finalize_train_batch("new", timeout=60)["metrics"]["experience_pipeline/dropped_count"] == 0
+    assert len(list(client.experiences("new"))) == 2
+    old, new = events(client, ev.BatchFinalized)
+    assert (old.dropped, list(old.dropped_by), len(old.dropped_by["max_staleness"])) == (2, ["max_staleness"], 2)
+    assert (new.dropped, new.dropped_by, new.model_versions) == (0, {}, [(2, 1)])
+    assert client.log.verify() == []
+
+
 @pytest.mark.slow
 def test_the_prompts_of_a_step_that_was_dropped_as_stale_are_submitted_again(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", trainer={})

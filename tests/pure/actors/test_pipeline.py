@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.delivery.operators import (
     ExperienceOperatorV1,
     RewardFilter,
 )
-from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult, StalenessLimit
 from trinity_es.events.errors import ConfigError, EngineError, PipelineError
 from trinity_es.events.experience import EID, Experience
 
@@ -191,6 +191,52 @@ def test_p29_an_operator_of_ones_own_is_given_as_module_and_class() -> None:
 def test_p29_an_operator_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPERATORS, "mine", lambda: RewardFilter(1.5))
     assert run([{"name": "mine"}], group(1.0, 2.0)).dropped == 1
+
+
+# --- the age of tokens ----------------------------------------------------------------------------------------------
+def made_by(run: int, *versions: int, **info: Any) -> Experience:
+    """Return an experience whose tokens the weights `versions` made, a token each."""
+    spans = [[version, at, at + 1] for at, version in enumerate(versions)]
+    return experience(0, run, float(run), info={"model_version": versions[-1], "version_spans": spans} | info)
+
+
+def test_an_answer_whose_oldest_token_is_too_old_is_dropped_before_the_operators_and_named() -> None:
+    batch = [made_by(0, 6, 9), made_by(1, 7, 9), made_by(2, 9, 9), made_by(3, 9, 6)]
+    result = run([{"name": "grpo"}], batch, StalenessLimit(2, 9, {}))
+    assert result.dropped_by == {"max_staleness": ["1/0/0/0/s0-0", "1/0/3/0/s0-3"]}
+    assert (result.dropped, [e.eid.run for e in result.experiences]) == (2, [1, 2])
+    assert result.metrics["experience_pipeline/max_staleness/dropped_count"] == 2.0
+    assert result.metrics["experience_pipeline/dropped_count"] == 2.0
+    assert result.metrics["experience_pipeline/group_advantages/reward_mean/mean"] == 1.5  # of those that stay
+
+
+def test_without_a_limit_an_answer_of_any_age_is_delivered() -> None:
+    result = run([], [made_by(0, 0, 9)])
+    assert (result.dropped, result.dropped_by) == (0, {})
+    assert "experience_pipeline/max_staleness/dropped_count" not in result.metrics
+
+
+def test_versions_of_the_adapter_that_answered_count_as_those_of_the_weights() -> None:
+    old, new = ["math", 3, 0, 2], ["math", 6, 0, 2]
+    removed, unknown = ["code", 5, 0, 2], ["other", 0, 0, 2]
+    batch = [made_by(run, 9, 9, adapter_spans=[spans]) for run, spans in enumerate((old, new, removed, unknown))]
+    result = run([], batch, StalenessLimit(2, 9, {"math": 6, "code": 5}))
+    assert result.dropped_by == {"max_staleness": ["1/0/0/0/s0-0"]}
+    stale = made_by(0, 6, 6, adapter_spans=[new])  # the weights below the adapter are too old
+    assert run([], [stale], StalenessLimit(2, 9, {"math": 6})).dropped == 1
+
+
+@pytest.mark.parametrize("info", [
+    {}, {"model_version": None}, {"model_version": "old"}, {"version_spans": "none", "adapter_spans": [["math", 1]]},
+])
+def test_an_answer_that_names_no_versions_is_not_dropped_for_its_age(info: dict[str, Any]) -> None:
+    assert run([], [experience(0, 0, 1.0, info=info)], StalenessLimit(0, 9, {"math": 9})).dropped == 0
+
+
+def test_a_batch_that_is_too_old_as_a_whole_delivers_nothing() -> None:
+    operators = [{"name": name} for name in ("reward_filter", "zero_variance_filter", "grpo", "dedup")]
+    result = run(operators, [made_by(0, 1, 1), made_by(1, 1, 1)], StalenessLimit(0, 2, {}))
+    assert (result.experiences, result.dropped, list(result.dropped_by)) == ([], 2, ["max_staleness"])
 
 
 # --- what a wrong one says ------------------------------------------------------------------------------------------
