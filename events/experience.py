@@ -351,6 +351,12 @@ class Experience:
         ]
 
     @property
+    def splices(self) -> list[int]:
+        """Offsets in the response at which another attempt went on with what a lost one had; [] if there are none."""
+        splices = self.info.get("splices") if isinstance(self.info, dict) else None  # a user may write anything
+        return [n for n in (splices if isinstance(splices, list) else ()) if type(n) is int]
+
+    @property
     def model_versions(self) -> tuple[Any, Any]:
         """Oldest and newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
         if versions := [version for version, _, _ in self.version_spans]:

@@ -12,7 +12,7 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
 from trinity_es.events.values import BatchId, batch_stream, local_time
-from trinity_es.projections.history.task_history import kept_text
+from trinity_es.projections.batch import kept_text
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
@@ -240,7 +240,7 @@ def summary(event: ev.Event) -> str:
             return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {decision}: "
                     f"{event.message}")
         case ev.AttemptKept():
-            return f"task {event.task} goes on from {kept_text(event)}, kept by {event.runner} #{event.incarnation}"
+            return f"task {event.task} goes on from {kept_text(event)}"
         case ev.RecoveryDecided():
             units = f" {len(event.units)} units" if event.units else ""
             return f"{event.decision}{units}: {event.reason}"

@@ -46,6 +46,8 @@ class Attempt:
     """Duration that the runner measured."""
     dispatched_version: int
     dispatch_position: int
+    kept: ev.AttemptKept | None = None
+    """Record of what lost attempts had, from which this one goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +108,8 @@ class RunRow:
     failures, whose experiences are not kept."""
     dropped_by: list[str] = field(default_factory=list)
     """Pipeline operators that dropped one of its experiences."""
+    kept: ev.AttemptKept | None = None
+    """Record of what lost attempts had, from which this one went on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,6 +194,7 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
                     run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt, runner=event.runner,
                     incarnation=event.incarnation, model_version=event.model_version, dispatched_at=at,
                     dispatched_version=event.model_version, dispatch_position=item.position,
+                    kept=timeline.state.flights[unit.task, unit.run_id_base].kept,
                 ))
         case ev.RunsFinished():  # or its subclass TaskFinished
             _apply_finished(timeline, item, event)
@@ -288,14 +293,14 @@ def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -
 def _unit_fields(
     timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
 ) -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         "batch_id": timeline.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
         "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
         "finished_at": item.recorded_at, "finish_position": item.position,
     }
     if attempt is not None:
         fields |= {"dispatched_version": attempt.dispatched_version, "dispatched_at": attempt.dispatched_at,
-               "dispatch_position": attempt.dispatch_position}
+               "dispatch_position": attempt.dispatch_position, "kept": attempt.kept}
     return fields
 
 

@@ -12,9 +12,10 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
+from trinity_es.projections.batch import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 
-__all__ = ["TaskEvent", "TaskHistory", "follow_task", "kept_text", "prompt_of"]
+__all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
             add(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation}{after}, {decision}, "
                  f"{event.kind}: {event.message}")
         case ev.AttemptKept() if event.task == task:
-            add(f"the next attempt goes on from {kept_text(event)}, kept by {event.runner} #{event.incarnation}")
+            add(f"the next attempt goes on from {kept_text(event)}")
         case ev.TaskDropped() if task in event.tasks:
             settled = f"{state.completed_task_count} of {state.expected_task_count} tasks had settled"
             delivery = "; its finished runs are delivered" if task in event.kept else ""
@@ -124,14 +125,6 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
             add(f"the batch was aborted: {event.reason}")
         case ev.BatchTrained():
             add(f"the batch was trained in step {event.step}")
-
-
-def kept_text(event: ev.AttemptKept) -> str:
-    """Return what a lost attempt had, in words."""
-    parts = [f"{n} {what}" for n, what in (
-        (event.calls, "whole answers"), (event.open_calls, "partial answers"), (event.steps, "steps")) if n]
-    lost = "".join(f"; {n} tokens begin again because of {field}" for field, n in sorted(event.not_kept.items()))
-    return f"{', '.join(parts)} with {event.tokens} tokens{lost}"
 
 
 def prompt_of(task: dict[str, Any] | None) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
-from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.batch import BatchState, Flight, kept_text
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
 from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
@@ -295,6 +295,8 @@ def _on_runner(
     unit, state = flight.unit, batch.state
     since = batch.flying_since.get((unit.task, unit.run_id_base), batch.moved_at)
     limit = flight.timeout or snapshot.limit
+    if limit is not None and flight.kept is not None:
+        limit = max(limit - flight.kept.seconds, 1.0)
     if limit is not None and snapshot.sequential:
         limit *= unit.runs
     age = max(0.0, now - since)
@@ -325,7 +327,8 @@ def _on_runner(
     what = _unit_text(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
     earlier = "" if first is None else f" (before it: {short(first, 120)})"
-    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}"
+    goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
+    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
     return Waiting(
         cause=cause, what=what, text=text,
         task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,

@@ -426,3 +426,16 @@ def test_forks_are_a_metric_of_runs_whose_conversations_went_on() -> None:
     assert with_all(one, Usage(requests=2, forks=1)).metrics == {"conversation_forks": 1.0}
     two = [one, RunResult(run=1, metrics={}, experiences=1)]
     assert [r.metrics for r in shared(two, [], Usage(requests=2, forks=3))[0]] == [{"conversation_forks": 1.5}] * 2
+
+
+async def test_the_splices_of_each_answer_are_places_of_the_whole_conversation() -> None:
+    class Spliced(Sampler):
+        async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+            return [replace(c, splices=(2,)) for c in await super().generate(prompt, sampling)]
+
+    model = Model(Spliced(["abcd", "efgh"], Merging()))
+    messages = await talk(model, ["x", "y"])
+    [history] = model.extract_experience_from_history()
+    for e in (await model.experience_from_messages_async(messages), history):
+        assert len(e.splices) == 2
+        assert [chr(e.tokens[e.prompt_length + at]) for at in e.splices] == ["c", "g"]

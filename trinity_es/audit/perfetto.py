@@ -187,6 +187,8 @@ class _Trace:
                 for key in [k for k in self._attempts.get(stream, ()) if k[0] in tasks]:
                     yield from self._attempt_ended(stream, key, at, "dropped")
                 yield self._instant(f"{len(tasks)} tasks dropped", "batch", BATCHES, "t", item)
+            case ev.AttemptKept():
+                yield self._instant(f"task {event.task} goes on", "batch", self._pids[event.runner], "p", item)
             case ev.TaskReopened():
                 yield self._instant(f"task {event.task} is run again", "batch", BATCHES, "t", item)
             case ev.StallDetected():

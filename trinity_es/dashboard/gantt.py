@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.projections.batch import BatchState, TaskState
+from trinity_es.projections.batch import BatchState, TaskState, kept_text
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 from trinity_es.projections.why.answer import span
 
@@ -89,9 +89,10 @@ def _title(task: int, attempt: Attempt, seconds: float) -> str:
         f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}"
     )
     message = f"\n{attempt.message[:300]}" if attempt.message else ""
+    kept = f"\ngoes on from {kept_text(attempt.kept)}" if attempt.kept is not None else ""
     return (
         f"task {task}, {runs}, attempt {attempt.attempt}: {attempt.outcome} after {span(seconds)}\n"
-        f"{attempt.runner} #{attempt.incarnation}, weights {attempt.model_version}{message}"
+        f"{attempt.runner} #{attempt.incarnation}, weights {attempt.model_version}{kept}{message}"
     )
 
 

@@ -45,6 +45,8 @@ class Token:
     version: int | None = None
     advantage: float | None = None
     reward: float | None = None
+    spliced: bool = False
+    """True if another attempt went on here with the tokens before it, which a lost one had."""
 
     @property
     def probability(self) -> float:
@@ -64,6 +66,8 @@ class Overlay:
     """Source of the texts: `bytes`, `tokenizer`, or empty if ids are shown."""
     logprobs: bool = False
     versions: list[int] = field(default_factory=list)
+    splices: list[int] = field(default_factory=list)
+    """Places in the whole sequence at which another attempt went on."""
 
 
 def level(logprob: float) -> int:
@@ -133,7 +137,7 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", most:
     return Overlay(
         tokens=tokens, prompt_tokens=prompt, response_tokens=response, left_out=total - len(ids), skipped=first,
         texts=source if texts is not None else "", logprobs=e.logprobs is not None,
-        versions=sorted({v for v, _, _ in spans}),
+        versions=sorted({v for v, _, _ in spans}), splices=[prompt + at for at in e.splices],
     )
 
 
@@ -168,7 +172,7 @@ def _token(e: Experience, place: int, token: int, text: str | None, spans: list[
         trained=e.action_mask is not None and bool(e.action_mask[at]),
         logprob=logprob, level=None if logprob is None else level(logprob),
         version=next((v for v, start, end in spans if start <= at < end), None),
-        advantage=number(e.advantages), reward=number(e.token_level_reward),
+        advantage=number(e.advantages), reward=number(e.token_level_reward), spliced=at in e.splices,
     )
 
 

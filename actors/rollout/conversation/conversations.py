@@ -180,6 +180,8 @@ class Conversing:
         info: dict[str, Any] = {"version_spans": spans} if all(t.info.get("version_spans") for t in turns) else {}
         if adapters:
             info["adapter_spans"] = adapters
+        if splices := [at + t.begin - first for t in turns for at in t.info.get("splices", ())]:
+            info["splices"] = splices
         if further := {k: v for t in turns for k, v in t.info.get("further_sampling", {}).items()}:
             info["further_sampling"] = further
         samplings = [t.info.get("sampling") for t in turns]

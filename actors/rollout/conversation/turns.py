@@ -54,7 +54,7 @@ class Turn:
     begin: int
     logprobs: Numbers | None
     info: Mapping[str, Any]
-    """From its experience: `version_spans` and `adapter_spans` over the answer's tokens, `sampling`."""
+    """From its experience: `version_spans`, `adapter_spans` and `splices` over the answer's tokens, `sampling`."""
     before: Turn | None
     """The turn whose tokens the prompt begins with."""
     cut: bool = False

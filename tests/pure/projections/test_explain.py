@@ -123,6 +123,19 @@ def test_an_attempt_that_ended_with_its_runner_is_none_of_those_that_count(story
     assert (unit.attempt, unit.charged_attempt, unit.max_attempts) == (4, 2, 3)
 
 
+def test_a_unit_that_goes_on_says_from_what_and_has_less_time(story: Story) -> None:
+    story.batch(tasks=1).dispatch(0, runner="runner-2").fail(0, kind="runner_lost", blamed=False, runner="runner-2")
+    story.add("batch/3", ev.AttemptKept(
+        task=0, run_id_base=0, runs=4, attempt=1, runner="runner-2", incarnation=1, payload="d", calls=2, open_calls=1,
+        tokens=3840, steps=1, seconds=20.0,
+    ))
+    [unit] = story.at(3).dispatch(0, attempt=2).why(5).waiting
+    assert unit.limit == 40.0
+    assert unit.text.endswith(
+        "; it goes on from 3,840 tokens of 2 whole answers and 1 partial answer and 1 step result, kept by runner-2 #1"
+    )
+
+
 # --- units that no runner takes -------------------------------------------------------------------------------------
 def test_a_runner_that_loads_its_engine_is_named() -> None:
     started = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=1, host="here", engine="vllm")

@@ -73,7 +73,7 @@ def _run_json(made: RunRow) -> dict[str, Any]:
         "oldest_version": made.model_version, "newest_version": made.model_version_end, "reward": made.reward,
         "prompt_tokens": made.prompt_tokens, "response_tokens": made.response_tokens, "seconds": made.seconds,
         "at": made.finished_at, "position": made.finish_position,
-        "payload": made.unit_payload and asdict(made.unit_payload),
+        "payload": made.unit_payload and asdict(made.unit_payload), "kept": made.kept and asdict(made.kept),
     }
 
 

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.batch import BatchState
+from trinity_es.projections.batch import BatchState, kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
 from trinity_es.projections.tables.batch_list import BatchRow
@@ -251,6 +251,7 @@ def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
     for a in task.attempts:
         runs = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
         part = f"+{a.dispatched_at - timeline.submitted_at:.2f} {plain(a.runner)}{runs}"
+        part += f" goes on from {plain(kept_text(a.kept), 300)}" if a.kept is not None else ""
         if a.outcome == "finished":
             end = a.dispatched_at if a.ended_at is None else a.ended_at
             part += f" → +{end - timeline.submitted_at:.2f}"

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from trinity_es.cli.render.tables import columns, state_text
 from trinity_es.events.experience import Experience
+from trinity_es.projections.batch import kept_text
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
 from trinity_es.text import clock, error_line, plain
@@ -65,6 +66,8 @@ def print_run(
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
                f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.finish_position}")
+    if made.kept is not None:
+        _line(out, f"went on     from {plain(kept_text(made.kept), 300)}")
     for w in weights:
         if w["published_at"] is None:
             origin = "the model that the engine started with"
@@ -116,6 +119,8 @@ def _print_experience(
         _line(out, f"  advantages {_range(e.advantages.tolist())}")
     if e.logprobs is not None and len(e.logprobs):
         _line(out, f"  logprobs {_range(e.logprobs.tolist())}")
+    if e.splices:
+        _line(out, f"  spliced before response token {', '.join(map(str, e.splices))}: there another attempt went on")
     for name, text in (("prompt", e.prompt_text), ("completion", e.response_text)):
         if text is None:
             _line(out, f"  {name}: no text was kept; --json has the token ids")

@@ -10,6 +10,7 @@ from trinity_es.dashboard.page import Attachment, Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.batch import batch_cache
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
 from trinity_es.text import cut
 
@@ -89,7 +90,7 @@ def rollout(request: PageRequest) -> Page:
             "one": one and rollout_values.experience_values(one, decode, source),
             "delivered": one and found.delivered.get(one.eid.uid),
             "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.MOST_JSON)[0],
-            "commands": rollout_values.commands(request.log.url, row),
+            "kept": row.kept and kept_text(row.kept), "commands": rollout_values.commands(request.log.url, row),
             "text_url": request.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
         },
     )
