@@ -178,7 +178,7 @@ def test_p5_overwritten_bytes_are_a_corrupt_payload_or_change_nothing(place: int
 
 
 def test_p5_a_newer_format_is_named() -> None:
-    with pytest.raises(CorruptPayload, match=r"version 3.*newer"):
+    with pytest.raises(CorruptPayload, match=r"version 3, and this software reads up to 2: upgrade"):
         Experience.deserialize_many(PAYLOAD.replace(b'\\"version\\":2', b'\\"version\\":3'))
 
 
