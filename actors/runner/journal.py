@@ -54,11 +54,11 @@ class Journal:
                 self._unsynced = False
                 await self._put(b"".join(records), durable=True)
 
-    async def write(self, records: Sequence[bytes]) -> None:
-        """Record, and return when it would outlive this process; the next interval brings it to the disk."""
+    async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
+        """Record, and return when it would outlive this process. Unless `durable`, the next interval syncs the disk."""
         if records:
-            self._unsynced = True
-            await self._put(b"".join(records), durable=False)
+            self._unsynced = self._unsynced or not durable
+            await self._put(b"".join(records), durable=durable)
 
     def begin(self, key: Key) -> None:
         """Expect records of a unit from now on."""

@@ -131,7 +131,9 @@ def kept_text(event: ev.AttemptKept) -> str:
     parts = [f"{n} {what}" for n, what in (
         (event.calls, "whole answers"), (event.open_calls, "partial answers"), (event.steps, "steps")) if n]
     lost = "".join(f"; {n} tokens begin again because of {field}" for field, n in sorted(event.not_kept.items()))
-    return f"{', '.join(parts)} with {event.tokens} tokens{lost}"
+    steps = ", ".join(map(repr, event.possibly_delivered))
+    lost += f"; runs start over because step {steps} may have had its effect" if steps else ""
+    return f"{', '.join(parts) or 'no answers'} with {event.tokens} tokens{lost}"
 
 
 def prompt_of(task: dict[str, Any] | None) -> str | None:
