@@ -20,7 +20,10 @@ import orjson
 
 from trinity_es.events.values import BatchId
 
-__all__ = ["KeptAnswer", "KeptRun", "KeptStep", "Run", "chunk", "fingerprint", "frames", "kept_runs", "run_of", "step"]
+__all__ = [
+    "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames", "kept_runs", "run_of",
+    "step", "without_open_steps",
+]
 
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""
@@ -59,6 +62,8 @@ class KeptStep:
 
     done: bool = False
     value: Any = None
+    error: dict[str, Any] | None = None
+    """The error that it raised (`error_to_dict`); None if it returned the value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,9 +73,15 @@ class KeptRun:
     calls: dict[tuple[str, int], dict[int, KeptAnswer]] = field(default_factory=dict)
     """Answers by the call's fingerprint and occurrence, then by their number among the call's `n`."""
     steps: dict[tuple[str, int], KeptStep] = field(default_factory=dict)
-    """Steps by name with the digest of the arguments, and occurrence."""
+    """Steps by name, blank and digest of the arguments, and by occurrence."""
     seconds: float = 0.0
     """How long the attempts had played at the last record."""
+    possibly_delivered: list[str] = field(default_factory=list)
+    """Names of the steps because of which the run started over."""
+
+    def open_steps(self) -> list[str]:
+        """Return the names of steps that began and have no end, so that their effect may have happened."""
+        return [key.rpartition(" ")[0] for (key, _), step in self.steps.items() if not step.done]
 
 
 def fingerprint(*parts: Any) -> str:
@@ -89,6 +100,11 @@ def _frame(head: dict[str, Any], *arrays: np.ndarray[Any, Any]) -> bytes:
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
+def attempt(run: Run, number: int) -> bytes:
+    """Return the record with which a later attempt at a run begins: what a life has of earlier ones is over."""
+    return _frame({"run": run, "attempt": number})
+
+
 def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int, new: KeptAnswer) -> bytes:
     """Return the record of further tokens of an answer, from offset `start` on; `new.spans` are those of the whole.
 
@@ -105,10 +121,28 @@ def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int
     return _frame({**head, "lp": 1}, tokens, np.asarray(new.logprobs, dtype=np.float32))
 
 
-def step(run: Run, seconds: float, name: str, nth: int, *, done: bool, value: Any = None) -> bytes:
-    """Return the record of a step's beginning, or of its end with the value, which must be JSON."""
-    ended = {"value": value, "done": 1} if done else {}
-    return _frame({"run": run, "s": round(seconds, 3), "step": name, "nth": nth, **ended})
+def step(
+    run: Run, seconds: float, key: str, nth: int, *, done: bool, value: Any = None, error: dict[str, Any] | None = None
+) -> bytes:
+    """Return the record of a step's beginning, or of its end with the value or the error, which must be JSON."""
+    ended = {"value": value, "done": 1, **({"error": error} if error else {})} if done else {}
+    return _frame({"run": run, "s": round(seconds, 3), "step": key, "nth": nth, **ended})
+
+
+def without_open_steps(data: bytes) -> bytes:
+    """Replace all records of each run that has an open step by one that names its open steps."""
+    opened = {number: kept for number, kept in kept_runs([data]).items() if kept.open_steps()}
+    rest, runs = [], dict[int, Run]()
+    for head, _, frame in frames(data):
+        run = run_of(head)
+        if run[3] in opened:
+            runs[run[3]] = run
+        else:
+            rest.append(frame)
+    return b"".join(rest) + b"".join(
+        _frame({"run": runs[number], "s": kept.seconds, "over": [*kept.possibly_delivered, *kept.open_steps()]})
+        for number, kept in opened.items()
+    )
 
 
 def frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes, bytes]]:
@@ -136,10 +170,12 @@ def kept_runs(parts: Iterable[bytes]) -> dict[int, KeptRun]:
         for head, arrays, _ in frames(part):
             kept = runs.setdefault(head["run"][3], KeptRun())
             kept.seconds = max(kept.seconds, head["s"])
-            if "step" in head:
+            if "over" in head:
+                kept.possibly_delivered = head["over"]
+            elif "step" in head:
                 known = kept.steps.setdefault((head["step"], head["nth"]), KeptStep())
                 if "done" in head:
-                    known.done, known.value = True, head["value"]
+                    known.done, known.value, known.error = True, head["value"], head.get("error")
             else:
                 answers = kept.calls.setdefault((head["call"], head["nth"]), {})
                 _continue(answers.setdefault(head["choice"], KeptAnswer()), head, arrays)

@@ -444,4 +444,7 @@ def kept_text(event: ev.AttemptKept) -> str:
     parts = [f"{counted(tokens, 'token')} of {' and '.join(answers)}"] if answers else []
     parts += [counted(event.steps, "step result")] if event.steps else []
     lost = [f"; {counted(n, 'token')} can't go on because of {name}" for name, n in sorted(event.not_kept.items())]
-    return f"{' and '.join(parts)}, kept by {event.runner} #{event.incarnation}{''.join(lost)}"
+    if event.possibly_delivered:
+        steps = ", ".join(map(repr, event.possibly_delivered))
+        lost.append(f"; runs start over because step {steps} may have had its effect")
+    return f"{' and '.join(parts) or 'nothing'}, kept by {event.runner} #{event.incarnation}{''.join(lost)}"

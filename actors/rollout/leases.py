@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from trinity_es.actors.lease_providers import build_provider, recordable
 from trinity_es.events.errors import StartupError, WorkflowError
 
-__all__ = ["Lease", "LeaseRecorder", "RunLeases", "driven", "running_loop"]
+__all__ = ["Lease", "LeaseRecorder", "RunLeases", "call_async", "driven", "running_loop"]
 
 RENEWALS = 3
 SHORTEST_TTL = 5.0
@@ -143,7 +143,7 @@ class Lease:
         reported = self._accept(made)
         if reported is None:
             with self._logged("came too late, and could not be released"):
-                await _call_async(self.provider.release, self.key, made)
+                await call_async(self.provider.release, self.key, made)
             raise self._late_error()
         await asyncio.wrap_future(reported)
 
@@ -213,7 +213,7 @@ class Lease:
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return a provider's result; of a sync workflow in this thread, or on the lease's own loop if it is async."""
         if not self._sync:
-            return await _call_async(call, *args)
+            return await call_async(call, *args)
         result = call(*args)
         return self._on_own_loop(result) if inspect.isawaitable(result) else result
 
@@ -236,7 +236,7 @@ class Lease:
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
             with self._logged("could not be renewed, and is tried again"):
-                await _call_async(self.provider.renew, self.key, self.handle, self.ttl)
+                await call_async(self.provider.renew, self.key, self.handle, self.ttl)
                 self._leases.report(self.key, "renewed", ttl=self.ttl)
 
     # --- in an async workflow ---------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def _call_here(call: Callable[..., Any], *args: Any) -> None:
         asyncio.run(_awaited(result))
 
 
-async def _call_async(call: Callable[..., Any], *args: Any) -> Any:
+async def call_async(call: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a provider's method: an async one on this loop, another one in a thread."""
     if inspect.iscoroutinefunction(call):
         return await call(*args)

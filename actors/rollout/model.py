@@ -26,6 +26,7 @@ from trinity_es.actors.rollout.conversation.conversations import Message, experi
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
 from trinity_es.actors.rollout.openai_access import OpenAIAccess
 from trinity_es.actors.rollout.run_journal import RunJournal
+from trinity_es.actors.rollout.steps import RunSteps
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
@@ -90,6 +91,7 @@ class Model(OpenAIAccess):
         self._loop, self._graders = loop or running_loop(), graders
         self.workflow_state: dict[str, Any] = {}
         self.leases = RunLeases()
+        self.steps = RunSteps(journal, self._loop)
 
     @property
     def tokenizer(self) -> Tokenizer:

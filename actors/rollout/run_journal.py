@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
-from trinity_es.events.journal import KeptAnswer, KeptRun, Run, chunk, fingerprint
+from trinity_es.events.journal import KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
 
 __all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
 
@@ -36,8 +36,11 @@ class JournalWriter(Protocol):
     open: set[OpenCall]
     """Calls whose new tokens are recorded at each interval."""
 
-    async def write(self, records: Sequence[bytes]) -> None:
-        """Record, and return when it would outlive this process; never raises for a store that can't be written."""
+    async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
+        """Record, and return when it would outlive this process, or if `durable` the machine.
+
+        Never raises for a store that can't be written.
+        """
 
 
 def starts_over(sampling: Sampling) -> str:
@@ -123,6 +126,20 @@ class RunJournal:
     def seconds(self) -> float:
         """Return how long the run has played, with its earlier attempts."""
         return self.kept.seconds + self._clock() - self._began
+
+    async def begin_step(self, key: str, idempotent: bool) -> tuple[int, KeptStep | None]:
+        """Return a step's occurrence, and its end if the journal has it. Otherwise record that it begins.
+
+        The beginning of an idempotent step is not recorded: without its end it is done again.
+        """
+        nth, self._asked[key] = self._asked[key], self._asked[key] + 1
+        kept = self.kept.steps.get((key, nth))
+        if kept is None and not idempotent:
+            await self.writer.write([step(self.run, self.seconds(), key, nth, done=False)], durable=True)
+        return nth, kept
+
+    async def end_step(self, key: str, nth: int, value: Any, error: dict[str, Any] | None) -> None:
+        await self.writer.write([step(self.run, self.seconds(), key, nth, done=True, value=value, error=error)])
 
     def call(
         self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling,

@@ -128,6 +128,7 @@ class WorkflowRunner:
                                 *self._auxiliary_models(task, own_journal),
                             ]
                             row["state"] = models[0].workflow_state
+                            models[0].steps.random.seed(name)
                             if leases is not None:
                                 models[0].leases = RunLeases(leases, part.start)
                             over.callback(models[0].leases.close)
@@ -138,6 +139,8 @@ class WorkflowRunner:
                             else:
                                 begun.append(self.clock())
                                 await self._in_this_process(cls, _copied(task), part, repeats, models, own)
+                            for experience in own.experiences if models[0].steps.possibly_delivered else ():
+                                experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
                     self._fail(e, part, own)
                 out.add(own)

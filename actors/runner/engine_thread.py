@@ -44,7 +44,7 @@ from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
-from trinity_es.events.journal import KeptRun, kept_runs
+from trinity_es.events.journal import KeptRun, Run, attempt, kept_runs
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.journals import open_journals
 from trinity_es.events.values import task_from_dict
@@ -352,7 +352,13 @@ class EngineThread:
         if item.kept:
             kept = kept_runs([await self.reporter.in_thread(self.reporter.payloads.get, item.kept)])
         journal.begin(key)
-        return lambda run: RunJournal((item.batch_id, item.submission, item.unit.task, run), journal, kept.get(run))
+
+        def identity(run: int) -> Run:
+            return item.batch_id, item.submission, item.unit.task, run
+
+        if item.unit.attempt > 1:
+            await journal.write([attempt(identity(run), item.unit.attempt) for run in runs_of(item.unit)])
+        return lambda run: RunJournal(identity(run), journal, kept.get(run))
 
     def end_with_engine(self, reason: str) -> None:
         """Report that the engine is gone for good, report finished units, and end; the guardian starts another runner.

@@ -46,7 +46,7 @@ class Journal:
         self._units: dict[int, set[Key]] = {0: set()}
         """Unsettled units that may have records, by segment."""
         self._active: set[Key] = set()
-        self._unsynced = False
+        self._unsynced = self._durable = False
         self._failing = ""
 
     async def run(self) -> None:
@@ -56,12 +56,13 @@ class Journal:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), max(0.0, due - time.monotonic()))
             self._wake.clear()
-            records, durable = [data for data, _ in self._waiting], False
+            records, durable = [data for data, _ in self._waiting], self._durable
+            self._durable = False
             written, self._waiting = [done for _, done in self._waiting], []
             if time.monotonic() >= due:
                 due = time.monotonic() + self._settings.seconds
                 records += [record for call in self.open for record in call.progress()]
-                durable = bool(records) or self._unsynced
+                durable = durable or bool(records) or self._unsynced
             try:
                 if records or durable:
                     await self._put(b"".join(records), durable)
@@ -70,12 +71,16 @@ class Journal:
                     if not done.done():
                         done.set_result(None)
 
-    async def write(self, records: Sequence[bytes]) -> None:
-        """Record, and return when it would outlive this process, or after `PATIENCE_SECONDS`."""
+    async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
+        """Record, and return when it would outlive this process, or after `PATIENCE_SECONDS`.
+
+        If `durable` it would outlive the machine; otherwise the next interval brings it to the disk.
+        """
         if not records or sum(len(data) for data, _ in self._waiting) > self._settings.max_bytes:
             return
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((b"".join(records), done))
+        self._durable = self._durable or durable
         self._wake.set()
         await asyncio.wait([done], timeout=PATIENCE_SECONDS)
 

@@ -152,6 +152,9 @@ class AttemptKept(Event, stream="batch/<id>"):
     """How long the lost attempts played, which counts in the time limit of the next."""
     not_kept: dict[str, int] = field(default_factory=dict)
     """Tokens of partial answers that can't go on, by the sampling field that forbids it."""
+    possibly_delivered: list[str] = field(default_factory=list)
+    """Names of steps that began and have no end, and may have had their effect. Their runs start over, and nothing else
+    is kept of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class Written:
         self.open: set[OpenCall] = set()
         self.data = b""
 
-    async def write(self, records: Sequence[bytes]) -> None:
+    async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
         self.data += b"".join(records)
 
     def look(self) -> None:

@@ -95,7 +95,7 @@ class ReActWorkflow(MultiTurnWorkflow):
             if not calls or counts["turns"] >= self.task.workflow_args.get("max_turns", 8) or answer.truncate_status:
                 break
             for call in calls:
-                result, failed = _call_result(tools, call)
+                result, failed = self.step("tool call", functools.partial(_call_result, tools), call)
                 messages.append({"role": "tool", "content": result})
                 counts["tool_calls"] += 1
                 counts["tool_errors"] += failed

@@ -12,9 +12,11 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any, ClassVar
 
 from trinity_es.actors.rollout.leases import Lease
+from trinity_es.actors.rollout.steps import RunSteps
 from trinity_es.actors.rollout.workers.graders import GRADER_BYTES, GRADER_SECONDS
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
@@ -128,6 +130,43 @@ class Workflow:
         WorkflowError for arguments that can't be recorded.
         """
         return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
+
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, idempotent: bool = False) -> Any:
+        """Return `fn(*args)`, called once even if the run is lost and played again, for sync workflows.
+
+        Meant for calls with an effect outside, or with a result that a second call would change. The arguments and the
+        value are plain JSON. The next attempt finds a step by its name and arguments, and gets its value without a
+        call, or its error (one of this software or built in, else TrinityError).
+
+        If an attempt is lost while `fn` runs, its effect may have happened or not. With `idempotent` the next attempt
+        calls it again. Otherwise the run starts over, without its earlier answers and steps: a warning,
+        `AttemptKept.possibly_delivered` and `info["possibly_delivered"]` of its experiences name the step.
+
+        Raises WorkflowError if the arguments or the value are not plain JSON.
+        """
+        return self._steps.step(name, fn, args, idempotent)
+
+    async def step_async(self, name: str, fn: Callable[..., Any], /, *args: Any, idempotent: bool = False) -> Any:
+        """Return the same, for async workflows. `fn` may be async; another one is called in a thread."""
+        return await self._steps.step_async(name, fn, args, idempotent)
+
+    def now(self) -> float:
+        """Return the time in unix seconds, the same if the run is played again, for sync workflows."""
+        return self._steps.now()
+
+    async def now_async(self) -> float:
+        """Return the same, for async workflows."""
+        return await self._steps.now_async()
+
+    @property
+    def random(self) -> Random:
+        """Random numbers that differ between runs, and are the same if a run is played again."""
+        return self._steps.random
+
+    @property
+    def _steps(self) -> RunSteps:
+        steps = getattr(self.model, "steps", None)
+        return steps if isinstance(steps, RunSteps) else self.__dict__.setdefault("_own_steps", RunSteps())
 
     def require_prompt(self) -> Any:
         """Return the task's prompt. Raises WorkflowError if it is missing or null."""

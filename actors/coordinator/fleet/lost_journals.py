@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
-from trinity_es.events.journal import frames, kept_runs, run_of
+from trinity_es.events.journal import frames, kept_runs, run_of, without_open_steps
 from trinity_es.events.store.journals import Journals, Life
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -116,7 +116,11 @@ class LostJournals:
         records: dict[tuple[BatchId, str, int, int], list[bytes]] = {}
         for segment in self._journals().read(life):
             for head, _, frame in frames(segment):
-                records.setdefault(run_of(head), []).append(frame)
+                of_run = records.setdefault(run_of(head), [])
+                if "attempt" in head:  # what came before is in `earlier`, or is of an attempt that failed
+                    of_run.clear()
+                else:
+                    of_run.append(frame)
         return [self._kept(life, lost, records) for lost in units]
 
     def _kept(
@@ -133,6 +137,12 @@ class LostJournals:
         data = earlier + b"".join(own)
         if not data:
             return None
+        opened = {number: run.open_steps() for number, run in kept_runs([data]).items() if number in runs}
+        for number, names in opened.items():
+            for name in names:
+                _LOG.warning("run %s/%s/%s starts over: step %r began and has no end, and may have had its effect",
+                             lost.batch_id, unit.task, number, name)
+        data = without_open_steps(data)
         kept = [run for number, run in kept_runs([data]).items() if number in runs]
         answers = [answer for run in kept for of_call in run.calls.values() for answer in of_call.values()]
         not_kept: dict[str, int] = {}
@@ -145,6 +155,7 @@ class LostJournals:
             calls=sum(bool(a.finish) for a in answers), open_calls=sum(not a.finish for a in answers),
             tokens=sum(len(a.tokens) for a in answers), steps=sum(s.done for run in kept for s in run.steps.values()),
             seconds=max((run.seconds for run in kept), default=0.0), not_kept=not_kept,
+            possibly_delivered=sorted({name for names in opened.values() for name in names}),
         )
 
     def _sweep(self, needed: set[Life]) -> None:

@@ -28,6 +28,7 @@ from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.leases import RunLeases, driven
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import RunJournal
+from trinity_es.actors.rollout.steps import RunSteps
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TrinityError, WorkflowError
@@ -150,6 +151,17 @@ class _RemoteLeases(RunLeases):
         """Do nothing: the runner closes them however the run ends."""
 
 
+class _RemoteSteps(RunSteps):
+    """The steps of a run, which the runner records."""
+
+    def __init__(self, model: _RemoteModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+        return self._model.remote("steps", "record", (method, *args))
+
+
 class _RemoteEngine:
     def __init__(self, index: int) -> None:
         self.index = index
@@ -182,6 +194,7 @@ class _RemoteModel(Model):
         self._tokenizer = _RemoteTokenizer(self)
         self._endpoint: Endpoint | None = None
         self.leases = _RemoteLeases(self)
+        self.steps = _RemoteSteps(self)
 
     @property
     def tokenizer(self) -> Any:

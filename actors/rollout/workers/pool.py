@@ -299,7 +299,7 @@ class _Worker:
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
     """Return the result of a worker's call; for an attribute of the tokenizer (it is a method, its value)."""
-    target = {"model": model, "leases": model.leases}.get(what) or model.tokenizer
+    target = {"model": model, "leases": model.leases, "steps": model.steps}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":
         return callable(value), None if callable(value) else value

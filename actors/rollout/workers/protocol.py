@@ -9,7 +9,8 @@ To the runner:
 - `ready`: it can play
 - `imported`: an `import` was tried
 - `begun, number`: it has taken the run
-- `call, number, call number, index, what, name, arguments`: call a method of model `index`, its tokenizer or leases
+- `call, number, call number, index, what, name, arguments`: call a method of model `index`, or of its tokenizer, leases
+  or steps
 - `done, number, execution, experiences, engine_dead`: the run is over
 
 `number` counts the runs of one worker: messages of an earlier run are dropped. All calls of a model and its tokenizer

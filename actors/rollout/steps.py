@@ -1,0 +1,106 @@
+"""Steps of a run: calls whose effects are outside, such as a payment, a tool or a clock.
+
+A step's value is recorded in the run's journal. If the attempt is lost, the next one gets the recorded value, and the
+function is not called again. A step that began and has no end may have had its effect: then the run starts over
+(`without_open_steps`), unless the workflow says that the step is idempotent. Without a journal the function is called,
+and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from trinity_es.actors.rollout.leases import call_async, driven, running_loop
+from trinity_es.actors.rollout.result import classify
+from trinity_es.actors.rollout.run_journal import RunJournal
+from trinity_es.events.errors import WorkflowError, error_from_dict, error_to_dict
+from trinity_es.events.journal import KeptStep, fingerprint
+from trinity_es.events.json_values import NotPlain, plain
+
+__all__ = ["RunSteps"]
+
+
+class RunSteps:
+    """The steps of one run, and its random numbers. `loop` is the journal's."""
+
+    def __init__(self, journal: RunJournal | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._journal, self._loop = journal, loop
+        self.random = random.Random(0)
+        self.possibly_delivered = [] if journal is None else journal.kept.possibly_delivered
+
+    async def step_async(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
+        return await self._play(name, fn, args, idempotent, sync=False)
+
+    def step(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
+        if running_loop() is not None:
+            raise WorkflowError(f"step {name!r} would stop this thread's event loop: await step_async or now_async")
+        return driven(self._play(name, fn, args, idempotent, sync=True))
+
+    async def now_async(self) -> float:
+        return float(await self.step_async("now", time.time, (), True))
+
+    def now(self) -> float:
+        return float(self.step("now", time.time, (), True))
+
+    async def record(self, method: str, *args: Any) -> Any:
+        """Return the result of a method of the journal; None without a journal."""
+        return None if self._journal is None else await getattr(self._journal, method)(*args)
+
+    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+        if self._journal is not None:
+            assert self._loop is not None  # a run with a journal plays in a runner
+            return asyncio.run_coroutine_threadsafe(self.record(method, *args), self._loop)
+        nothing: Future[Any] = Future()
+        nothing.set_result(None)
+        return nothing
+
+    async def _play(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool, sync: bool) -> Any:
+        """Return the step's value. If `sync`, nothing here waits for an event loop."""
+
+        async def recorded(method: str, *args: Any) -> Any:
+            future = self._recorded(method, *args)
+            return future.result() if sync else await asyncio.wrap_future(future)
+
+        key = f"{name} {fingerprint(_plain(f'the arguments of step {name!r}', args))}"
+        nth, kept = await recorded("begin_step", key, idempotent) or (0, None)
+        if kept is not None:
+            return _value(kept)
+        try:
+            value = _plain(f"the value of step {name!r}", fn(*args) if sync else await call_async(fn, *args))
+        except Exception as e:
+            if classify(e)[0] == "infra":  # it may be another one in the next attempt, which gets no value for it
+                raise
+            error = _as_json(e)
+            await recorded("end_step", key, nth, None, error)
+            if type(again := error_from_dict(error)) is type(e):
+                raise
+            raise again from e  # as the next attempt gets it
+        await recorded("end_step", key, nth, value, None)
+        return value
+
+
+def _value(kept: KeptStep) -> Any:
+    if kept.error is not None:
+        raise error_from_dict(kept.error)
+    return kept.value
+
+
+def _plain(what: str, value: Any) -> Any:
+    try:
+        return plain(value)
+    except NotPlain as e:
+        path = "".join(reversed(e.path))
+        raise WorkflowError(f"{what} must be plain JSON, and {path or 'it'} {e.problem}") from None
+
+
+def _as_json(error: Exception) -> dict[str, Any]:
+    data = error_to_dict(error)
+    try:
+        return dict(plain(data))
+    except NotPlain:
+        return {**data, "message": ascii(data["message"]), "details": {}}
