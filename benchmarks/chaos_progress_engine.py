@@ -51,7 +51,7 @@ class Counting(ScriptedEngine):
             raise ValueError("an answer goes on from tokens that this engine never gave")
         whole = Completion(prompt_token_ids=ids, token_ids=tokens[kept:], logprobs=logprobs[kept:], text="",
                            finish_reason="stop")
-        began, count = time.monotonic(), -1
+        began, count, request = time.monotonic(), -1, request or uuid4().hex
         with open(Path(os.environ[NOTES]) / uuid4().hex, "wb", buffering=0) as note:
             while count < len(whole.token_ids):
                 count = min(len(whole.token_ids), int((time.monotonic() - began) / pace))
