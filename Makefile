@@ -43,7 +43,7 @@ PLATFORM = if nvidia-smi -L >/dev/null 2>&1; then engine=vllm; else engine=vllm-
 	done
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv with everything (instant when nothing changed)
 

@@ -1,4 +1,4 @@
-"""The short form of `make chaos-progress`: after a kill at most an interval's tokens are generated again (promise 12)."""
+"""The short form of `make chaos-progress`: a kill costs at most an interval of generated tokens (promise 12)."""
 
 from __future__ import annotations
 
