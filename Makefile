@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check pure test test-all lint bench bench-more chaos chaos-hosts docs screenshots constraints clean
+.PHONY: help setup demo check pure test test-all lint bench bench-more chaos chaos-hosts chaos-progress docs screenshots constraints clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -43,7 +43,7 @@ PLATFORM = if nvidia-smi -L >/dev/null 2>&1; then engine=vllm; else engine=vllm-
 	done
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv with everything (instant when nothing changed)
 
@@ -100,6 +100,10 @@ chaos: setup ## kill everything at random for up to ten minutes, and account for
 
 chaos-hosts: setup ## kill hosts, cut their network and all else in a run over several, and account for it (needs root)
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos_hosts --json benchmarks/results/chaos_hosts.json
+
+chaos-progress: setup ## kill runners under long answers, and count what is generated again with and without the journal
+	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos_progress --json benchmarks/results/chaos_progress.json \
+	  --svg docs/lost_lengths.svg
 
 docs: setup ## print the pages of docs/ that are made from code and tests again
 	@mkdir -p docs; $(PY) -m trinity_es.config.config_docs > docs/CONFIG.md; $(PY) -m trinity_es.events.event_docs > docs/EVENTS.md

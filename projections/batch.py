@@ -230,8 +230,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.AttemptFailed():
             _apply_failed(state, event)
         case ev.AttemptKept():
-            state.lost.pop((event.task, event.run_id_base), None)
-            state.kept[event.task, event.run_id_base] = event
+            _apply_kept(state, event)
         case ev.TaskDropped():
             for number in event.tasks:
                 state.dropped[number] = event.reason
@@ -353,6 +352,16 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
         task.failed.update(dict.fromkeys(event.failed_runs, event.message))
         if task.settled:
             state.statuses[event.task] = task.status()
+
+
+def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
+    """Keep what a lost attempt had. The loss counts for nothing if the attempt got further than those before it."""
+    key = event.task, event.run_id_base
+    before = state.kept.get(key)
+    if before is None or (event.tokens, event.steps) > (before.tokens, before.steps):
+        state.strikes[key] = max(0, state.strikes.get(key, 0) - 1)
+    state.lost.pop(key, None)
+    state.kept[key] = event
 
 
 def _reopen(state: BatchState, event: ev.TaskReopened) -> None:

@@ -128,7 +128,7 @@ class ScriptedEngine:
             try:
                 await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
             finally:
-                self._open.pop(request, None)
+                self._open.pop(request, None)  # requests outside of a journal have no name
         return answers
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
