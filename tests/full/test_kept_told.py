@@ -1,4 +1,4 @@
-"""What a lost attempt had of its answers is told wherever its task, its run or its tokens are shown (promise 12)."""
+"""Views say what a lost attempt had of its answers wherever its task, its run or its tokens are shown (promise 12)."""
 
 from __future__ import annotations
 
