@@ -79,6 +79,8 @@ class Needs:
             case ev.RunsFinished():  # or its subclass TaskFinished
                 if event.payload is not None:
                     yield event.payload.digest, owner, stream, self._submitted.get(stream, 0)
+            case ev.AttemptKept():
+                yield event.payload, owner, stream, self._submitted.get(stream, 0)
             case ev.BatchFinalized():
                 first = self._submitted.get(stream, 0)
                 yield from ((ref.digest, owner, stream, first) for ref in event.experiences)

@@ -1,4 +1,4 @@
-"""What a lost attempt had of its answers is told wherever its task, its run or its tokens are shown (promise 12)."""
+"""Views say what a lost attempt had of its answers wherever its task, its run or its tokens are shown (promise 12)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ KEPT = "3,840 tokens of 1 whole answer and 1 partial answer, kept by runner-2 #1
 LOST = "; 60 tokens can't go on because of presence_penalty"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A log in which task 0 was lost with runner-2 and went on with runner-1; run 0 was spliced twice."""
-    path = tmp_path / "log.sqlite"
+def lost(path: Path, *, ended: bool) -> Path:
+    """A log in which task 0 was lost with runner-2 and goes on with runner-1; run 0 is spliced twice."""
     record = chunk((3, "s", 0, 0), 1.0, "c", 0, 0, 0, KeptAnswer(tokens=[104, 105], logprobs=[-0.1, -0.2]))
     journals = open_journals(str(path))
     journals.append(("runner-2", 1), 0, record, durable=True)
@@ -48,9 +46,14 @@ def path(tmp_path: Path) -> Path:
         ev.AttemptKept(**who, task=0, run_id_base=0, runs=2, attempt=1, payload=kept, calls=1, open_calls=1,
                        tokens=3900, steps=0, seconds=12.0, not_kept={"presence_penalty": 60}),
         ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0, 2)], model_version=5),
-        finished(0, digest, attempt=2),
+        *([finished(0, digest, attempt=2)] if ended else []),
     ])])
     return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return lost(tmp_path / "log.sqlite", ended=True)
 
 
 def test_show_says_what_an_attempt_and_a_run_went_on_from(path: Path) -> None:
@@ -84,6 +87,12 @@ def test_the_dashboard_marks_where_an_answer_was_spliced(path: Path) -> None:
     assert f"goes on from {KEPT}" in batch
 
 
+def test_the_page_of_an_open_run_says_from_what_it_goes_on(tmp_path: Path) -> None:
+    path = lost(tmp_path / "log.sqlite", ended=False)
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        assert f"It goes on from {KEPT}" in client.get("/rollout?id=3&task=0&run=1").text
+
+
 def test_a_trace_has_the_moment_from_which_a_task_goes_on(path: Path, tmp_path: Path) -> None:
     done = cli("export", "3", "--trace", tmp_path / "trace.json", "--log", path)
     assert done.exit_code == 0, done.output
@@ -92,7 +101,16 @@ def test_a_trace_has_the_moment_from_which_a_task_goes_on(path: Path, tmp_path: 
     assert KEPT in told
 
 
-def test_promise_12_a_log_is_sound_without_its_journal(path: Path) -> None:
+def test_promise_12_a_log_is_sound_without_its_journal_and_not_without_what_an_attempt_went_on_from(path: Path) -> None:
     shutil.rmtree(f"{path}.journals")
+    sound = cli("verify", "--log", path)
+    assert sound.exit_code == 0, sound.output
+    assert "note" not in sound.stdout
     with open_log(str(path)) as log:
-        assert log.verify() == []
+        [kept] = [r.event.payload for r in log.events(3) if isinstance(r.event, ev.AttemptKept)]
+    store = open_payloads(str(path), durability="process")
+    store.delete(kept)
+    store.close()
+    with open_log(str(path)) as log:
+        [problem] = log.verify()
+    assert f"payload {kept} is missing" in str(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -177,18 +178,24 @@ def test_promise_12_a_lost_attempt_goes_on_where_it_was(
     assert client.log.verify() == []
 
 
+@pytest.mark.parametrize("seconds", [0, 0.1])
 def test_without_a_journal_a_lost_attempt_begins_at_its_prompt(
-    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None is written, or somebody deletes it."""
     requests = tmp_path / "requests"
     monkeypatch.setenv("REQUESTS", str(requests))
-    client = start_system(explorer={**SECTIONS["explorer"], "progress": {"seconds": 0}})
+    client = start_system(explorer={**SECTIONS["explorer"], "progress": {"seconds": seconds}})
     client.submit_batch(batch_id=1, tasks=[Task(workflow=TwoCalls)], batch_type="train")
     wait_until(lambda: requests.exists() and len(requests.read_text().splitlines()) == 2, "the second call")
+    if seconds:
+        wait_until(lambda: journaled(client) > 0, "a record")
+        shutil.rmtree(f"{client.log.url.removeprefix('sqlite:///')}.journals")
     kill_runner(client, start_system)
     assert finalize_in_thread(client, 1).result(60)["finished_task_count"] == 1
     assert [line.split()[0] for line in requests.read_text().splitlines()] == ["2", "22", "2", "22"]
-    assert journaled(client) == 0
+    wait_until(lambda: journaled(client) == 0, "the journal to be freed")
+    assert client.log.verify() == []
     assert not any(isinstance(r.event, ev.AttemptKept) for r in client.log.events())
 
 

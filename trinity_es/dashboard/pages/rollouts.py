@@ -101,9 +101,12 @@ def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
     task, run = request.number("task"), request.number("run")
     if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
+    kept = next((flight.kept for (of_task, first), flight in batch.state.flights.items()
+                 if of_task == task and first <= run < first + flight.unit.runs), None)
     return Page(
         template="rollout_open.html", title=f"Run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
-        watch=(batch_stream(batch.batch_id),), values={"batch": batch, "task": task, "run": run},
+        watch=(batch_stream(batch.batch_id),),
+        values={"batch": batch, "task": task, "run": run, "kept": kept and kept_text(kept)},
     )
 
 
