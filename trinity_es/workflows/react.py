@@ -69,12 +69,13 @@ def tool_of(path: str) -> Tool:
 class ReActWorkflow(MultiTurnWorkflow):
     """Turns with tools until an answer without a call; the reward is that of this answer (`reward_fn`).
 
-    `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model). Metrics: `turns`,
+    `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model), `idempotent` (false: a run
+    that was lost during a call of a tool starts over; true: it calls the tool again and goes on). Metrics: `turns`,
     `tool_calls`, `tool_errors`, `unfinished` (1 if the last answer still calls a tool: it was the last turn, or the
     model's context has no room for another).
     """
 
-    ARGS = frozenset({"tools", "max_turns"})
+    ARGS = frozenset({"tools", "max_turns", "idempotent"})
     FUNCTION_ARGS = frozenset({"tools"})
     KNOWN_TO_REWARDS = KNOWN
 
@@ -95,7 +96,10 @@ class ReActWorkflow(MultiTurnWorkflow):
             if not calls or counts["turns"] >= self.task.workflow_args.get("max_turns", 8) or answer.truncate_status:
                 break
             for call in calls:
-                result, failed = self.step("tool call", functools.partial(_call_result, tools), call)
+                result, failed = self.step(
+                    "tool call", functools.partial(_call_result, tools), call,
+                    idempotent=self.task.workflow_args.get("idempotent", False),
+                )
                 messages.append({"role": "tool", "content": result})
                 counts["tool_calls"] += 1
                 counts["tool_errors"] += failed

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -279,3 +282,49 @@ def test_without_a_journal_steps_call_their_functions(sync: bool) -> None:
 def test_a_later_attempt_of_the_same_life_begins_with_a_record() -> None:
     [(head, _, _)] = frames(attempt(RUN, 2))
     assert head == {"run": list(RUN), "attempt": 2}
+
+
+class Mortal(Written):
+    """A process that dies before or after its nth write or effect; a write that it dies before is lost."""
+
+    def __init__(self, dies: int) -> None:
+        super().__init__()
+        self.left = dies
+
+    def pass_by(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Dead
+
+    async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
+        self.pass_by()
+        await super().write(records, durable=durable)
+        self.pass_by()
+
+
+def test_trap_5_whenever_a_process_dies_each_repeated_effect_is_of_a_run_that_started_over_and_is_named() -> None:
+    names, chance, over = [f"step {number}" for number in range(4)], random.Random(3), 0
+
+    def do(name: str, writer: Mortal, effects: Counter[str]) -> int:
+        writer.pass_by()
+        effects[name] += 1
+        writer.pass_by()
+        return effects[name]
+
+    async def play(writer: Mortal, kept: KeptRun | None, effects: Counter[str]) -> list[int]:
+        made = workflow(kept, writer)
+        return [await made.step_async(name, partial(do, name, writer, effects)) for name in names]
+
+    for _ in range(300):
+        effects, data, values = Counter[str](), b"", list[int]()
+        while not values:
+            writer = Mortal(chance.randrange(1, 40))
+            try:
+                values = asyncio.run(play(writer, kept_runs([data]).get(0), effects))
+            except Dead:
+                data = without_open_steps(data + writer.data)
+        named = kept_runs([data]).get(0, KeptRun()).possibly_delivered
+        assert all(1 <= effects[name] <= 1 + len(named) for name in names)
+        assert values == [effects[name] for name in names], "the value of the last time"
+        over += len(named)
+    assert over > 20
