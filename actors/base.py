@@ -35,7 +35,7 @@ _FIRST_ROOT = logging.getLogger()
 """Root logger at import. Thespian gives each actor another root; loggers of modules stay below this one."""
 
 
-class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
+class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
     """Base of guardian, coordinator and runner. Its handlers are methods `on_<MessageClass>(message, sender)`."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
                 self._pair[1].send(b"x")
 
     def start_watch(self) -> None:
-        """Open the socket pair. Call it in a handler: during `__init__` the actor has no address in the system yet."""
+        """Open the socket pair. Call it in a handler: the actor gets its address only after `__init__`."""
         if self._pair is None:
             self._pair = socket.socketpair()
             for end in self._pair:

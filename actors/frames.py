@@ -48,7 +48,7 @@ def _seal(key: bytes, port: int, size: int, head: bytes) -> bytes:
     return hmac.digest(key, b"trinity-es %d %d " % (port, size) + head, "sha256")
 
 
-class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian has no types
+class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
     """Buffer for one incoming frame. It replaces Thespian's, which keeps everything that comes."""
 
     def __init__(self, key: bytes, *ports: int) -> None:

@@ -181,7 +181,7 @@ class HostLeaves:
 
 @dataclass(frozen=True, slots=True)
 class HostDrained:
-    """Coordinator to host: its runners have no units left."""
+    """Coordinator to host: no units are left on its runners."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ LOOKS = 3
 
 
 def owner_gone(owner: Mapping[str, Any] | None) -> str:
-    """Return why a system with this owner (`pid`, `started`) has to end; empty if it need not, or has no owner."""
+    """Return why a system with this owner (`pid`, `started`) has to end; empty if the owner lives or none is named."""
     if not owner or process_lives(owner["pid"], owner["started"]):
         return ""
     return f"process {owner['pid']}, which had started it, has ended"

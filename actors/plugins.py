@@ -32,7 +32,7 @@ def look_in(*folders: str, first: bool = True) -> None:
 def load(path: str) -> Any:
     """Import a module, or the attribute of it that "module:Class" names.
 
-    Raises whatever the import raises, and AttributeError if the module has no such attribute.
+    Raises whatever the import raises, and AttributeError if the module lacks the attribute.
     """
     module, _, attribute = path.partition(":")
     imported = importlib.import_module(MOVED.get(module, module))

@@ -102,7 +102,7 @@ def listens_at(pid: int, port: int) -> str:
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------
-class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian has no types
+class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is untyped
     """Thespian's TCP transport, on one address and with sealed frames.
 
     Child processes get the class of their parent's transport, so all of a system have it.
@@ -399,12 +399,12 @@ def _warn_on_stderr() -> None:
         _log.propagate = False
 
 
-class AuthenticatedSystemBase(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
+class AuthenticatedSystemBase(ActorSystemBase):  # type: ignore[misc]  # thespian is untyped
     """System base for `ActorSystem`, in place of "multiprocTCPBase"."""
 
     def __init__(self, address: str, port: int, key: bytes, log_defs: dict[str, Any] | None = None) -> None:
         self.transportType = partial(AuthenticatedTransport, key=key)
-        # The launcher's interpreter, the admin and the guardian have no threads and no database, so a fork of them is
-        # safe, and a new runner or coordinator need not import everything again.
+        # The launcher's interpreter, the admin and the guardian use neither threads nor a database, so a fork of them
+        # is safe, and a new runner or coordinator need not import everything again.
         capabilities = {"Process Startup Method": "fork", "Admin Port": port, _ADDRESS: address}
         super().__init__(SimpleNamespace(capabilities=capabilities), log_defs)

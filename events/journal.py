@@ -77,10 +77,10 @@ class KeptRun:
     seconds: float = 0.0
     """How long the attempts had played at the last record."""
     possibly_delivered: list[str] = field(default_factory=list)
-    """Names of the steps because of which the run started over."""
+    """Names of the steps that made the run start over."""
 
     def open_steps(self) -> list[str]:
-        """Return the names of steps that began and have no end, so that their effect may have happened."""
+        """Return the names of unfinished steps, whose effect may have happened."""
         return [key.rpartition(" ")[0] for (key, _), step in self.steps.items() if not step.done]
 
 

@@ -10,7 +10,7 @@ The format, version 2, is a safetensors file:
 - tensors `0.lengths`, `1.lengths`, ...: run lengths. Then its tensor holds one value per run of bitwise equal values:
   an advantage that is the same for a response, a mask that is true throughout.
 
-Version 1 has no sources, no run lengths and no index in place of shapes. Payloads are addressed by content, so the same
+Version 1 lacks sources, run lengths and the index in place of shapes. Payloads are addressed by content, so the same
 input gives the same bytes. This module reads and writes the format itself: safetensors copies all that it reads.
 """
 
@@ -54,7 +54,7 @@ class Column(NamedTuple):
     key: str | None
     """Key of the array, if the field is a dict of arrays."""
     arrays: list[Array | None]
-    """None: this experience has no such array, or, when reading, has it in another column with another dtype."""
+    """None if this experience lacks the array or, when reading, has it in another column with another dtype."""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Identity of processes, although pids are reused and clocks are set.
 
 A pid and a start identify a process. The start is made of the clock ticks from the machine's boot (field 22 of
-/proc/PID/stat), the id of that boot, and the pid namespace. psutil's `create_time()` changes when the clock is set.
+/proc/PID/stat), the boot's id, and the pid namespace. psutil's `create_time()` changes when the clock is set.
 """
 
 from __future__ import annotations

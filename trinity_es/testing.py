@@ -84,7 +84,7 @@ class ScriptedEngine:
     `latency_seconds`, `token_seconds`, `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never
     returns), `block: true` (blocks the event loop), `exit: true` (the process exits), each with `times: n` for only
     the first n times.
-    Penalties, `min_tokens`, `min_p` and `json_schema` have no effect. Loading weights or an adapter raises SyncError if
+    Penalties, `min_tokens`, `min_p` and `json_schema` are ignored. Loading weights or an adapter raises SyncError if
     the path does not exist or ends in "bad". Raises ConfigError for an unknown key of the script.
     """
 

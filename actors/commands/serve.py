@@ -32,7 +32,7 @@ class RewardAnswers(Command[int], name="reward_answers", writes=True):
     task: ShortText | None
     """Their group in the pipeline; null: each is a task of its own."""
     run: Whole | None
-    """Their run of that task; null: 0."""
+    """Number of their run of the task; null: 0."""
 
 
 class DeliveredAnswers(TypedDict):

@@ -96,7 +96,7 @@ CLOSE_SECONDS = 8.0
 OUTPUT_SECONDS = 3.0
 """Maximum time at the system's end for the outputs and for closing the operators; outputs write the rest next time."""
 HEAR_SECONDS = 1.0
-"""How long clients wait for runners that may know more of the log than this coordinator and have not reported yet."""
+"""How long clients wait for silent runners, which may know more of the log than this coordinator."""
 
 
 class Coordinator(BaseActor):

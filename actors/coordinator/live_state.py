@@ -235,7 +235,7 @@ class LiveState:
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
-        """Return a batch, open or ended; None if the log has no batch of this id."""
+        """Return a batch, open or ended; None if no batch has this id."""
         state = self.batches.get(batch_id) or self.ended.get(batch_id)
         if state is None:
             if type(batch_id) is int and batch_id > self._greatest_id:

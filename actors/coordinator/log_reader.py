@@ -2,7 +2,7 @@
 
 If a request needs data that is not in memory, the router sets it aside, a thread reads, and the request is handled from
 its start (`Fetch`). That is sound because a handler reads before it changes anything. A database that hangs blocks only
-these threads; `Watch` probes it, so that `status` can show since when it has not answered.
+these threads; `Watch` probes it, so that `status` can show when it stopped answering.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Fetch:
         self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`. Raises its exception, or NotRead if it has not run yet."""
+        """Return the result of `read`. Raises its exception, or NotRead before it has run."""
         if key not in self._results:
             raise NotRead(key, read)
         result = self._results[key]
@@ -106,7 +106,7 @@ class Watch:
 
     @property
     def trouble(self) -> str | None:
-        """Message with the time since when the database has not answered; None while it answers."""
+        """Message that says when the database stopped answering; None while it answers."""
         silent = self._now() - self._answered
         if silent < WATCH_SECONDS + SILENT_SECONDS:
             return None

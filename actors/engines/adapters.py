@@ -29,7 +29,7 @@ _FINITE: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0000000000000), "F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Dtypes that an adapter may have: an unsigned integer of that width, and the exponent bits of NaN and infinity."""
+"""Dtypes that an adapter may have: an unsigned integer of the same width, and the exponent bits of NaN and infinity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
 
 
 def lacking(engines: Iterable[tuple[str, int]], gpus: int) -> str:
-    """Return the first engine that needs more GPUs than there are; "" if none does, or this machine has no GPU."""
+    """Return the first engine that needs more GPUs than there are; "" if none does, or on a machine without GPUs."""
     return next((name for name, count in engines if 0 < gpus < count), "")
 
 

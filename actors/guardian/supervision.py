@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 GONE = frozenset({"waiting", "quarantined", "down"})
-"""States of a child that has no process."""
+"""States of a child without a process."""
 ENDED = GONE | {"retired", "failed"}
 """States of a child that sends nothing more."""
 CHECK_SECONDS = 1.0

@@ -229,7 +229,7 @@ class HeadEnd:
                 return port
 
     def send(self, host: str, to: str, message: Any) -> None:
-        """Send to a host, from any thread; dropped if the host has no connection now."""
+        """Send to a host, from any thread; dropped if the host is not connected."""
         def put() -> None:
             connection = self._pipes.get(host)
             if connection is not None:

@@ -267,7 +267,7 @@ class Lease:
         return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
 
     def _own_loop(self) -> _OwnLoop:
-        if self._loop is None or not self._loop.thread.is_alive():  # a fork by the workflow has no such thread
+        if self._loop is None or not self._loop.thread.is_alive():  # a fork by the workflow lacks this thread
             self._loop = _OwnLoop()
         return self._loop
 

@@ -38,7 +38,7 @@ class OpenAIAccess(Remembering):
 
         `client.model_path` is the model's name. Requests default to the task's `rollout_args`. The API is vLLM's, and
         answers have their token ids. Don't call it on the engine's loop, which has to answer. Raises WorkflowError
-        without the package openai, or if the model has no endpoint.
+        without the package openai, or for a model without an endpoint.
         """
         if self._client is None:
             self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)

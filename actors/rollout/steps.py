@@ -1,7 +1,7 @@
 """Steps of a run: calls whose effects are outside, such as a payment, a tool or a clock.
 
 A step's value is recorded in the run's journal. If the attempt is lost, the next one gets the recorded value, and the
-function is not called again. A step that began and has no end may have had its effect: then the run starts over
+function is not called again. An unfinished step may have had its effect: then the run starts over
 (`without_open_steps`), unless the workflow says that the step is idempotent. Without a journal the function is called,
 and nothing is recorded.
 """

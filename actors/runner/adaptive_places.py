@@ -1,7 +1,7 @@
 """Number of units that a runner runs at once, and its adjustment to the engine's load.
 
 `AdaptivePlaces` decides as TCP does about its window: twice as many while there is room, then slightly more, and fewer
-by a share. It is pure and has no clock. It counts finished units, so it changes slowly if answers are long, because
+by a share. It is pure and reads no clock. It counts finished units, so it changes slowly if answers are long, because
 their KV cache fills late.
 """
 

@@ -90,7 +90,7 @@ class Journal:
         self._units[self._segment].add(key)
 
     def settled(self, key: Key) -> None:
-        """Free the segments of which this was the last unit."""
+        """Free the segments whose last unit this was."""
         self._active.discard(key)
         if not self._active and self._sizes.get(self._segment):
             self._next_segment()

@@ -120,8 +120,8 @@ def dumped(body: Mapping[str, Any]) -> bytes:
 def completed(
     path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
 ) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """Return the request with the run's sampling as defaults; the longest answer if it names none; and the sampling for
-    which its API has no field.
+    """Return the request with the run's sampling as defaults; the longest answer if it names none; and the sampling
+    that its API can't express.
 
     The length is not written into the request: with less room than that, the room is the limit, and it is no error.
     `ids` asks for token ids in the answer.
@@ -157,7 +157,7 @@ _NO_FIELD = {
     MESSAGES: frozenset({"seed", "min_p", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
                          "repetition_penalty"}),
 }
-"""Sampling for which this API has no field: the engine gets it directly."""
+"""Sampling that this API can't express: the engine gets it directly."""
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["application"]
 
 _LEAST = -9999.0
-"""OpenAI's logprob for a token that could not occur; JSON has no infinity."""
+"""OpenAI's logprob for a token that could not occur; JSON can't express infinity."""
 
 
 async def application(engine: Engine, name: str) -> Any:

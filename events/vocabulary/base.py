@@ -83,7 +83,7 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the field of that name, `<id>` for the batch.
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the event's fields, `<id>` for the batch.
     """
     schema_version: ClassVar[int] = 1
 

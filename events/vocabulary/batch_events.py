@@ -143,7 +143,7 @@ class AttemptKept(Event, stream="batch/<id>"):
     calls: int
     """Model calls that are answered from it, whole."""
     open_calls: int
-    """Model calls of which it has a part."""
+    """Model calls that it has in part."""
     tokens: int
     """Generated tokens that it has."""
     steps: int
@@ -153,8 +153,8 @@ class AttemptKept(Event, stream="batch/<id>"):
     not_kept: dict[str, int] = field(default_factory=dict)
     """Tokens of partial answers that can't go on, by the sampling field that forbids it."""
     possibly_delivered: list[str] = field(default_factory=list)
-    """Names of steps that began and have no end, and may have had their effect. Their runs start over, and nothing else
-    is kept of these."""
+    """Names of unfinished steps, whose effect may have happened. Their runs start over, and nothing else of them is
+    kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

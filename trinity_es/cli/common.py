@@ -149,7 +149,7 @@ def find_batch(log: Log, text: str) -> BatchId:
 
 
 def require_runner(log: Log, runner: str, option: str) -> None:
-    """Raise typer.BadParameter, which lists the log's runners, if it has no such runner."""
+    """Raise typer.BadParameter, which lists the log's runners, if `runner` is not one of them."""
     runners = sorted({life.runner for life in log.runner_lives()}, key=natural)
     if runner not in runners:
         raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(runners) or 'none'}", param_hint=option)

@@ -68,7 +68,7 @@ def settings_of_run(name: str | None, overrides: list[str] | None) -> Config:
     data.get("hosts", {}).pop("tls", None)  # older logs have it; hosts now always use TLS
     store = data.setdefault("store", {})
     _require_own_folders(url, store.get("url", ""), copied_from)
-    # The recorded URL has no password; the one that opened the log has.
+    # The log records its URL without the password; the URL that opened the log has it.
     store["url"] = url.render_as_string(hide_password=False)
     data = escaped(data)
     apply_overrides(data, overrides or [])

@@ -70,7 +70,7 @@ class _Connected(AuthenticatedSystemBase):
 
 
 def system_gone(admin: dict[str, Any]) -> NotRunning:
-    """Return the error for a system that is gone and has no keeper, with the reason if it is recorded."""
+    """Return the error for a system that is gone and that no keeper restarts, with the reason if it is recorded."""
     why = owner_gone(admin.get("owner"))
     reason = f" ({why})" if why else ""
     return NotRunning(f"the actor system is gone{reason}: `trinity-es up` on the same store goes on with open batches")
@@ -354,7 +354,7 @@ class Connection:
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
         """Return the guardian's answer: the coordinator's address and the state of every child. Empty without one.
 
-        Raises NotRunning, also if a keeper has not started the system again within `timeout` seconds.
+        Raises NotRunning, also if a keeper does not restart the system within `timeout` seconds.
         """
         self._require_open()
         if not self._session.lives():
@@ -394,7 +394,7 @@ class Connection:
 
     @property
     def knows_coordinator(self) -> bool:
-        """True if the client has the address of a coordinator that it has not seen dead."""
+        """True if the client has the address of a coordinator and did not see it die."""
         return self._session.coordinator is not None
 
     def retire(self, timeout: float = 15.0) -> bool:

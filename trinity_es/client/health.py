@@ -37,7 +37,7 @@ READ_SECONDS = 10.0
 def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return `live` and `system` for `Log.why`, from the system of this store if one runs and this machine reaches it.
 
-    Raises WrongKey, and LogRewound if the system has halted because of that.
+    Raises WrongKey, and LogRewound if a rewound log halted the system.
     """
     try:
         from trinity_es.system import running_system
@@ -246,7 +246,7 @@ def _run(log: Log) -> dict[str, Any] | None:
 
 
 def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
-    """Return the step at which a run's tasksets end; None if a taskset has no end or is not in the log."""
+    """Return the step at which a run's tasksets end; None if a taskset is endless or not in the log."""
     buffer, sources, left = config.get("buffer") or {}, sources_of(log), 0
     inputs = buffer.get("explorer_input") or {}
     entries = inputs.get("tasksets")

@@ -9,7 +9,7 @@ __all__ = ["tell"]
 
 
 def tell(logger: logging.Logger, text: str) -> None:
-    """Log a line at INFO, or print it to stderr if the program has not set up logging, where INFO would not show."""
+    """Log a line at INFO, or print it to stderr if the program did not set up logging, since INFO would not show."""
     if logger.hasHandlers():
         logger.info("%s", text)
     else:

@@ -165,8 +165,8 @@ class RolloutClient(SystemClient):
         """Let ended tasks of an open batch run again, all runs of each; their earlier results are set aside.
 
         For a task whose payload was lost (`verify` names it), or that failed for a reason that was mended. This process
-        is recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and
-        for a batch that has ended, whose result is final.
+        is recorded with `reason`. Raises BatchNotFound; DataError for an open or unknown task, and for a batch that
+        has ended, whose result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
         validation.text("reason", reason)

@@ -25,7 +25,7 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
     """Start the system of this config's store, or join the one that runs; yields a client when its engines serve.
 
     At the end of the block a system that was started here is ended. `timeout`: seconds that the engines may take,
-    `system.startup_timeout` by default. Progress is logged at INFO, or printed to stderr if the program has not set up
+    `system.startup_timeout` by default. Progress is logged at INFO, or printed to stderr if the program did not set up
     logging. Raises ConfigError, also if a system runs with other settings, StartupError, LogRewound and the errors of
     `connect`.
     """

@@ -361,7 +361,7 @@ class Scheduler:
         return experiences
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
-        """Record these tasks as taken; returns those that this caller got. A cancellation during this has no effect."""
+        """Record these tasks as taken, even if cancelled meanwhile; returns those that this caller got."""
         command = commands.TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
         taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():

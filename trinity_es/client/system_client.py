@@ -79,8 +79,7 @@ class SystemClient:
         return self._log
 
     def request(self, command: Command[A], timeout: float | None = None) -> A:
-        """Return the coordinator's answer to one command of `trinity_es.actors.commands`, for those that have no method
-        here.
+        """Return the coordinator's answer to a command of `trinity_es.actors.commands` without its own method here.
 
         Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
         """

@@ -42,7 +42,7 @@ def reward_problems(key: str, reward: Any, args: Mapping[str, Any]) -> list[str]
 
 
 def call_problems(key: str, called: Any, args: Mapping[str, Any], *, first: int = 0) -> list[str]:
-    """Return the arguments at `key` for which this callable has no parameter, a line each.
+    """Return the problems of the arguments at `key` that this callable does not take, a line each.
 
     `first` is the number of positional parameters. A callable without a signature is not checked.
     """

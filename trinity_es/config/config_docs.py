@@ -26,7 +26,7 @@ buffer: {batch_size: "${oc.env:BATCH,16}"}
 - A default ends at the brace. Quote it (`'a, b'`) if it contains a comma, a bracket, a brace or a quote. Spaces around
   it are ignored, and `null` means no value. It keeps its spelling (OmegaConf turns `1.50` into `1.5`), and can't
   contain another `${...}`.
-- An empty variable is an empty text. A variable that is not set and has no default is an error.
+- An empty variable is an empty text. An unset variable without a default is an error.
 - Any other `${...}` is an error, also `${HOME}` and `${model.model_path}`. `\\${` is the text `${` itself.
 - Values are resolved once, when the config is read. The value is recorded, so a run that is resumed from its log has
   the values that it was started with. A value is masked as if it were written in the config. In a key that takes

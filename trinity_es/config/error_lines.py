@@ -42,7 +42,7 @@ def explain(
 
     An unknown key gets a hint: the text of `foreign` for it, for a key in it or for its section, otherwise the nearest
     known key. A refused value gets the text of `foreign_values` for (key, value). `unexpanded` has a line for each
-    value that has to be written out. It replaces the problem of that text as a value, and is dropped if the key is
+    value that has to be written out. It replaces pydantic's problem with this value, and is dropped if the key is
     unknown.
     """
     known = [row[0] for row in key_table(model)]

@@ -1,6 +1,6 @@
 """Cache of folded batches, so that a request for a page reads only the events since the last one.
 
-A page of a batch of ten thousand tasks that is loaded every second costs only the events of that second.
+A page of a batch of ten thousand tasks that is loaded every second costs only one second's events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """News of the log for open pages: one tail for all of them, and the server-sent events to each.
 
-Positions have no gaps, so "from 5 to 9" is four events and none is missed. A page sends the position up to which it
+Positions are consecutive, so "from 5 to 9" is four events and none is missed. A page sends the position up to which it
 knows the log (`after`, or `Last-Event-ID` when its browser reconnects) and gets the news since then, in groups:
 
     id: 9

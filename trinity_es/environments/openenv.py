@@ -199,7 +199,7 @@ class _Unavailable(EnvironmentFailed):
 
 
 class _Full(_Unavailable):
-    """The server has no room for another episode, so waiting is normal."""
+    """The server is full, so waiting is normal."""
 
 
 @asynccontextmanager

@@ -72,7 +72,7 @@ class VerifiersWorkflow(Workflow):
 
 
 def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
-    """Return why an episode has no result; None if it has one.
+    """Return why an episode ended without a result; None if it has one.
 
     Of several failures, returns the one least related to the task: a dead sandbox before the code that needed it. A
     failed model call without a later success is a failure even if the agent took it for the end.

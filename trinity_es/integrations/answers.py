@@ -16,7 +16,7 @@ from trinity_es.workflows.workflow import SingleTurnWorkflow
 __all__ = ["ANSWERS", "PROMPTS", "AnswerWorkflow", "PromptWorkflow", "require_no_format"]
 
 PROMPTS, ANSWERS = (f"{__name__}:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
-"""Names of these workflows in a task; answers of the second have no reward."""
+"""Names of these workflows in a task; the second gives no rewards."""
 
 
 def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:

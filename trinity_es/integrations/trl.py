@@ -146,7 +146,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             try:
                 self._reward = REWARD_FUNCTIONS.get(reward_fn)
             except UnknownWorkflow as e:
-                if isinstance(e.__cause__, AttributeError):  # the module exists and has no such function
+                if isinstance(e.__cause__, AttributeError):  # the module exists but lacks the function
                     raise
                 _log.warning("%s (looked for here, where the trainer runs: runners may find it)", e.message)
         self._rollout_args = dict(rollout_args or {})

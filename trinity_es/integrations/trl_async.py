@@ -77,7 +77,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}
-        """Number of samples that the trainer has not taken yet, by batch."""
+        """Number of samples left for the trainer to take, by batch."""
         self._taken: deque[list[str]] = deque([[]])
         """Ids of the batches that were taken completely in each of the last steps; the current step is last."""
         self._done = 0

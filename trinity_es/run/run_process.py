@@ -178,7 +178,7 @@ class RunProcess:
 
     @property
     def last_step(self) -> int | None:
-        """Step with which `total_steps` or the tasksets end the run; None if it has no end."""
+        """Step with which `total_steps` or the tasksets end the run; None for an endless run."""
         left, size = self.mix.left(self.cursors), self.config.buffer.batch_size
         total = self.config.total_steps
         if math.isinf(left):
@@ -302,7 +302,7 @@ class RunProcess:
         return trainer
 
     def require_system(self) -> None:
-        """Raise NotRunning if the actor system is gone and has no keeper."""
+        """Raise NotRunning if the actor system is gone and no keeper restarts it."""
         if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 

@@ -248,7 +248,7 @@ class Proxy:
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
             raise wrong("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
-            if any("\0" in value for value in texts):  # PostgreSQL has no NUL in a text
+            if any("\0" in value for value in texts):  # PostgreSQL stores no NUL in a text
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")

@@ -5,7 +5,7 @@ with their parent, the admin with its guardian). Then the keeper, which is no ac
 system again on the same store. An orderly `down` ends it.
 
 A suspended or hung admin or guardian counts as dead: the keeper knocks at both every few seconds (`frames.knock`), and
-ends the system if one has not answered for `system.heartbeat_timeout`. If the keeper itself was suspended, perhaps with
+ends the system if one is silent for `system.heartbeat_timeout`. If the keeper itself was suspended, perhaps with
 the whole machine, both get that time again.
 
 `lifecycle.start` sends it the config by standard input, so that no password is on a command line or in a file. It

@@ -28,7 +28,7 @@ _NO_SETTINGS = (*OWN, "mode", "code_path", "hosts")
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
     """Return how this config differs from the one with which the system of its store was last started.
 
-    [] without a log, or with one whose config this release can't read. `serve`: systems of that mode count too.
+    [] without a log, or with one whose config this release can't read. `serve`: systems in that mode count too.
     """
     try:
         with open_log(config.store.url) as log:

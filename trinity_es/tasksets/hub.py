@@ -103,7 +103,7 @@ class HubRows:
     def _builder(self) -> Any:
         """Return the builder of this commit, with its files on this machine, from the cache if possible."""
         prepared = self._cache_folders()
-        if (self._subset or DEFAULT) in prepared:  # a subset of that name is the default one
+        if (self._subset or DEFAULT) in prepared:  # a subset named DEFAULT is the default one
             return self._cached_builder(prepared[self._subset or DEFAULT])
         try:
             builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)

@@ -46,7 +46,7 @@ class Mix:
                 taskset.selector.learn(*rates[taskset.config.name])
 
     def left(self, cursors: Mapping[str, Cursor]) -> float:
-        """Return how many tasks come after these cursors; inf if a taskset has no end."""
+        """Return how many tasks come after these cursors; inf if a taskset is endless."""
         return sum(t.left(cursors.get(t.config.name, Cursor())) for t in self.tasksets)
 
     def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:

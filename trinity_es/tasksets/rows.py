@@ -209,7 +209,7 @@ class TableRows:
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from values of this Arrow type to JSON. Raises TypeError with a type that has no JSON form.
+    """Return a function from values of this Arrow type to JSON. Raises TypeError for a type without a JSON form.
 
     Bytes become text, since some tables store text as bytes. Floats of 16 and 32 bits keep their short form: 0.1, not
     the nearest 64-bit float. NaN, which pandas writes for a missing value, becomes null. Whole decimals become whole
@@ -262,7 +262,7 @@ def _json_object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any],
 
 
 def _may_fail(kind: Any) -> bool:
-    """Return True if a single value of this type may have no JSON form."""
+    """Return True if a single value of this type may lack a JSON form."""
     import pyarrow
 
     types = pyarrow.types

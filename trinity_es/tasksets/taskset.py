@@ -75,7 +75,7 @@ class Taskset:
         return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
 
     def left(self, cursor: Cursor) -> float:
-        """Return how many tasks come after this cursor; inf if the taskset has no end."""
+        """Return how many tasks come after this cursor; inf if the taskset is endless."""
         if self.config.epochs is None:
             return math.inf
         return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))

@@ -1,6 +1,6 @@
 """Code judged by unit tests: the model writes a program, which runs within limits in its own processes.
 
-A program that is too slow, takes too much memory or crashes is wrong. If the machine has no room or time to judge it,
+A program that is too slow, takes too much memory or crashes is wrong. If the machine lacks room or time to judge it,
 the run fails with kind `grader`.
 
 This is no sandbox. The program runs as the user of the engines, in its own folder, with limits on CPU time, memory and

@@ -1,6 +1,6 @@
 """Calls of rewards, the same in every workflow: a reward gets the arguments that its signature has.
 
-The arguments are `response`, `prompt`, `truth` (None if the row has no answer), `completion_ids` (the response's
+The arguments are `response`, `prompt`, `truth` (None for a row without an answer), `completion_ids` (the response's
 tokens), and values that a workflow adds. All are passed by keyword, and a reward with `**kwargs` gets all of them. Any
 other parameter without a default is a key of the task's row. `reward_fn_args` override.
 
@@ -66,7 +66,7 @@ class Reward:
     """A task's reward, called by keyword with all values of an answer.
 
     It returns a number, parts that are added, or an awaitable of these. A reward with a `grader_timeout` is called in
-    the graders of `workflow`, if given. Raises WorkflowError if the task has no reward, and the errors of building a
+    the graders of `workflow`, if given. Raises WorkflowError if the task lacks a reward, and the errors of building a
     class with its `reward_fn_args`.
     """
 

@@ -26,7 +26,7 @@ class SimpleWorkflow(Workflow):
     """One prompt, and one answer and reward for each run; all runs are one request.
 
     Attributes for subclasses: `format_args, system_prompt, reply_prefix, reward_fn, reward_fn_args, raw_task,
-    task_desc, truth`. Raises WorkflowError if the task has no reward_fn.
+    task_desc, truth`. Raises WorkflowError if the task lacks a reward_fn.
     """
 
     can_reset = True

@@ -86,8 +86,8 @@ class Workflow:
     def auxiliary_models(self) -> list[Any] | None:
         """An OpenAI client for each auxiliary model (`openai.AsyncOpenAI` if `is_async`); None without any.
 
-        `client.model_path` is the model's name in requests. Raises WorkflowError if a model has no endpoint, or if the
-        package openai is missing.
+        `client.model_path` is the model's name in requests. Raises WorkflowError for a model without an endpoint, or if
+        the package openai is missing.
         """
         if self._clients is None and self._wrappers is not None:
             make = "get_openai_async_client" if type(self).is_async else "get_openai_client"

@@ -280,7 +280,7 @@ class VLLMServer:
         )
 
     async def label(self) -> str | None:
-        """Return the label of its weights, which its process keeps in memory; None: it has no labels."""
+        """Return the label of its weights, which its process keeps in memory; None from a server without labels."""
         answer = await self.request("GET", "/weight_info", seconds=LOOK_SECONDS)
         if answer.status_code in (404, 405):
             return None

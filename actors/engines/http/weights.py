@@ -63,7 +63,7 @@ class ServerWeights:
         self._process = ""
         self._life = uuid4().hex[:12]
         self._label: str | None = None
-        """Label of the weights served now; None if the server has no labels."""
+        """Label of the weights served now; None for a server without labels."""
         self._labels: dict[str, int] = {}
         """Labels that this engine gave -> version."""
         self.waits_for = ""

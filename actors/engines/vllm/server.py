@@ -40,7 +40,7 @@ _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfil
 """Options of `vllm serve` that the runner sets."""
 
 _UNUSED_MIDDLEWARE = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
-"""vLLM's middleware for browsers and its own `/metrics`, neither of which reaches a runner."""
+"""vLLM's middleware for browsers and for its own `/metrics`; neither kind of request reaches a runner."""
 _GENERATE = "/inference/v1/generate"
 _FREQUENT = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
 """Routes to match first: of thirty-six, vLLM has those that sample among the last."""
@@ -242,7 +242,7 @@ class _RecordingClient:
         self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, asked: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
-        """Answer a call of which the journal has something, all at once."""
+        """Answer a call that the journal has in part, all at once."""
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], one: Sampling, request: str) -> list[Completion]:

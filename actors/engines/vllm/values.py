@@ -52,7 +52,7 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
             logprobs=s.top_logprobs if s.logprobs else None, stop=list(s.stop) or None, structured_outputs=structured,
             output_kind=output_kind("FINAL_ONLY"), **(more or {}),
         )
-    except Exception as e:  # vLLM's errors for wrong arguments have no stable base class
+    except Exception as e:  # vLLM's errors for wrong arguments share no stable base class
         raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
 
 
@@ -136,8 +136,8 @@ def partial_answers(
 ) -> dict[int, Completion]:
     """Return the new part of each answer of a request in flight, from the state that vLLM's AsyncLLM has of it.
 
-    vLLM collects all tokens in this process, so reading them costs nothing for each token. Versions before 0.32 do not
-    label tokens with weights, and have no parts here.
+    vLLM collects all tokens in this process, so reading them costs nothing for each token. For versions before 0.32,
+    which do not label tokens with weights, it returns no parts.
     """
     processor, parts = llm.output_processor, {}
     for name in getattr(processor, "external_req_ids", {}).get(request, ()):

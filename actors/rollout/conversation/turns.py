@@ -145,7 +145,7 @@ class Turns:
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
         info: Mapping[str, Any] | None = None, before: Turn | None = None, cut: bool = False,
     ) -> Turn:
-        """Record an answer and return its turn. `before` is the result of that method for `prompt`."""
+        """Record an answer and return its turn. `before` is what `before()` returned for `prompt`."""
         ids = np.array([*prompt, *sampled], dtype=np.int32)
         if before is not None:
             before.followed = True

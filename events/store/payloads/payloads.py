@@ -95,7 +95,7 @@ def open_payloads(
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
 
-    Lost bytes would cost a generation to make again. Files have no trouble that passes by itself.
+    Lost bytes would cost a generation to make again. Trouble with files does not pass by itself.
     """
     if not isinstance(store, _Rows):
         return store

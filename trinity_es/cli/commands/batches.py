@@ -232,7 +232,7 @@ def verify(
     """Check a whole log: order of events, hash chain, payloads, database file, and recomputed results and tables.
 
     It also checks that the log has every event that this host knows to be acknowledged. Exits 1 if something is wrong,
-    or the log has no events. A live run may continue meanwhile. docs/OBSERVABILITY.md says what it cannot detect.
+    or the log is empty. A live run may continue meanwhile. docs/OBSERVABILITY.md says what it cannot detect.
 
     \b
     Example:

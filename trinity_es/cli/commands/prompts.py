@@ -79,7 +79,7 @@ def _taskset(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSo
 
 
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
-    """Return the rows that the first pass over each taskset has not read yet; tasksets that can't be read are left out.
+    """Return the rows that the first pass over each taskset is still to read; unreadable tasksets are left out.
 
     `read` has each taskset's epoch and offset.
     """

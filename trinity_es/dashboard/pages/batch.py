@@ -58,7 +58,7 @@ def batch_cache(request: PageRequest) -> BatchCache:
 
 
 def batch(request: PageRequest) -> Page:
-    """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state as of that event."""
+    """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state at that event."""
     batch_id = request.batch()
     row = request.log.batch_row(batch_id)
     why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))

@@ -32,7 +32,7 @@ class Side:
 def comparison(request: PageRequest) -> Page:
     """Return the page `/compare?id=A&at=P&id2=B&at2=Q`.
 
-    `id2` defaults to `id`. With `in=other`, the default if there is a second log, `id2` is a batch of that log.
+    `id2` defaults to `id`. With `in=other`, the default if there is a second log, `id2` is in that log.
     """
     sides: list[Side] = []
     trouble = ""

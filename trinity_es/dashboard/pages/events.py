@@ -11,7 +11,7 @@ SIZE = 200
 
 
 def where(stream: str) -> str | None:
-    """Return the page of a stream's subject; None if it has no page."""
+    """Return the page of a stream's subject; None for a subject without a page."""
     kind, _, name = stream.partition("/")
     if kind == "batch":
         return link("/batch", id=name)

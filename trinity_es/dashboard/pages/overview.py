@@ -149,7 +149,7 @@ def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
-    """Return data for charts.js: values by step, or if a point has no step, in the order of their ends."""
+    """Return data for charts.js: values by step, or, if a point lacks a step, in the order of their ends."""
     stepped = all(p.step is not None for points in series.values() for p in points)
     values: dict[float, dict[str, list[float]]] = {}
     for name, points in series.items():

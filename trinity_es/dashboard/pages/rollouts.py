@@ -97,7 +97,7 @@ def rollout(request: PageRequest) -> Page:
 
 
 def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
-    """Return the page of a run that has not ended; None if it has, or there is no such run."""
+    """Return the page of an open run; None for an ended or unknown run."""
     task, run = request.number("task"), request.number("run")
     if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
