@@ -1,7 +1,7 @@
 """Checks of senders' marks against the log, before the coordinator acts on their messages.
 
 Each message carries a `Mark`: how far its sender has seen the log. The coordinator trusts marks of its own. It checks
-any other mark in a thread, while the message waits. If the log does not hold the marked commit, it lost acknowledged
+any other mark in a thread, while the message waits. If the log does not hold the marked event, it lost acknowledged
 events. If the mark lies behind the end of the log as this coordinator wrote it, another coordinator has taken over.
 Each client costs one check in the life of a coordinator.
 """
@@ -52,7 +52,7 @@ class Witnesses:
         self._held: list[Callable[[], None]] = []
 
     def end(self) -> Mark | None:
-        """Return the mark of the last acknowledged commit; None before the first."""
+        """Return the mark of the last acknowledged event; None before the first."""
         mark = self._log.acknowledged
         return None if mark is None else mark._replace(teller=self._teller)
 
