@@ -1,9 +1,9 @@
-"""Checks of what clients and runners know of the log, before the coordinator acts on their messages.
+"""Checks of senders' marks against the log, before the coordinator acts on their messages.
 
-Each message carries a `Mark`: how far its sender has seen the log. A mark from this coordinator itself is right. Any
-other mark is older than this coordinator, so a thread checks it while the message waits. If the log does not have what
-the mark says, the log lost what was acknowledged. If the mark lies behind all that this coordinator wrote, another
-coordinator has taken over. Each client costs one check in the life of a coordinator.
+Each message carries a `Mark`: how far its sender has seen the log. The coordinator trusts marks of its own. It checks
+any other mark in a thread, while the message waits. If the log does not hold the marked event, it lost acknowledged
+events. If the mark lies behind the end of the log as this coordinator wrote it, another coordinator has taken over.
+Each client costs one check in the life of a coordinator.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ REMEMBERED_MARKS = 1000
 """Maximum number of verified marks kept."""
 
 
-class _Look(NamedTuple):
+class _Check(NamedTuple):
     claim: Claim
     act: Callable[[], None]
     anyway: bool
 
 
 class Witnesses:
-    """Marks of senders, and the messages that wait for their check."""
+    """Marks of senders, and the messages that wait until these are checked."""
 
     def __init__(
         self, log: EventLog, unheard: Iterable[str], post: Callable[[Callable[[], None]], None],
@@ -45,72 +45,72 @@ class Witnesses:
         self._log, self._post, self._rewound, self._replaced = log, post, rewound, replaced
         self._teller = uuid.uuid4().hex
         self._verified: OrderedDict[Mark, None] = OrderedDict()
-        self._waiting: list[_Look] = []
-        self._looking = False
+        self._waiting: list[_Check] = []
+        self._checking = False
         self.unheard = set(unheard)
-        """Runners that have not yet reported what they know of the log."""
+        """Runners that have not yet sent their mark."""
         self._held: list[Callable[[], None]] = []
 
     def end(self) -> Mark | None:
-        """Return the end of the log as others may hear it; None before anything was written."""
+        """Return the mark of the last acknowledged event; None before the first."""
         mark = self._log.acknowledged
         return None if mark is None else mark._replace(teller=self._teller)
 
     # --- marks ------------------------------------------------------------------------------------------------------
-    def admit(self, known: Mark | None, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
-        """Call `act` once the log is known to hold what `by` knows; if it can't be read, only with `anyway`."""
-        if known is None or known.teller == self._teller or known._replace(teller="") in self._verified:
+    def admit(self, mark: Mark | None, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
+        """Call `act` once the log has proved to hold the mark of `by`; if the log can't be read, only with `anyway`."""
+        if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified:
             act()
             return
-        self._waiting.append(_Look(Claim(known._replace(teller=""), by), act, anyway))
-        if not self._looking:
-            self._look()
+        self._waiting.append(_Check(Claim(mark._replace(teller=""), by), act, anyway))
+        if not self._checking:
+            self._start_check()
 
-    def _look(self) -> None:
-        self._looking = True
-        waiting, self._waiting = self._waiting, []
+    def _start_check(self) -> None:
+        self._checking = True
+        checks, self._waiting = self._waiting, []
 
-        def look() -> None:
+        def run() -> None:
             error: Exception | None = None
             end = self._log.acknowledged  # before the check, which may move it
-            later = end is not None and any(look.claim.mark.position > end.position for look in waiting)
+            later = end is not None and any(check.claim.mark.position > end.position for check in checks)
             try:
-                self._log.require([look.claim for look in waiting])
+                self._log.require([check.claim for check in checks])
             except Exception as e:
                 error = e
-            self._post(lambda: self._looked(waiting, error, later))
+            self._post(lambda: self._end_check(checks, error, later))
 
-        threading.Thread(target=look, name="look-up", daemon=True).start()
+        threading.Thread(target=run, name="mark-check", daemon=True).start()
 
-    def _looked(self, waiting: list[_Look], error: Exception | None, later: bool) -> None:
-        self._looking = False
+    def _end_check(self, checks: list[_Check], error: Exception | None, later: bool) -> None:
+        self._checking = False
         if isinstance(error, LogRewound):
             self._rewound(error)
         elif error is not None:  # the clients ask again
-            logging.getLogger("trinity_es.witnesses").warning("what others know of the log can't be checked: %s", error)
-            waiting = [look for look in waiting if look.anyway]
+            logging.getLogger("trinity_es.witnesses").warning("senders' marks of the log can't be checked: %s", error)
+            checks = [check for check in checks if check.anyway]
         elif later:  # the mark is of the next coordinator, which clients will find
             self._replaced()
             return
         else:
-            self._verified.update((look.claim.mark, None) for look in waiting)
+            self._verified.update((check.claim.mark, None) for check in checks)
             while len(self._verified) > REMEMBERED_MARKS:
                 self._verified.popitem(last=False)
-        for look in waiting:
-            look.act()
-        if self._waiting and not self._looking:
-            self._look()
+        for check in checks:
+            check.act()
+        if self._waiting and not self._checking:
+            self._start_check()
 
     # --- runners first ----------------------------------------------------------------------------------------------
     def after_runners(self, act: Callable[[], None]) -> None:
-        """Call `act` once every runner that may know more of the log has reported."""
+        """Call `act` once every runner that may have seen more of the log has reported."""
         if self.unheard:
             self._held.append(act)
         else:
             act()
 
     def heard(self, name: str) -> None:
-        """Note that a runner has reported what it knows, or never will."""
+        """Note that a runner has sent its mark, or never will."""
         self.unheard.discard(name)
         if not self.unheard:
             self.hear_no_more()

@@ -1,8 +1,8 @@
 """Reads of the log and the payload store in threads, so that no handler waits for a database.
 
-If a request needs data that is not in memory, the router sets it aside, a thread reads, and the request is handled from
-its start (`Fetch`). That is sound because a handler reads before it changes anything. A database that hangs blocks only
-these threads; `Watch` probes it, so that `status` can show when it stopped answering.
+If a request needs data that is not in memory, the router sets it aside, a thread reads, and the router handles the
+request again from its start (`Fetch`). That is sound because a handler reads before it changes anything. A database
+that hangs blocks only these threads. `Watch` probes it, so that `status` can show how long it has been silent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SILENT_SECONDS = 2.0
 
 
 class NotRead(Exception):
-    """Signal that a handler needs data that must be read first."""
+    """Signal that a handler needs data that is not in memory."""
 
     def __init__(self, key: Hashable, read: Callable[[], Any]) -> None:
         super().__init__(key)
@@ -43,7 +43,7 @@ class Fetch:
         self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`. Raises its exception, or NotRead before it has run."""
+        """Return the result of `read`. Raises its exception, or NotRead if no thread has run it."""
         if key not in self._results:
             raise NotRead(key, read)
         result = self._results[key]
@@ -75,7 +75,7 @@ class Reader:
     def ask(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
         """Have a thread read, and call `done` with the value or the exception; database errors become LogUnavailable.
 
-        With `once` nothing is retried, since the caller retries.
+        Pass `once` if the caller retries by itself.
         """
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
@@ -93,12 +93,12 @@ class Reader:
 
 
 class Watch:
-    """Thread that probes the database now and then; the watch is safe for any thread."""
+    """Thread that probes the database once a second; its methods are safe for any thread."""
 
     def __init__(
         self, is_reachable: Callable[[], bool], now: Callable[[], float], rewound: Callable[[LogRewound], None]
     ) -> None:
-        """Probe with `is_reachable`, which may block; pass its LogRewound to `rewound` and stop then."""
+        """Probe with `is_reachable`, which may block. After its LogRewound, call `rewound` with it and stop."""
         self._is_reachable, self._now, self._rewound = is_reachable, now, rewound
         self._answered = now()
         self._stopped = threading.Event()
@@ -106,7 +106,7 @@ class Watch:
 
     @property
     def trouble(self) -> str | None:
-        """Message that says when the database stopped answering; None while it answers."""
+        """Message that says how long the database has been silent; None while it answers."""
         silent = self._now() - self._answered
         if silent < WATCH_SECONDS + SILENT_SECONDS:
             return None

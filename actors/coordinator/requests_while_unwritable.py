@@ -1,8 +1,7 @@
-"""Answers to requests that come while the log can't be written, for a time that nobody can predict.
+"""Answers to requests that come while the log can't be written, for instance because the disk is full.
 
-The disk may be full, or the log's file may have lost its name. `status` is answered from memory and shows the trouble.
-A client that already waits for a batch goes on waiting. Any other request triggers one more try to write and gets its
-error, so the first request after the trouble is over succeeds.
+The coordinator answers `status` from memory, with the trouble. A client that already waits for a batch goes on waiting.
+Any other request triggers one more try to write and gets its error, so the first request after the trouble succeeds.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ class _Router(Protocol):
 
 
 class Failing(Protocol):
-    """The session of the log that can't be written."""
+    """Session of the log that can't be written."""
 
     failed_at: float
     try_again: Callable[[], None]
 
 
 class Unwritten:
-    """Requests that the coordinator holds or refuses while the log can't be written."""
+    """Holder of requests that come while the log can't be written."""
 
     def __init__(self, actor: TimerHost, session: Failing) -> None:
         self._actor, self._session = actor, session
         self.router: _Router | None = None
-        """None until the log has opened."""
+        """Router of requests; None until the log has opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
         """Requests held until the current try ends, by id."""
 
@@ -55,20 +54,20 @@ class Unwritten:
         elif self.router is not None and self.router.is_waiting(request, sender):
             pass
         elif is_transient(error) and (command.waits or not command.writes):
-            pass  # the client asks again
+            pass  # the client repeats its request
         else:
             if not self._held and actor.has_timer("reload"):  # without the timer a try is already running
                 actor.after(max(0.0, session.failed_at + TRY_SECONDS - actor.now()), "reload", session.try_again)
             self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
-        """Answer the held requests with the error of the failed try."""
+        """Answer the held requests with the failed try's error."""
         held, self._held = self._held, {}
         for request, sender in held.values():
             self._answer(request, sender, error)
 
     def go_on(self) -> None:
-        """Handle the held requests, as the log can be written again."""
+        """Handle the held requests, since the log can be written again."""
         held, self._held = self._held, {}
         assert self.router is not None
         for request, sender in held.values():

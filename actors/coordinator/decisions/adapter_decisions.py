@@ -1,4 +1,4 @@
-"""Decisions about LoRA adapters and about a runner's answer to a load of them. Pure."""
+"""Decisions about publications of LoRA adapters and results of loads. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "t
 def publish(
     adapters: Adapters, new: ev.AdapterPublished, most: int, models: Collection[str] = ()
 ) -> list[ev.Event]:
-    """Decide on a publication; the same files again change nothing, or their new place is recorded.
+    """Decide on a publication; of the same version and files, only a new path is recorded.
 
-    `most` is how many adapters engines have room for; `models` are the names of models. Raises SyncError for the name
-    of a model, for an older version, for a version published with other files, and for one adapter too many.
+    `most` is the number of adapters that engines have room for. Raises SyncError for a name in `models`, for an older
+    version, for a version published with other files, and for one adapter too many.
     """
     if most == 0:
         raise SyncError(
@@ -31,18 +31,18 @@ def publish(
             f"adapter {new.adapter!r} was not published: a model has that name. Give the adapter another one, since a "
             "request names one or the other"
         )
-    known = adapters.get(new.adapter)
+    latest = adapters.get(new.adapter)
     current = current_adapters(adapters)
-    if known is not None and new.version < known.version:
+    if latest is not None and new.version < latest.version:
         raise SyncError(
-            f"version {new.version} of adapter {new.adapter!r} is older than the current one, {known.version}"
+            f"version {new.version} of adapter {new.adapter!r} is older than the current one, {latest.version}"
         )
-    if known is not None and new.version == known.version:
-        if known == new:
+    if latest is not None and new.version == latest.version:
+        if latest == new:
             return []
-        if isinstance(known, ev.AdapterRemoved) or known.digest != new.digest:
-            what = "removed" if isinstance(known, ev.AdapterRemoved) else "published with other contents"
-            raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {what}: give it a new version")
+        if isinstance(latest, ev.AdapterRemoved) or latest.digest != new.digest:
+            fate = "removed" if isinstance(latest, ev.AdapterRemoved) else "published with other contents"
+            raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {fate}: give it a new version")
     if new.adapter not in current and len(current) >= most:
         raise SyncError(
             f"adapter {new.adapter!r} was not published: engines have room for {most}, and there are "
@@ -52,21 +52,21 @@ def publish(
 
 
 def remove(adapters: Adapters, name: str) -> list[ev.Event]:
-    """Decide to remove an adapter; a removed one stays so. Raises SyncError for an unknown one."""
-    known = adapters.get(name)
-    if known is None:
-        there = ", ".join(current_adapters(adapters)) or "none"
-        raise SyncError(f"there is no adapter {name!r}: there are {there}")
-    return [] if isinstance(known, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=known.version)]
+    """Decide to remove an adapter; nothing if it is removed already. Raises SyncError for an unknown one."""
+    latest = adapters.get(name)
+    if latest is None:
+        names = ", ".join(current_adapters(adapters)) or "none"
+        raise SyncError(f"there is no adapter {name!r}: there are {names}")
+    return [] if isinstance(latest, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=latest.version)]
 
 
 def too_many(adapters: Adapters, most: int) -> str:
-    """Return why engines with room for `most` adapters can't serve these; empty if they can, or serve none at all."""
+    """Return why engines with room for `most` adapters can't serve these; empty if they can, or if `most` is 0."""
     current = current_adapters(adapters)
     if most == 0 or len(current) <= most:
         return ""
     return (
-        f"the adapters {', '.join(current)} are to be served, and engines have room for {most}: raise "
+        f"there are adapters {', '.join(current)}, and engines have room for {most}: raise "
         "explorer.rollout_model.lora.max_adapters and restart, or remove_adapter some"
     )
 
@@ -81,8 +81,8 @@ def lacks(adapters: Adapters, has: Collection[str], most: int) -> str:
     missing = sorted(current_adapters(adapters).keys() - set(has)) if most else []
     if not missing:
         return ""
-    what = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
-    return too_many(adapters, most) or f"it has not loaded {what} yet, and tries again"
+    names = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
+    return too_many(adapters, most) or f"it has not loaded {names} yet, and tries again"
 
 
 def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
@@ -97,7 +97,7 @@ def load_result(
 
     `loaded` are the adapters that some engine has had; `had_all` means that this life has served every adapter before.
     A runner that could not load a version goes on with its old one. A new runner that lacks an adapter fails, since it
-    would refuse requests that others answer; but not for an adapter that no engine ever loaded.
+    would refuse requests that others answer. It does not fail for an adapter that no engine ever loaded.
     """
     name, incarnation = life.name, life.incarnation
     events: list[ev.Event] = [
@@ -111,8 +111,8 @@ def load_result(
     missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded)
     errors = [error for error in result.errors if error[0] in missing]
     if errors and not had_all:
-        what = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
-        reason = f"it could not load {what}; publish a new version (sync_adapter), or remove_adapter it"
-        if (life.state, life.reason) != (RunnerState.FAILED, reason):  # else it is recorded already
+        failures = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
+        reason = f"it could not load {failures}; publish a new version (sync_adapter), or remove_adapter it"
+        if (life.state, life.reason) != (RunnerState.FAILED, reason):
             events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))
     return events

@@ -28,34 +28,34 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Reason why a host can't join; `for_good` means that this life of it never can."""
+    """Reason why a host can't join; `for_good` means that its current process never can."""
 
     reason: str
     for_good: bool
 
 
 def hello(hosts: Hosts, offer: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
-    """Decide on a host that wants to join; a host that comes back after its connection broke causes no events.
+    """Decide on a host that wants to join; one that reconnects causes no events.
 
     `build` is this software's version; `connected` means that a host of this name is connected now.
     """
     if offer.build != build:
         return Refusal(f"it runs trinity-es {offer.build}, the head runs {build}: install the same on both", True)
-    known = hosts.get(offer.name)
-    if known is not None and known.life == offer.life:
-        if known.there:
+    previous = hosts.get(offer.name)
+    if previous is not None and previous.life == offer.life:
+        if previous.there:
             return []
-        return Refusal(f"its epoch {known.epoch} is over ({known.reason}): it starts again", True)
-    if known is not None and known.there and connected:
+        return Refusal(f"its epoch {previous.epoch} is over ({previous.reason}): it starts again", True)
+    if previous is not None and previous.there and connected:
         return Refusal(
-            f"a host named {offer.name} is here already (pid {known.pid}, from {known.address}): choose another --name "
-            "or end that one", False,
+            f"a host named {offer.name} has already joined (pid {previous.pid}, from {previous.address}): "
+            "choose another --name or end that one", False,
         )
     events: list[ev.Event] = []
-    if known is not None and known.there:
-        events += lost(hosts, offer.name, "it was started anew")
+    if previous is not None and previous.there:
+        events += lost(hosts, offer.name, "it was restarted")
     joined = ev.HostJoined(
-        host=offer.name, epoch=1 if known is None else known.epoch + 1, life=offer.life, address=offer.address,
+        host=offer.name, epoch=1 if previous is None else previous.epoch + 1, life=offer.life, address=offer.address,
         pid=offer.pid, places=dict(offer.places),
     )
     return [*events, joined]
@@ -63,18 +63,18 @@ def hello(hosts: Hosts, offer: Hello, *, build: str, connected: bool) -> list[ev
 
 def lost(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     """Record the loss of a host; nothing if it was gone before."""
-    known = hosts.get(name)
-    if known is None or not known.there:
+    host = hosts.get(name)
+    if host is None or not host.there:
         return []
-    return [ev.HostLost(host=name, epoch=known.epoch, reason=reason)]
+    return [ev.HostLost(host=name, epoch=host.epoch, reason=reason)]
 
 
 def drained(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     """Record that a host has to leave; nothing if it leaves or is gone already."""
-    known = hosts.get(name)
-    if known is None or known.state != "joined":
+    host = hosts.get(name)
+    if host is None or host.state != "joined":
         return []
-    return [ev.HostDraining(host=name, epoch=known.epoch, reason=reason)]
+    return [ev.HostDraining(host=name, epoch=host.epoch, reason=reason)]
 
 
 def folder_of(
@@ -91,13 +91,13 @@ def folder_of(
     match kind:
         case "weights" if weights.path and version == weights.version:
             return weights.path
-        case "adapter" if (known := current_adapters(adapters).get(str(name))) and known.version == version:
-            return known.path
+        case "adapter" if (adapter := current_adapters(adapters).get(str(name))) and adapter.version == version:
+            return adapter.path
         case "model" if models.get(str(name), "").startswith("/"):
             return models[str(name)]
         case "weights":
-            now = f"version {weights.version} is" if weights.path else "none was published yet"
-            return Refusal(f"version {version!r} of the weights is not the current one: {now}", False)
+            current = f"version {weights.version} is" if weights.path else "none was published yet"
+            return Refusal(f"version {version!r} of the weights is not the current one: {current}", False)
         case "adapter":
             return Refusal(f"version {version!r} of adapter {name!r} is not current", False)
         case "model":

@@ -1,7 +1,7 @@
-"""Decisions about which servers of others are engines, by a list or `trinity-es scale`. Pure: servers in, events out.
+"""Decisions about which external servers are engines, by a list or `trinity-es scale`. Pure: servers in, events out.
 
-`scale` wins over the list: a server added by `scale` stays although no list has it. A server removed by `scale` stays
-removed until it has left the list and come back, or is added again.
+`scale` wins over the list: a server added by `scale` stays even if the list lacks it. A server removed by `scale` stays
+removed until it has left the list and come back, or until `scale` adds it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], before: Iterable[
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
     for url in now:
-        known = servers.get(url)
-        if known is not None and (known.wanted or (known.by == "scale" and (before is None or url not in new))):
+        server = servers.get(url)
+        if server is not None and (server.wanted or (server.by == "scale" and (before is None or url not in new))):
             continue
         events.append(_added(servers, url, runners, "list"))
     for server in servers.values():
@@ -39,44 +39,44 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], before: Iterable[
 
 
 def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
-    """Record what `trinity-es scale` changes, also for servers that the list has added or removed already.
+    """Record what `trinity-es scale` changes, also for servers that the list has already added or removed.
 
-    Raises DataError for a server that never was one, and for one that is both added and removed.
+    Raises DataError for an unknown server to remove, and for one that is both added and removed.
     """
-    coming, going = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
-    if both := sorted(set(coming) & set(going)):
+    added, removed = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
+    if both := sorted(set(added) & set(removed)):
         raise DataError(f"{both[0]} can't be added and removed at once")
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
-    for url in coming:
-        known = servers.get(url)
-        if known is None or not known.wanted or known.by != "scale":
+    for url in added:
+        server = servers.get(url)
+        if server is None or not server.wanted or server.by != "scale":
             events.append(_added(servers, url, runners, "scale"))
-    for url in going:
-        known = servers.get(url)
-        if known is None:
-            there = ", ".join(sorted(s.url for s in servers.values() if s.wanted)) or "none"
-            raise DataError(f"{url} can't be removed: it is no server of this run; there are {there}")
-        if known.wanted or known.by != "scale":
-            events.append(ev.ServerRemoved(url=url, runner=known.runner, by="scale"))
+    for url in removed:
+        server = servers.get(url)
+        if server is None:
+            wanted = ", ".join(sorted(s.url for s in servers.values() if s.wanted)) or "none"
+            raise DataError(f"{url} can't be removed: it is no server of this run; there are {wanted}")
+        if server.wanted or server.by != "scale":
+            events.append(ev.ServerRemoved(url=url, runner=server.runner, by="scale"))
     return events
 
 
 def _added(servers: Mapping[str, Server], url: str, runners: set[str], by: str) -> ev.Event:
-    known = servers.get(url)
-    runner = known.runner if known is not None else f"runner-{len(runners)}"
+    server = servers.get(url)
+    runner = server.runner if server is not None else f"runner-{len(runners)}"
     runners.add(runner)
     return ev.ServerAdded(url=url, runner=runner, by="list" if by == "list" else "scale")
 
 
-def is_drained(units: int, waited: float, timeout: float, *, asked: bool = False) -> bool:
+def is_drained(units: int, waited: float, timeout: float, *, proxied: bool = False) -> bool:
     """Return True if a runner whose server was removed has no units left, or its time is over.
 
-    `asked` means that it may have requests that nothing counts.
+    `proxied` means that it may have requests of proxies, which the coordinator does not count.
     """
-    return (units == 0 and not asked) or waited >= timeout
+    return (units == 0 and not proxied) or waited >= timeout
 
 
 def has_retired(life: RunnerLife | None) -> bool:
-    """Return True if nothing is left of a runner whose server was removed."""
+    """Return True if a runner whose server was removed has ended."""
     return life is None or life.state is RunnerState.RETIRED or life.state.gone

@@ -1,4 +1,4 @@
-"""Decisions about weights and about a runner's answer to a load of them. Pure."""
+"""Decisions about publications of weights and results of loads. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["load_result", "publish"]
 
 
 def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bool = False) -> list[ev.Event]:
-    """Decide on a publication; `serving` are the ready runners that serve the new version already.
+    """Decide on a publication; `serving` are the ready runners that already serve the new version.
 
-    A version that no runner could load may be published again from another place. A version in memory may be published
-    again as a checkpoint: the same weights are on a disk now, so no runner loads them again. `again` means that its
-    place was lost and written again. Raises SyncError for an older version, and for one served from another place.
+    A version that no runner could load may be published again with another path. A version in memory may be published
+    again as a checkpoint: the same weights are on a disk now, so no runner loads them again. `again` means that the
+    version was lost and written again. Raises SyncError for an older version, and for one served from another path.
     """
     if new.version < current.version:
         raise SyncError(f"weights version {new.version} is older than the current one, {current.version}")
     if not again and (new.version, new.path) == (current.version, current.path):
         return []
-    saved = new.method == "checkpoint" and current.in_memory_only
-    if new.version == current.version and serving and not (saved or again):
+    is_saved_copy = new.method == "checkpoint" and current.in_memory_only
+    if new.version == current.version and serving and not (is_saved_copy or again):
         raise SyncError(
             f"weights version {new.version} is served already by {', '.join(serving)}, from "
             f"{current.path or 'the model as it was given'}: give {new.path} a new version"
@@ -33,10 +33,10 @@ def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bo
 
 
 def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, place_gone: bool) -> list[ev.Event]:
-    """Record the result of a load; `place_gone` means that the current weights are no longer where they were published.
+    """Record the result of a load; `place_gone` means that the path of the current weights no longer exists.
 
     A runner that could not load goes on with its old weights if they were current once. A new one with older weights
-    fails, since no runner is better than wrong weights; it retries every few seconds, which is not recorded again.
+    fails, since no runner is better than wrong weights. It retries every few seconds; the same error is recorded once.
     """
     name, incarnation = life.name, life.incarnation
     if result.error is None:

@@ -1,9 +1,8 @@
-"""The leases that runs take: recorded, and released for runs that can't do it themselves.
+"""Leases that runs take: the coordinator records them, and releases those whose runs can't.
 
-An attempt ends with an event of its batch or its runner. The turn that records that event also records the leases which
-no owner will release any more (`look`). Once this is durable, separate processes release them (`lease_releases.py`);
-failed releases are retried after pauses that double. It does no harm if an owner is alive after all and releases its
-lease too.
+An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
+orphaned (`look`). Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
+retried after pauses that double. A second release by an owner that is still alive does no harm.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Releases(Protocol):
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         """Release leases of one provider in a process.
 
-        `done` gets the error of each lease, "" if it was released, and the error of those the process did not report.
+        `done` gets each lease's error, "" if it was released, and one error for leases that the process did not report.
         """
 
 
@@ -48,24 +47,24 @@ class LeaseFleet:
         self._busy: set[str] = set()
         """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}
-        """Number of failed releases of each lease that was tried."""
+        """Number of failed releases of each tried lease."""
         self._due: dict[str, float] = {}
         """When each orphaned lease is due for release, unix seconds."""
         self._most: dict[str, int] = {}
-        """Maximum number of leases in one process with a lease that an earlier process did not report."""
-        self._known_since = math.inf
-        """When this coordinator was announced to runners, unix seconds; infinite before."""
+        """Maximum size of the next group of each lease that an earlier process did not report."""
+        self._announced_at = math.inf
+        """When runners learned of this coordinator, unix seconds; infinite before."""
 
     def begin(self) -> None:
-        """Start to count expiries, after the grace time that runners have once they know this coordinator."""
-        self._known_since = self._registry.clock()
+        """Start to count expiries; runners have a grace time from now on."""
+        self._announced_at = self._registry.clock()
 
     def forget(self) -> None:
-        """Stop counting expiries until `begin`, because renewals reported meanwhile are lost."""
-        self._known_since = math.inf
+        """Stop counting expiries until `begin`, since the coordinator misses renewals meanwhile."""
+        self._announced_at = math.inf
 
     def leave(self) -> None:
-        """Release no open lease: they belong to the store of which this one is a copy."""
+        """Give up all open leases, since they belong to the store from which this one was copied."""
         self._live.record(*decisions.left(list(self._live.leases.values())))
 
     # --- reports of runs --------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class LeaseFleet:
 
     # --- releases ---------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """Record, at the end of a turn, the leases that lost their owner in it."""
+        """Record, at the end of a turn, the leases that it orphaned."""
         if not self._live.leases:
             return
         turn = self._live.turn
@@ -100,9 +99,9 @@ class LeaseFleet:
             self._actor.after(LOOK_SECONDS, "leases", self._tick)
 
     def look_at(self, leases: Any) -> None:
-        """Record which of these leases have no owner to release them, and release those when that is durable."""
+        """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
-        orphans = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._known_since)
+        orphans = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._announced_at)
         live.record(*orphans)
         if orphans:
             live.then(self.release_due)

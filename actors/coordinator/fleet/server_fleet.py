@@ -1,10 +1,9 @@
 """External vLLM servers that serve as engines (`engine_type: http`), added and removed while the run goes on.
 
-The decisions (`server_decisions.py`) are in the log. The coordinator sends the guardian the list of wanted runners
-again and again, so a lost message or a restart of either loses nothing. A runner whose server was removed gets no new
-units. It is retired once it has no units and loads no weights; after `drain_timeout` its remaining units go to other
-runners. The coordinator does not see the requests of proxies (mode `serve`), so there a ready runner is retired after
-`drain_timeout`.
+The coordinator repeats the list of wanted runners to the guardian, so a lost message or a restart of either loses
+nothing. A runner whose server was removed gets no new units. It retires once it has no units and loads no weights;
+after `drain_timeout` its remaining units go to other runners. In mode `serve` the coordinator does not see the requests
+of proxies, so there a ready runner retires after `drain_timeout`.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ __all__ = ["LOOK_SECONDS", "ServerFleet"]
 
 LOOK_SECONDS = 0.5
 """Interval between two checks for added and removed servers."""
-TELL_SECONDS = 5.0
-"""Interval at which an unchanged message to the guardian is repeated."""
+REPEAT_SECONDS = 5.0
+"""Interval between two repetitions of an unchanged message to the guardian."""
 
 
 class ServerFleet:
-    """External servers of a run; without `settings` there are none, and it does nothing."""
+    """External servers of a run; without `settings` there are none, and its methods do nothing."""
 
     def __init__(
         self, settings: ServersConfig | None, registry: RunnerRegistry, guardian: Any, *, proxied: bool = False
     ) -> None:
-        """`proxied`: proxies send requests to the runners."""
+        """Pass `proxied` if proxies send requests to the runners."""
         self._settings, self._registry, self._guardian = settings, registry, guardian
         self._live, self._proxied = registry.live, proxied
         self._reader: ServerList | None = None
         self._list: list[str] = list(settings.urls) if settings is not None else []
         self._last_list: list[str] | None = None
-        """Last list that was not empty, None before the first."""
+        """Last list that was not empty; None before the first."""
         self._leaving_since: dict[str, float] = {}
-        """When each runner was first seen leaving, monotonic seconds."""
+        """When each runner began to leave, monotonic seconds."""
         self._sent: tuple[Servers | None, float] = None, float("-inf")
         """Last message to the guardian, and when it was sent, monotonic seconds."""
 
     def start_reading(self) -> None:
-        """Start to read the list, unless the config fixes its URLs."""
+        """Start to read the list, unless the config has fixed URLs."""
         if self._settings is not None and not self._settings.urls:
             self._reader = ServerList(self._settings, self.list_read)
             self._reader.start()
@@ -68,21 +67,21 @@ class ServerFleet:
         before, self._registry.leaving = self._registry.leaving, leaving(self._live.servers)
         for name in before - self._registry.leaving:  # it was added again
             self._registry.changed(name)
-        there, retire = dict[str, str](), dict[str, int]()
+        urls_by_runner, retired = dict[str, str](), dict[str, int]()
         for server in self._live.servers.values():
             if server.wanted:
                 self._leaving_since.pop(server.runner, None)
-                there[server.runner] = server.url
+                urls_by_runner[server.runner] = server.url
                 continue
             life = newest_life(self._live.lives, server.runner)
             if life is None or servers.has_retired(life):
                 continue
             if self._is_drained(life, self._live.in_flight.loads.get((life.name, life.incarnation), 0)):
-                retire[server.runner] = life.incarnation
+                retired[server.runner] = life.incarnation
             else:
-                there[server.runner] = server.url
+                urls_by_runner[server.runner] = server.url
         current = self._live.weights
-        self._tell_guardian(Servers(there, retire, (current.version, current.path)))
+        self._send_to_guardian(Servers(urls_by_runner, retired, (current.version, current.path)))
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Record an operator's change. Raises DataError if it can't be made."""
@@ -103,20 +102,20 @@ class ServerFleet:
 
     def status(self) -> list[dict[str, Any]]:
         """Return every wanted or leaving server as plain JSON."""
-        there = self._registry.runners
+        runners = self._registry.runners
         return [
             {
                 "url": s.url, "runner": s.runner, "by": s.by, "wanted": s.wanted,
-                "state": there[s.runner].state if s.runner in there else "unknown",
-                "waits_for": there[s.runner].waits_for if s.runner in there else "",
-                "problem": self._problem(there[s.runner], s.url) if s.runner in there else "",
+                "state": runners[s.runner].state if s.runner in runners else "unknown",
+                "waits_for": runners[s.runner].waits_for if s.runner in runners else "",
+                "problem": self._problem(runners[s.runner], s.url) if s.runner in runners else "",
             }
             for s in sorted(self._live.servers.values(), key=lambda s: s.runner)
             if s.wanted or not servers.has_retired(newest_life(self._live.lives, s.runner))
         ] if self.enabled else []
 
     def _problem(self, runner: RunnerRecord, url: str) -> str:
-        """Return what is wrong with a runner, with the remedy if its weights are; empty if nothing is."""
+        """Return a runner's problem, with the remedy if it concerns weights; empty if it has none."""
         problem, refusal = runner.life.reason, runner.life.refuses(self._live.weights)
         if refusal and runner.state is RunnerState.READY:
             version = self._live.weights.version
@@ -130,14 +129,14 @@ class ServerFleet:
         record = self._registry.runners.get(life.name)
         loads = record is not None and record.state is RunnerState.READY and record.loading is not None
         proxied = self._proxied and life.state is RunnerState.READY
-        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout, asked=proxied):
+        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout, proxied=proxied):
             return False
         if units:
             self._take_units(life.name, life.incarnation)
         return True
 
     def _take_units(self, runner: str, incarnation: int) -> None:
-        """Take the units of a runner that did not finish them within `drain_timeout`, for others to attempt."""
+        """Take the units that a runner did not finish within `drain_timeout`, for others to attempt."""
         record = self._registry.runners.get(runner)
         reason = "its server was removed, and its time to finish is over"
         for batch in list(self._live.batches.values()):
@@ -149,10 +148,10 @@ class ServerFleet:
                     cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
                     self._registry.send_later(record.address, cancel)
 
-    def _tell_guardian(self, message: Servers) -> None:
+    def _send_to_guardian(self, message: Servers) -> None:
         previous, at = self._sent
         now = self._registry.sender.now()
-        if message == previous and now - at < (LOOK_SECONDS if message.retire else TELL_SECONDS):
+        if message == previous and now - at < (LOOK_SECONDS if message.retire else REPEAT_SECONDS):
             return
         self._sent = message, now
         self._live.then(lambda: self._registry.sender.send(self._guardian, message))

@@ -1,8 +1,8 @@
 """Handlers of clients' commands about runners; none of them blocks.
 
-A restart request goes to the guardian repeatedly until the next life has begun. It names the life to end, so it ends
-only one however often it comes. For states, each live runner gets one question, however many clients ask. If it does
-not answer within `ANSWER_SECONDS`, the answer is what the coordinator knows, and it is not asked again for a while.
+The coordinator repeats a restart request to the guardian until the next life has begun. The request names the life to
+end, so repetitions end no other. For states, each live runner gets one question, however many clients ask. If it does
+not answer within `ANSWER_SECONDS`, clients get the state that the coordinator has recorded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 2.0
 """Interval between two requests to the guardian."""
 SILENT_SECONDS = 20.0
-"""Time after which a silent runner is asked again, since by then the first question must be lost."""
+"""Time after which a silent runner gets the question again, since by then the first one must be lost."""
 
 States = dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True)
 class _Question:
-    """Open question to runners: the silent ones, the answers, and a callback for them."""
+    """Question to runners: the ones that have not answered, the answers, and a callback for these."""
 
     names: list[str]
     waiting: set[str]
@@ -49,11 +49,10 @@ class RunnerHandlers:
     def __init__(
         self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian_of: Callable[[str], Any]
     ) -> None:
-        """`guardian_of` returns a runner's guardian."""
         self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
         self._questions: dict[str, _Question] = {}
-        self._asked_at: dict[tuple[str, int], float] = {}
-        """Time of the open question to each life of a runner that has not answered."""
+        self._question_times: dict[tuple[str, int], float] = {}
+        """Time of the unanswered question to each life of a runner."""
         self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], ReplaceRunner]] = {}
 
     def handlers(self) -> list[Handled]:
@@ -61,7 +60,7 @@ class RunnerHandlers:
 
     # --- restarts ---------------------------------------------------------------------------------------------------
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
-        """End a life of a runner, and answer when the next one has begun."""
+        """End a life of a runner, and answer when the next one has begun. Raises RunnerNotFound."""
         name, incarnation = request.command.runner, request.command.incarnation
         if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.registry.runners))}")
@@ -88,9 +87,8 @@ class RunnerHandlers:
     def states(self, request: CommandRequest[GetRunnerStates]) -> None:
         """Answer with the states of the named runners, or of all; unknown names are left out."""
         names = request.command.names
-        names_known = sorted(self.registry.runners)
-        wanted = names_known if names is None else [n for n in names_known if n in names]
-        self.ask(wanted, lambda states: self.router.answer(request, states))
+        runners = [n for n in sorted(self.registry.runners) if names is None or n in names]
+        self.ask(runners, lambda states: self.router.answer(request, states))
 
     def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
         """Ask runners for their states; call `done` with them after `ANSWER_SECONDS` at the latest."""
@@ -101,8 +99,8 @@ class RunnerHandlers:
             if runner.address is not None and not runner.state.gone and runner.state is not RunnerState.RETIRED:
                 question.waiting.add(name)
                 life = name, runner.incarnation
-                if self.actor.now() - self._asked_at.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
-                    self._asked_at[life] = self.actor.now()
+                if self.actor.now() - self._question_times.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
+                    self._question_times[life] = self.actor.now()
                     self.actor.send(runner.address, QueryActivity(runner.incarnation))
         self._questions[number] = question
         if question.waiting:
@@ -111,7 +109,7 @@ class RunnerHandlers:
             self._finish(number)
 
     def on_activity(self, message: RunnerActivity) -> None:
-        self._asked_at.pop((message.name, message.incarnation), None)
+        self._question_times.pop((message.name, message.incarnation), None)
         for number, question in list(self._questions.items()):
             if message.name in question.waiting:
                 question.waiting.discard(message.name)
@@ -127,7 +125,6 @@ class RunnerHandlers:
         question.done({name: question.answers.get(name) or self._recorded_state(name) for name in names})
 
     def _recorded_state(self, name: str) -> dict[str, Any]:
-        """Return what the coordinator knows of a runner that did not answer."""
         r = self.registry.runners[name]
         load = self.registry.live.in_flight.loads
         return runner_state(

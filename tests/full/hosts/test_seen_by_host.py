@@ -115,7 +115,7 @@ def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
         ready(head.client, "b")
         [joining] = checked(head, "--name", "b")["joining"]
         assert joining["verdict"] == "wrong"
-        assert "a host named b is here already" in joining["told"]
+        assert "a host named b has already joined" in joining["told"]
         assert checked(head, "--name", "c")["joining"][0]["verdict"] == "ok"
         assert head.client.status()["hosts"][0]["connected"], "a check takes no host's place"
     with monkeypatch.context() as other:

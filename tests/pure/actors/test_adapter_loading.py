@@ -196,7 +196,7 @@ def test_a_log_with_more_adapters_than_there_is_room_for_names_them_and_the_key(
     fleet.come_up("a", 2)
     assert (fleet.serving(), fleet.engines["a"]) == ([], {})
     assert fleet.failures() == [
-        "the adapters code, math are to be served, and engines have room for 1: raise "
+        "there are adapters code, math, and engines have room for 1: raise "
         "explorer.rollout_model.lora.max_adapters and restart, or remove_adapter some"
     ]
     fleet.lives.adapters.remove("code")

@@ -91,7 +91,7 @@ def test_another_life_under_the_name_of_one_that_is_connected_has_to_wait() -> N
 def test_another_life_under_the_name_of_one_that_is_away_takes_its_place() -> None:
     hosts = with_b()
     gone, joined = decide(hosts, replace(B, life="life 2"))  # type: ignore[misc]  # a list, as the test asks
-    assert gone == ev.HostLost(host="b", epoch=1, reason="it was started anew")
+    assert gone == ev.HostLost(host="b", epoch=1, reason="it was restarted")
     assert isinstance(joined, ev.HostJoined)
     assert joined.epoch == 2
 

@@ -143,8 +143,8 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
 
 
 def test_one_that_proxies_ask_has_all_of_its_time() -> None:
-    assert not servers.is_drained(0, 9.0, timeout=10.0, asked=True)
-    assert servers.is_drained(0, 10.0, timeout=10.0, asked=True)
+    assert not servers.is_drained(0, 9.0, timeout=10.0, proxied=True)
+    assert servers.is_drained(0, 10.0, timeout=10.0, proxied=True)
 
 
 def settings_of(**changes: Any) -> ServersConfig:
