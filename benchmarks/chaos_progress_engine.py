@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from trinity_es import Workflow
-from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Sampling
 from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
 
@@ -42,7 +42,7 @@ def answer_to(prompt: str) -> tuple[list[int], list[float]]:
 class Counting(ScriptedEngine):
     """Engine that gives answers token by token, and notes how many it has given. It goes on from any part of one."""
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         first = ids.index(ord(":")) + 1
         asked, kept = bytes(ids[:first]).decode(), len(ids) - first
@@ -51,7 +51,7 @@ class Counting(ScriptedEngine):
             raise ValueError("an answer goes on from tokens that this engine never gave")
         whole = Completion(prompt_token_ids=ids, token_ids=tokens[kept:], logprobs=logprobs[kept:], text="",
                            finish_reason="stop")
-        began, count, request = time.monotonic(), -1, request or uuid4().hex
+        began, count, request = time.monotonic(), -1, REQUEST_NAME.get() or uuid4().hex
         with open(Path(os.environ[NOTES]) / uuid4().hex, "wb", buffering=0) as note:
             while count < len(whole.token_ids):
                 count = min(len(whole.token_ids), int((time.monotonic() - began) / pace))
