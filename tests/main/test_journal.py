@@ -142,6 +142,14 @@ SECTIONS: dict[str, Any] = {"explorer": {
 }}
 
 
+def sections_of(store: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    if store == "sqlite":
+        return SECTIONS
+    server = request.getfixturevalue("own_server")
+    url = server.url(server.new_database()).replace("postgresql:", "postgresql+psycopg:")
+    return {**SECTIONS, "store": {"url": url}}
+
+
 @pytest.mark.parametrize(("kill", "workflow", "store"), [
     (kill_runner, TwoCalls, "sqlite"),
     (kill_everything, TwoCallsInAProcess, "sqlite"),
@@ -154,12 +162,7 @@ def test_promise_12_a_lost_attempt_goes_on_where_it_was(
 ) -> None:
     requests = tmp_path / "requests"
     monkeypatch.setenv("REQUESTS", str(requests))
-    sections = dict(SECTIONS)
-    if store == "postgresql":
-        server = request.getfixturevalue("own_server")
-        url = server.url(server.new_database()).replace("postgresql://", "postgresql+psycopg://")
-        sections["store"] = {"url": url}
-    client = start_system(**sections)
+    client = start_system(**sections_of(store, request))
     client.submit_batch(batch_id=1, tasks=[Task(workflow=workflow)], batch_type="train")
     wait_until(lambda: journaled(client) > 2_000, "a part of the long answer to be in the journal")
     client = kill(client, start_system)
@@ -230,18 +233,21 @@ def test_an_answer_goes_on_after_its_engine_failed_and_the_runner_did_not(
     assert not any(r.type == "RunnerLost" for r in client.log.events())
 
 
-@pytest.mark.parametrize(("kill", "workflow"), [
-    (kill_runner, Steps), (kill_runner, StepsInAProcess), (kill_everything, StepsInAProcess),
+@pytest.mark.parametrize(("kill", "workflow", "store"), [
+    (kill_runner, Steps, "sqlite"),
+    (kill_everything, StepsInAProcess, "sqlite"),
+    pytest.param(kill_runner, StepsInAProcess, "postgresql", marks=pytest.mark.postgres),
 ])
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_trap_5_a_known_step_is_never_repeated_and_a_possibly_delivered_one_is_named(
     kill: Callable[[RolloutClient, StartSystem], RolloutClient], workflow: type[Workflow], idempotent: bool,
-    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     effects, requests = tmp_path / "effects", tmp_path / "requests"
     monkeypatch.setenv("EFFECTS", str(effects))
     monkeypatch.setenv("REQUESTS", str(requests))
-    client = start_system(**SECTIONS)
+    client = start_system(**sections_of(store, request))
     task = Task(workflow=workflow, workflow_args={"idempotent": idempotent})
     client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
     for kills in (1, 2):

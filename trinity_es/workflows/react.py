@@ -69,8 +69,8 @@ def tool_of(path: str) -> Tool:
 class ReActWorkflow(MultiTurnWorkflow):
     """Turns with tools until an answer without a call; the reward is that of this answer (`reward_fn`).
 
-    `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model), `idempotent` (false: a run
-    that was lost during a call of a tool starts over; true: it calls the tool again and goes on). Metrics: `turns`,
+    `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model), `idempotent` (false: a
+    run that was lost during a call of a tool starts over; true: it calls the tool again and goes on). Metrics: `turns`,
     `tool_calls`, `tool_errors`, `unfinished` (1 if the last answer still calls a tool: it was the last turn, or the
     model's context is too full for another).
     """
