@@ -59,7 +59,7 @@ def body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return the request's JSON. `room`: tokens left in the context; `prompt_logprobs`: vLLM's field."""
+    """Return the request's JSON. `room`: tokens left in the context; `prompt_logprobs`: vLLM's field with this name."""
     shared: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
     shared |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
     if sampling.logprobs:

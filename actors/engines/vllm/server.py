@@ -242,7 +242,7 @@ class _RecordingClient:
         self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, asked: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
-        """Answer a call that the journal has in part, all at once."""
+        """Answer a call that the journal has at least in part, all at once."""
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], one: Sampling, request: str) -> list[Completion]:
