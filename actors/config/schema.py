@@ -49,6 +49,13 @@ def _concurrency(value: Any) -> Any:
     return value
 
 
+def _in_flight(value: Any) -> Any:
+    if value == "cut":
+        raise ValueError("can't be 'cut', which would be the same as 'keep': a request goes on from its tokens, "
+                         "computed again with the new weights. Write keep or finish")
+    return value
+
+
 def _store_url(value: str) -> str:
     if not value:
         return value
@@ -365,6 +372,10 @@ class SynchronizerConfig(Section):
     sync_timeout: Seconds = 3600.0
     """Seconds to wait until the engines have loaded the weights, and in mode `explore` for the trainer's next weights.
     """
+    in_flight: Annotated[Literal["keep", "finish"], BeforeValidator(_in_flight)] = "keep"
+    """Requests that an engine is answering when new weights come. `keep`: they go on with the new weights, and
+    `version_spans` says which weights made which tokens; `finish`: they end with the old weights before the new are
+    loaded, and new requests wait meanwhile. Those still open after half of `sync_timeout` go on as with `keep`."""
 
 
 class MonitorConfig(Section):

@@ -25,6 +25,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, cast
 import orjson
 
 from trinity_es.actors.config.config import LaunchedConfig
+from trinity_es.actors.engines.finishing import FinishingEngine
 from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
 from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
@@ -51,6 +52,8 @@ from trinity_es.events.values import task_from_dict
 
 __all__ = ["EngineThread"]
 
+FINISHING_SHARE = 0.5
+"""Part of `sync_timeout` in which open requests may end; the rest is for loading the weights."""
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 LAST_WORDS_SECONDS = 1.0
@@ -204,6 +207,8 @@ class EngineThread:
             if self.model == "rollout":
                 self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
+            if self.model == "rollout" and self.config.synchronizer.in_flight == "finish":
+                self.engine = cast(Engine, FinishingEngine(self.engine, self.patience * FINISHING_SHARE))
             self.server = await self.serve(self.engine)
         except BaseException as e:
             self.log.error("the engine did not start", exc_info=e)
@@ -399,7 +404,7 @@ class EngineThread:
         try:
             engine = cast(ReceivesWeights, self.engine)
             if not hasattr(engine, "join_weight_group"):
-                raise SyncError(f"{type(engine).__name__} can't get weights from a group of processes")
+                raise SyncError(f"{self.how.engine_class} can't get weights from a group of processes")
             await engine.join_weight_group(
                 message.address, message.port, message.rank_offset, message.world_size, self.patience
             )

@@ -244,6 +244,11 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert len(found) == 13
 
 
+def test_cut_requests_in_flight_are_refused_by_name_and_not_played_as_something_else() -> None:
+    with pytest.raises(ConfigError, match=r"synchronizer.in_flight can't be 'cut', which would be the same as 'keep'"):
+        Config.from_dict({"synchronizer": {"in_flight": "cut"}})
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1: 2}])
 def test_arguments_that_could_not_be_recorded_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"trainer.args must hold plain values only"):

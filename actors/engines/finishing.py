@@ -1,0 +1,103 @@
+"""An engine whose open requests end before its weights change (`synchronizer.in_flight: finish`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from trinity_es.actors.engines.interface import Completion, Engine, ReceivesWeights, Recording, Sampling
+
+__all__ = ["FinishingEngine"]
+
+
+class FinishingEngine:
+    """An `Engine` around another. Before a change of weights it waits until all open requests have ended.
+
+    New requests wait until the weights are loaded. After `seconds` the weights are loaded anyway, and the other engine
+    decides what becomes of the requests that are still open. All the rest is the other engine's.
+    """
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        self._engine, self._seconds = engine, seconds
+        self._requests = 0
+        """Open requests."""
+        self._idle, self._admits = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._admits.set()
+        self._changing = asyncio.Lock()
+        if hasattr(engine, "application"):
+            self.application = self._application
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+    async def generate(self, prompt: str | list[int], sampling: Sampling, **more: Any) -> list[Completion]:
+        async with self._request() as version:
+            answers = await self._engine.generate(prompt, sampling, **more)
+            return [self._stamped(answer, version, len(answer.token_ids)) for answer in answers]
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        count = 0
+        async with self._request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
+            async for part in parts:
+                count += len(part.token_ids)
+                yield self._stamped(part, version, count) if part.finish_reason else part
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, **more: Any) -> list[float]:
+        async with self._request():
+            return await self._engine.logprobs(token_ids, temperature, **more)
+
+    async def _application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
+        """Return the engine's own HTTP application. Each POST counts as a request."""
+        application = await cast(Any, self._engine).application(name, recording)
+
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async with self._request() if scope.get("method") == "POST" else contextlib.nullcontext():
+                await application(scope, receive, send)
+
+        return answer
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+    async def load_weights(self, version: int, path: str) -> None:
+        async with self._without_requests():
+            await self._engine.load_weights(version, path)
+
+    async def receive_weights(self, version: int, path: str, timeout: float) -> None:
+        async with self._without_requests():
+            await cast(ReceivesWeights, self._engine).receive_weights(version, path, timeout)
+
+    @contextlib.asynccontextmanager
+    async def _request(self) -> AsyncIterator[int]:
+        """Count a request as open inside, once it may begin; return the model version that it begins with."""
+        while not self._admits.is_set():  # another change may follow at once
+            await self._admits.wait()
+        self._requests += 1
+        self._idle.clear()
+        try:
+            yield self._engine.model_version
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _without_requests(self) -> AsyncIterator[None]:
+        async with self._changing:
+            self._admits.clear()
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._seconds):
+                        await self._idle.wait()
+                yield
+            finally:
+                self._admits.set()
+
+    def _stamped(self, answer: Completion, version: int, count: int) -> Completion:
+        """Return an answer of `count` tokens with their version if the engine does not give it and it is known."""
+        if answer.version_spans or self._engine.model_version != version:
+            return answer
+        return replace(answer, version_spans=((version, 0, count),))
