@@ -44,7 +44,14 @@ from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
-from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
+from trinity_es.events.errors import (
+    CorruptPayload,
+    DataError,
+    EngineError,
+    PayloadNotFound,
+    SyncError,
+    TrinityError,
+)
 from trinity_es.events.journal import KeptRun, Run, attempt, kept_runs
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.journals import open_journals
@@ -355,7 +362,10 @@ class EngineThread:
             return None
         kept: dict[int, KeptRun] = {}
         if item.kept:
-            kept = kept_runs([await self.reporter.in_thread(self.reporter.payloads.get, item.kept)])
+            try:
+                kept = kept_runs([await self.reporter.in_thread(self.reporter.payloads.get, item.kept)])
+            except (PayloadNotFound, CorruptPayload) as e:
+                self.log.warning("unit %s begins at its prompt, what it had is lost: %s", key, e)
         journal.begin(key)
 
         def identity(run: int) -> Run:
