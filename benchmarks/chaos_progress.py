@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
@@ -270,19 +270,23 @@ class Bent:
 
 
 def drawn(ways: Sequence[Under], file: str) -> None:
-    """Draw how many answers of at most each length were delivered."""
+    """Draw the share of the answers that was delivered, by twelve ranges of lengths."""
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot
 
+    whole = ways[0].lengths
+    edges = [whole[len(whole) * i // 12] for i in range(12)] + [whole[-1] + 1]
     style = {"svg.fonttype": "none", "svg.hashsalt": "progress", "path.simplify_threshold": 1.0, "font.size": 11}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
         for way, (color, line) in zip(ways, (("0.6", "-"), ("tab:blue", "--"), ("tab:red", "-")), strict=True):
-            axes.plot(way.lengths, range(1, len(way.lengths) + 1), line, color=color, label=way.way,
+            counts = [Counter(bisect_right(edges, n) for n in lengths) for lengths in (way.lengths, ways[0].lengths)]
+            shares = [counts[0][i] / counts[1][i] for i in range(1, len(edges))]
+            axes.plot(edges, [*shares, shares[-1]], line, color=color, label=way.way, drawstyle="steps-post",
                       linewidth=5 if color == "0.6" else 2)
-        axes.set(xscale="log", xlabel="tokens of an answer", ylabel="delivered answers of at most so many tokens")
+        axes.set(xscale="log", ylim=(0, 1.05), xlabel="tokens of an answer", ylabel="share of answers delivered")
         ticks = [64, 128, 256, 512, 1024, 2048, 4096]
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
