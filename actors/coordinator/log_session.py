@@ -70,16 +70,16 @@ class SessionHost(TimerHost, Protocol):
         """Build all that works on the live state, and record this coordinator's start."""
 
     def recover(self) -> None:
-        """Record this coordinator's start again, since the first try was not written."""
+        """Record this coordinator's start again, since the first try failed."""
 
     def forget(self) -> None:
-        """Forget all that is not in the log: the live state was read again."""
+        """Forget everything that is not in the log, since the live state was read again."""
 
     def serve(self, again: bool) -> None:
-        """Handle messages from now on; `again` means that the live state was open before."""
+        """Handle messages from now on; `again` means that this is not the first time."""
 
     def waits(self, error: Exception) -> None:
-        """Let clients reach this coordinator, since the log can't be opened and that may last."""
+        """Let clients reach this coordinator, since the log may stay closed for long."""
 
     def refuse(self, error: Exception) -> None:
         """Answer the held requests with the error of a failed try."""
@@ -92,7 +92,7 @@ class SessionHost(TimerHost, Protocol):
 
 
 class LogSession:
-    """Session with one log; `live`, `lease` and `witnesses` exist once it has opened."""
+    """Session with one log; `live`, `lease` and `witnesses` exist once `opened`."""
 
     live: LiveState
     lease: Lease
@@ -112,7 +112,7 @@ class LogSession:
         self._memory, self._claims, self._unheard = memory, claims, unheard
         self.phase = Phase.OPENING
         self.opened = self.begun = False
-        """Whether the lease and the live state are here; whether this coordinator's first events are durable."""
+        """`opened` is True once it has the lease and the live state, `begun` once its first events are durable."""
         self.failure: Exception | None = None
         """Reason why the log can't be written now."""
         self.failed_at = self._failing_since = self._open_since = 0.0
@@ -134,16 +134,16 @@ class LogSession:
         return self.watch.trouble or self.writer.trouble
 
     def end(self) -> Mark | None:
-        """Return the end of the log as others may hear it; None before the log is open."""
+        """Return the mark of the last acknowledged event; None before the log is open."""
         return self.witnesses.end() if self.opened else None
 
     # --- opening ----------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Take the lease and read the live state; retry while the database is away."""
+        """Take the lease and read the live state; retry while the database is unreachable."""
         self.reader.ask(self._open, self._opened, once=True)
 
     def _open(self) -> tuple[Lease, LiveState]:
-        """Open the store and read what is open; for a thread, since the database may be slow."""
+        """Open the store and read the live state; for a thread, since the database may be slow."""
         store = self._host.open_store()
         try:
             self._require_claims(store[0])
@@ -235,8 +235,8 @@ class LogSession:
         """Hand the turn to the writer, or call its actions now if they wait for nothing."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.opened and self.phase is not Phase.RESUMING:
-                for tell in self.live.close_turn().failed:  # nothing is written
-                    tell(self.failure)
+                for call in self.live.close_turn().failed:  # nothing is written
+                    call(self.failure)
             return
         turn = self.live.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
@@ -253,7 +253,7 @@ class LogSession:
             self._pauses.reset()
             self._logged_error = ""
 
-    # --- when it can't be written -------------------------------------------------------------------------------------
+    # --- failed writes ------------------------------------------------------------------------------------------------
     def _failing(self, error: Exception) -> None:
         if self.phase is Phase.ENDED:
             return  # the reason for the end stays
@@ -284,12 +284,12 @@ class LogSession:
         well = isinstance(error, Undone) or is_of_content(error)
         self._failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
-            for tell in turn.failed:
-                tell(error)
+            for call in turn.failed:
+                call(error)
         if not well:
             self._host.refuse(error)
         if isinstance(error, LogRewound):
-            self.stop(error)  # others were told of a log that this one no longer is
+            self.stop(error)  # clients and runners have acknowledgements of events that this log lacks
 
     def _later(self, again: Callable[[], None]) -> None:
         self.try_again = again
@@ -300,7 +300,7 @@ class LogSession:
         self.reader.ask(self._read_again, lambda result: self._reloaded(error, result), once=True)
 
     def _read_again(self) -> Loaded:
-        """Read what is open, once the writer has ended; for a thread."""
+        """Read the live state, once the writer has ended; for a thread."""
         self.writer.stop()
         return self.live.read_log()
 
@@ -316,8 +316,8 @@ class LogSession:
             self._later(self.try_again)
             self._host.refuse(loaded)
             return
-        for tell in self.live.turn.failed:  # decided meanwhile, and not written either
-            tell(error)
+        for call in self.live.turn.failed:  # decided meanwhile, and not written either
+            call(error)
         self.live.adopt(loaded)
         self._host.forget()
         if self.begun:
@@ -326,7 +326,7 @@ class LogSession:
             self._host.recover()
 
     def _log_error(self, what: str, error: Exception) -> None:
-        """Log an error once, not at every try; other digits, say of the free space, make no new error."""
+        """Log an error once, not at every try; only its digits, such as the free space, may differ."""
         message = re.sub(r"\d+", "", str(error))
         if message != self._logged_error:
             self._host.log.error("%s: %s", what, error)
