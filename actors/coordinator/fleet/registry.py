@@ -91,7 +91,7 @@ class RunnerRegistry:
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
     def up(self) -> list[RunnerRecord]:
-        """Return rollout runners whose engines run, including those that failed because they lack adapters."""
+        """Return rollout runners whose engines run, including `failed` ones that lack weights or adapters."""
         return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
 
     def ready(self) -> list[RunnerRecord]:
