@@ -249,7 +249,7 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Return the numbers of experiences, of those that can be taken now, and of waiting requests."""
+        """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
@@ -279,7 +279,7 @@ class ExperienceQueue:
         self._router.reply(request, value)
 
     def _location(self, item: ev.TakenItem) -> TakenExperiences:
-        """Return where an item's experiences lie; if its batch has left the queue, the log tells."""
+        """Return where an item's experiences lie; read it from the log if the batch has left the queue."""
         stream = batch_stream(item.batch_id)
         delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
