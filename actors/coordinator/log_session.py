@@ -235,8 +235,8 @@ class LogSession:
         """Hand the turn to the writer, or call its actions now if they wait for nothing."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.opened and self.phase is not Phase.RESUMING:
-                for call in self.live.close_turn().failed:  # nothing is written
-                    call(self.failure)
+                for fail in self.live.close_turn().failed:  # nothing is written
+                    fail(self.failure)
             return
         turn = self.live.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
@@ -284,8 +284,8 @@ class LogSession:
         well = isinstance(error, Undone) or is_of_content(error)
         self._failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
-            for call in turn.failed:
-                call(error)
+            for fail in turn.failed:
+                fail(error)
         if not well:
             self._host.refuse(error)
         if isinstance(error, LogRewound):
@@ -316,8 +316,8 @@ class LogSession:
             self._later(self.try_again)
             self._host.refuse(loaded)
             return
-        for call in self.live.turn.failed:  # decided meanwhile, and not written either
-            call(error)
+        for fail in self.live.turn.failed:  # decided meanwhile, and not written either
+            fail(error)
         self.live.adopt(loaded)
         self._host.forget()
         if self.begun:

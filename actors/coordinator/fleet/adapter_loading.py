@@ -115,7 +115,7 @@ class AdapterLoading:
         self.registry.send_later(runner.address, order)
 
     def on_load_result(self, message: AdaptersLoadResult) -> None:
-        """Record the adapters that a runner loaded, and those that it could not, of which it keeps the old version."""
+        """Record the adapters that a runner loaded, and those that it could not load; it keeps their old version."""
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return
