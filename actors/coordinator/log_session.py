@@ -6,9 +6,9 @@ The session is in one phase at a time:
                           \\-> RESUMING -> OPEN
 
 OPENING: threads take the lease and read what is open. OPEN: the coordinator decides on messages. CLOSED: a write
-failed, so memory is ahead of the log; the session reads the log again, after pauses that grow. RESUMING: the log was
-read, and the event that records the trouble is being written. ENDED: the lease was given back, another coordinator
-fenced this one, or the log lost what was acknowledged.
+failed, so memory is ahead of the log; the session reads the log again, after pauses that grow. RESUMING: the session
+writes the event that records the trouble. ENDED: the lease was given back, another coordinator fenced this one, or the
+log lost acknowledged events.
 
 Threads read and write; their results come back in the actor's loop. Nothing here blocks.
 """
@@ -85,7 +85,7 @@ class SessionHost(TimerHost, Protocol):
         """Answer the held requests with the error of a failed try."""
 
     def stopped(self, error: LogRewound) -> None:
-        """Answer every waiting client: the log lost what was acknowledged, so the work stops."""
+        """Answer every waiting client with the error: the log lost acknowledged events, so the work stops."""
 
     def fenced(self, lease: Lease | None) -> None:
         """End this coordinator, whose lease another writer took; None means that the lease can't be read."""
@@ -221,7 +221,7 @@ class LogSession:
 
     def _run(self, again: bool) -> None:
         if self.phase is Phase.ENDED:
-            return  # it ended meanwhile: what was being written is in the log, and nothing follows
+            return  # the session ended meanwhile
         self.failure, self.phase, self._open_since = None, Phase.OPEN, self._host.now()
         self._host.serve(again)
 
@@ -262,13 +262,13 @@ class LogSession:
         self.phase, self.failure, self.failed_at = Phase.CLOSED, error, self._host.now()
 
     def write_failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
-        """Give the error to the callers of the lost turns; then read the live state again."""
+        """Answer the callers of the lost turns with the error; then read the live state again."""
         self._failed(error, lost)
         if self.phase is Phase.CLOSED and not self.writer.in_flight:  # the rest of the queue fails in another call
             self._later(lambda: self._reload(error))
 
     def abandon_turn(self, error: LogUnavailable) -> None:
-        """Undo this turn, which never came to the writer; the writer finishes what it has."""
+        """Undo this turn, which the writer never got; the writer finishes the earlier turns."""
         self._failed(error, [self.live.close_turn()])
         if self.phase is Phase.CLOSED:
             self._later(lambda: self._reload(error))
@@ -334,7 +334,7 @@ class LogSession:
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def stop(self, error: LogRewound) -> None:
-        """End the work: the log lacks what was acknowledged."""
+        """End the work, since the log lacks acknowledged events."""
         if self.phase is Phase.ENDED:
             return
         self._log_error("the work is stopped", error)

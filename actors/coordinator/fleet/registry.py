@@ -1,4 +1,4 @@
-"""The runners that the coordinator knows, by name."""
+"""Registry of the runners that the coordinator knows, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of servers from a file or a command, read every `poll_interval` in its own thread.
+"""List of external servers from a file or a command, read every `poll_interval` in its own thread.
 
 A list with an invalid line changes nothing. The text log says so once, and `trouble` as long as it lasts.
 """

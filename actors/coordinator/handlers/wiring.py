@@ -107,7 +107,7 @@ class Handlers:
         self.journals.look(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
-        """Answer now and from memory, since `status` is wanted most while the log can't be written."""
+        """Answer at once from memory, since users need `status` most while the log can't be written."""
         batches = [
             {
                 "batch_id": b.batch_id,
