@@ -105,7 +105,6 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
 
 
 def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
-    """Return the newest event of each adapter."""
     adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
         events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
@@ -170,10 +169,7 @@ def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads:
 
 
 def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest life has served (`RunnerLife.served`).
-
-    The result is that of `evolve_lives`, without reading streams that grow with every version.
-    """
+    """Return the runners whose newest life has served, as `evolve_lives` does but without reading long streams."""
     names, unknown = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
         loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")

@@ -296,7 +296,6 @@ class LogSession:
         self._host.after(self._pauses.next(self._host.chance()), "reload", again)
 
     def _reload(self, error: Exception) -> None:
-        """Read the live state again in a thread; it stays closed meanwhile."""
         self.reader.ask(self._read_again, lambda result: self._reloaded(error, result), once=True)
 
     def _read_again(self) -> Loaded:

@@ -219,10 +219,7 @@ def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
 
 
 def _blamed(unit: ev.Unit, servers: bool) -> bool:
-    """Return True if a unit is blamed for the end of its engine.
-
-    An external server ends for reasons of its own, so a unit is blamed only after many such attempts.
-    """
+    # An external server ends for reasons of its own, so a unit is blamed only after many such attempts.
     return not servers or unit.attempt >= MOST_SERVERS_LOST
 
 
@@ -312,7 +309,7 @@ def wanted(batch: BatchState) -> int:
 
 
 def _open_tasks(batch: BatchState) -> list[int]:
-    """Return the tasks that are neither settled nor dropped, also by a finalize that failed."""
+    """Return the tasks that are neither settled nor dropped, even by a failed finalize."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 

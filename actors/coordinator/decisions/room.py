@@ -102,7 +102,6 @@ class Room:
         return any(r.name != name and self._fits(r) for r in self._runners.values())
 
     def _may_have(self, runner: Capacity) -> bool:
-        """Return True if a runner may have one more unit, given how many wait."""
         if runner.load < runner.places or self._beyond is None:
             return True
         return runner.load + 1 <= runner.places * (1 + self._beyond)

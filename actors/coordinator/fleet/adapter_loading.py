@@ -137,7 +137,6 @@ class AdapterLoading:
     def _end_waits(
         self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
     ) -> None:
-        """End the waits for versions that this runner has, or could not load."""
         for awaited, (adapter, version) in self.waiters.items():
             error = (failed or {}).get((adapter, version))
             if has.get(adapter, -1) >= version:

@@ -78,7 +78,6 @@ class Dispatcher:
             self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
     def _update_room(self) -> None:
-        """Update the capacity of the runners that changed."""
         changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
         for host in [h for h, until in self._resting.items() if until <= self.registry.sender.now()]:
             del self._resting[host]

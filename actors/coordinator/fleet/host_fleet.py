@@ -287,7 +287,6 @@ class HostFleet:
         return self._units().get(host, 0)
 
     def _units(self) -> dict[str, int]:
-        """Return the number of units in flight on each host that has any."""
         counts: dict[str, int] = {}
         for (name, _), units in self._live.in_flight.loads.items():
             counts[host_of(name)] = counts.get(host_of(name), 0) + units

@@ -232,7 +232,6 @@ class ExperienceQueue:
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Check again when the next experience has cooled down."""
         cooldown, soonest = self._rules["cooldown"], math.inf
         for delivery in self._live.queue.deliveries.values():
             cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)

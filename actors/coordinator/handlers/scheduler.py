@@ -82,7 +82,6 @@ class SchedulerHandlers:
         return scheduled_batches.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
-        """Record events, and then the end of the batch if it is over."""
         self._live.record_batch(batch.batch_id, events)
         end = scheduled_batches.over(batch)
         self._live.record_batch(batch.batch_id, end)

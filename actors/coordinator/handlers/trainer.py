@@ -139,7 +139,6 @@ def _resume_data(
 
 
 def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
-    """Return True if the batch was delivered again after it was trained on."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches
