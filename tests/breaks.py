@@ -50,7 +50,7 @@ BREAKS = (
           "actors/coordinator/handlers/router.py", "self._live.then(lambda: self.answer(request, value, error))",
           "self.answer(request, value, error)", "main/test_simulation.py::test_no_schedule_breaks_a_promise"),
     Break(1, "A group whose append failed for good is acted on as if it were in the log.",
-          "actors/coordinator/log_writer.py", "self._tell_lost(group, e)",
+          "actors/coordinator/log_writer.py", "self._post_failure(group, e)",
           "self._post(lambda done=group: self._act(done))",
           "full/actors/test_writer.py::test_trouble_that_stays_fails_at_once_with_all_that_came_behind"),
     Break(1, "PostgreSQL may acknowledge a commit before it is written, if its own setting says so.",

@@ -105,7 +105,6 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
 
 
 def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
-    """Return the newest event of each adapter, with two reads per adapter that ever had a stream."""
     adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
         events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
@@ -170,10 +169,7 @@ def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads:
 
 
 def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest life has served (`RunnerLife.served`).
-
-    The result is that of `evolve_lives`, without reading streams that grow with every version.
-    """
+    """Return the runners whose newest life has served, as `evolve_lives` does but without reading long streams."""
     names, unknown = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
         loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")
@@ -201,7 +197,7 @@ class LiveState:
     def __init__(
         self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000, ask: Ask | None = None
     ) -> None:
-        """Read the log here and now, in the calling thread."""
+        """Read the log in the calling thread."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
@@ -216,11 +212,11 @@ class LiveState:
         self.adopt(self.read_log())
 
     def read_log(self) -> Loaded:
-        """Return what `adopt` takes; for any thread, and as slow as the database."""
+        """Return the log's state for `adopt`; for any thread, and as slow as the database."""
         return load_state(self.log, self.payloads, self._queue_capacity)
 
     def adopt(self, loaded: Loaded) -> None:
-        """Replace the state in memory by what was read, and drop the turn."""
+        """Replace the state in memory, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self._greatest_id = loaded.greatest_id
@@ -228,7 +224,7 @@ class LiveState:
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
-        """Adapters that some engine loaded; the coordinator waits for no engine to load the others."""
+        """Adapters that some engine loaded; the others are not required of any engine."""
         self.hosts = loaded.hosts
         self.lives, self.servers, self.leases = loaded.lives, loaded.servers, loaded.leases
         """`lives` has each runner's newest life as of the reading, and all lives recorded since."""
@@ -260,8 +256,8 @@ class LiveState:
     def record(self, *events: ev.Event) -> None:
         """Record events of this turn, each in its own stream, and fold them; batches have `record_batch`.
 
-        Raises InvalidEvent for what the log can't hold, before anything is folded: the writer would fail other turns
-        with it.
+        Raises InvalidEvent for content that the log can't hold, before it folds, since the writer would fail other
+        turns with it.
         """
         by_stream: dict[str, list[ev.Event]] = {}
         for event in events:
@@ -299,7 +295,7 @@ class LiveState:
         return events
 
     def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
-        """Record and fold events of one batch. Raises InvalidEvent for what the log can't hold."""
+        """Record and fold events of one batch. Raises InvalidEvent for content that the log can't hold."""
         if not events:
             return
         stream = batch_stream(batch_id)

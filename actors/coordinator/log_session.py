@@ -6,9 +6,9 @@ The session is in one phase at a time:
                           \\-> RESUMING -> OPEN
 
 OPENING: threads take the lease and read what is open. OPEN: the coordinator decides on messages. CLOSED: a write
-failed, so memory is ahead of the log; the session reads the log again, after pauses that grow. RESUMING: the log was
-read, and the event that records the trouble is being written. ENDED: the lease was given back, another coordinator
-fenced this one, or the log lost what was acknowledged.
+failed, so memory is ahead of the log; the session reads the log again, after pauses that grow. RESUMING: the session
+writes the event that records the trouble. ENDED: the lease was given back, another coordinator fenced this one, or the
+log lost acknowledged events.
 
 Threads read and write; their results come back in the actor's loop. Nothing here blocks.
 """
@@ -70,29 +70,29 @@ class SessionHost(TimerHost, Protocol):
         """Build all that works on the live state, and record this coordinator's start."""
 
     def recover(self) -> None:
-        """Record this coordinator's start again, since the first try was not written."""
+        """Record this coordinator's start again, since the first try failed."""
 
     def forget(self) -> None:
-        """Forget all that is not in the log: the live state was read again."""
+        """Forget everything that is not in the log, since the live state was read again."""
 
     def serve(self, again: bool) -> None:
-        """Handle messages from now on; `again` means that the live state was open before."""
+        """Handle messages from now on; `again` means that this is not the first time."""
 
     def waits(self, error: Exception) -> None:
-        """Let clients reach this coordinator, since the log can't be opened and that may last."""
+        """Let clients reach this coordinator, since the log may stay closed for long."""
 
     def refuse(self, error: Exception) -> None:
         """Answer the held requests with the error of a failed try."""
 
     def stopped(self, error: LogRewound) -> None:
-        """Answer every waiting client: the log lost what was acknowledged, so the work stops."""
+        """Answer every waiting client with the error: the log lost acknowledged events, so the work stops."""
 
     def fenced(self, lease: Lease | None) -> None:
         """End this coordinator, whose lease another writer took; None means that the lease can't be read."""
 
 
 class LogSession:
-    """Session with one log; `live`, `lease` and `witnesses` exist once it has opened."""
+    """Session with one log; `live`, `lease` and `witnesses` exist once `opened`."""
 
     live: LiveState
     lease: Lease
@@ -112,7 +112,7 @@ class LogSession:
         self._memory, self._claims, self._unheard = memory, claims, unheard
         self.phase = Phase.OPENING
         self.opened = self.begun = False
-        """Whether the lease and the live state are here; whether this coordinator's first events are durable."""
+        """`opened` is True once it has the lease and the live state, `begun` once its first events are durable."""
         self.failure: Exception | None = None
         """Reason why the log can't be written now."""
         self.failed_at = self._failing_since = self._open_since = 0.0
@@ -134,16 +134,16 @@ class LogSession:
         return self.watch.trouble or self.writer.trouble
 
     def end(self) -> Mark | None:
-        """Return the end of the log as others may hear it; None before the log is open."""
+        """Return the mark of the last acknowledged event; None before the log is open."""
         return self.witnesses.end() if self.opened else None
 
     # --- opening ----------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Take the lease and read the live state; retry while the database is away."""
+        """Take the lease and read the live state; retry while the database is unreachable."""
         self.reader.ask(self._open, self._opened, once=True)
 
     def _open(self) -> tuple[Lease, LiveState]:
-        """Open the store and read what is open; for a thread, since the database may be slow."""
+        """Open the store and read the live state; for a thread, since the database may be slow."""
         store = self._host.open_store()
         try:
             self._require_claims(store[0])
@@ -221,7 +221,7 @@ class LogSession:
 
     def _run(self, again: bool) -> None:
         if self.phase is Phase.ENDED:
-            return  # it ended meanwhile: what was being written is in the log, and nothing follows
+            return  # the session ended meanwhile
         self.failure, self.phase, self._open_since = None, Phase.OPEN, self._host.now()
         self._host.serve(again)
 
@@ -235,8 +235,8 @@ class LogSession:
         """Hand the turn to the writer, or call its actions now if they wait for nothing."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.opened and self.phase is not Phase.RESUMING:
-                for tell in self.live.close_turn().failed:  # nothing is written
-                    tell(self.failure)
+                for fail in self.live.close_turn().failed:  # nothing is written
+                    fail(self.failure)
             return
         turn = self.live.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
@@ -253,7 +253,7 @@ class LogSession:
             self._pauses.reset()
             self._logged_error = ""
 
-    # --- when it can't be written -------------------------------------------------------------------------------------
+    # --- failed writes ------------------------------------------------------------------------------------------------
     def _failing(self, error: Exception) -> None:
         if self.phase is Phase.ENDED:
             return  # the reason for the end stays
@@ -262,13 +262,13 @@ class LogSession:
         self.phase, self.failure, self.failed_at = Phase.CLOSED, error, self._host.now()
 
     def write_failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
-        """Give the error to the callers of the lost turns; then read the live state again."""
+        """Answer the callers of the lost turns with the error; then read the live state again."""
         self._failed(error, lost)
         if self.phase is Phase.CLOSED and not self.writer.in_flight:  # the rest of the queue fails in another call
             self._later(lambda: self._reload(error))
 
     def abandon_turn(self, error: LogUnavailable) -> None:
-        """Undo this turn, which never came to the writer; the writer finishes what it has."""
+        """Undo this turn, which the writer never got; the writer finishes the earlier turns."""
         self._failed(error, [self.live.close_turn()])
         if self.phase is Phase.CLOSED:
             self._later(lambda: self._reload(error))
@@ -284,23 +284,22 @@ class LogSession:
         well = isinstance(error, Undone) or is_of_content(error)
         self._failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
-            for tell in turn.failed:
-                tell(error)
+            for fail in turn.failed:
+                fail(error)
         if not well:
             self._host.refuse(error)
         if isinstance(error, LogRewound):
-            self.stop(error)  # others were told of a log that this one no longer is
+            self.stop(error)  # clients and runners have acknowledgements of events that this log lacks
 
     def _later(self, again: Callable[[], None]) -> None:
         self.try_again = again
         self._host.after(self._pauses.next(self._host.chance()), "reload", again)
 
     def _reload(self, error: Exception) -> None:
-        """Read the live state again in a thread; it stays closed meanwhile."""
         self.reader.ask(self._read_again, lambda result: self._reloaded(error, result), once=True)
 
     def _read_again(self) -> Loaded:
-        """Read what is open, once the writer has ended; for a thread."""
+        """Read the live state, once the writer has ended; for a thread."""
         self.writer.stop()
         return self.live.read_log()
 
@@ -316,8 +315,8 @@ class LogSession:
             self._later(self.try_again)
             self._host.refuse(loaded)
             return
-        for tell in self.live.turn.failed:  # decided meanwhile, and not written either
-            tell(error)
+        for fail in self.live.turn.failed:  # decided meanwhile, and not written either
+            fail(error)
         self.live.adopt(loaded)
         self._host.forget()
         if self.begun:
@@ -326,7 +325,7 @@ class LogSession:
             self._host.recover()
 
     def _log_error(self, what: str, error: Exception) -> None:
-        """Log an error once, not at every try; other digits, say of the free space, make no new error."""
+        """Log an error once, not at every try; only its digits, such as the free space, may differ."""
         message = re.sub(r"\d+", "", str(error))
         if message != self._logged_error:
             self._host.log.error("%s: %s", what, error)
@@ -334,7 +333,7 @@ class LogSession:
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def stop(self, error: LogRewound) -> None:
-        """End the work: the log lacks what was acknowledged."""
+        """End the work, since the log lacks acknowledged events."""
         if self.phase is Phase.ENDED:
             return
         self._log_error("the work is stopped", error)

@@ -1,15 +1,14 @@
 """Group commit: one thread appends to the log, so that no handler waits for a disk.
 
-The coordinator decides and folds at once. It hands over the events together with the actions to take when they are
-durable (`then`). The thread puts all waiting turns into one transaction; then the actor's loop calls their actions in
-order.
+The coordinator decides and folds at once. It hands over the events with the actions to take when they are durable
+(`then`). The thread puts all waiting turns into one transaction; then the actor's loop calls their actions in order.
 
-After transient trouble (a database restart, a lock) the append is retried under the same commit id: if the first try
-was written after all, the log knows the id and writes nothing twice. Meanwhile new turns queue up.
-If an append fails for good, neither its group nor the queue behind it was acknowledged: `on_failure` is called for
-them, and the state in memory must be read again. If the log is well and the database can't hold the content of one
-turn, the turns of the group are written one by one. That turn gets its error; the turns behind it get Undone, to be
-done again.
+After transient trouble (a database restart, a lock) the thread retries the append under the same commit id. If the
+first try was written after all, the log recognizes the id and writes nothing twice. Meanwhile new turns queue up.
+
+If an append fails for good, the writer calls `on_failure` for its group and the queue behind it, and the session reads
+the state in memory again. If only the content of one turn can't be stored, the thread writes the turns of the group one
+by one. That turn gets its error; the turns behind it get Undone, and the router handles their requests again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOOK_SECONDS = 1.0
 
 
 class Undone(LogError):
-    """A sound turn was undone, since it was decided on an earlier turn that could not be written."""
+    """A sound turn was undone, since it builds on an earlier turn that could not be written."""
 
 
 @dataclass(slots=True)
@@ -69,8 +68,8 @@ class LogWriter:
     ) -> None:
         """Start the thread.
 
-        `numbers` makes commit ids, and goes on from the previous writer under the same lease. `retry_for` is how many
-        seconds an append is retried before it fails.
+        `numbers` makes commit ids, and continues those of the previous writer under the same lease. An append is
+        retried for `retry_for` seconds before it fails.
         """
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
         self._metadata, self._numbers = metadata, numbers
@@ -82,7 +81,7 @@ class LogWriter:
         self._broken: Exception | None = None
         self._trouble: tuple[float, str] | None = None
         self.in_flight = 0
-        """Turns handed over and not yet acted on; for the actor's loop only."""
+        """Number of submitted turns whose actions have not run; for the actor's loop only."""
         self.written = 0
         """Number of successful appends."""
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -90,7 +89,7 @@ class LogWriter:
 
     @property
     def trouble(self) -> str | None:
-        """Message about the trouble being retried and its duration; None while all is well. For any thread."""
+        """Message about the failing append, with its duration; None while all is well. For any thread."""
         trouble = self._trouble
         if trouble is None:
             return None
@@ -119,25 +118,25 @@ class LogWriter:
                 idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
                 group, self._queue = self._queue, []
             if idle:
-                self._look()
+                self._check_place()
                 continue
             if not group:
                 return
-            if self._broken is not None:  # the group was decided on a state that was never written
-                self._tell_lost(group, self._broken)
+            if self._broken is not None:  # the group builds on a state that was never written
+                self._post_failure(group, self._broken)
                 continue
             try:
                 self._append_all(group)
             except Exception as e:
                 if not is_of_content(e):
                     self._broken = e
-                    self._tell_lost(group, e)
+                    self._post_failure(group, e)
                     continue
                 self._one_by_one(group, e)
                 continue
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
 
-    def _look(self) -> None:
+    def _check_place(self) -> None:
         """Report a log file that lost its name before a request has to fail because of it."""
         if self._broken is None:
             try:
@@ -166,12 +165,12 @@ class LogWriter:
                     message = f"this can't be recorded: {type(e).__name__}: {e}"
                     own = e if isinstance(e, LogError) else DataError(message)
                     self._broken = Undone(f"undone, since another request could not be recorded: {e}")
-                self._tell_lost([turn], own)
-                self._tell_lost(group[number + 1 :], self._broken)
+                self._post_failure([turn], own)
+                self._post_failure(group[number + 1 :], self._broken)
                 return
             self._post(lambda done=turn: self._act([done]))  # type: ignore[misc]  # binds the loop's value
 
-    def _tell_lost(self, lost: Sequence[UnitOfWork], error: Exception) -> None:
+    def _post_failure(self, lost: Sequence[UnitOfWork], error: Exception) -> None:
         if lost:
             self._post(lambda: self._fail(error, lost))
 
@@ -186,7 +185,7 @@ class LogWriter:
                 wait=self._pause,
                 now=self._now,
                 chance=self._chance,
-                tell=self._tell,
+                tell=self._log_retry,
             )
             self.written += 1
             if self._trouble is not None:
@@ -194,7 +193,7 @@ class LogWriter:
         finally:
             self._trouble = None
 
-    def _tell(self, error: Exception) -> None:
+    def _log_retry(self, error: Exception) -> None:
         if self._trouble is None or self._trouble[1] != str(error):  # log it once, not at every try
             self._text_log.warning("the log can't be written, trying again: %s", error)
         since = self._now() if self._trouble is None else self._trouble[0]

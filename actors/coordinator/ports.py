@@ -1,4 +1,4 @@
-"""Protocols for what surrounds the parts of a coordinator: the actor and the router of commands."""
+"""Protocols of the actor and the router of commands, for the other parts of a coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that releases leases whose runs can't do so, with the providers that the log names.
+"""Main module of a process that releases leases whose runs can't, with the providers that the log names.
 
 It reads one JSON document from stdin (`seconds`, and `leases`: `lease`, `provider`, `args`, `handle` of each). It
 writes a line of JSON per lease to stdout (`lease`, `error`). Providers are users' code, so they run in this process:

@@ -1,9 +1,9 @@
-"""File of what a coordinator has in hand, by which the next coordinator knows what ended the one before.
+"""File of a coordinator's work in hand, so that the next one can tell which work ended it.
 
-A request stands in it while it is handled, up to the end of its turn; a batch while its experiences go through the
-pipeline. Whatever stands in it when a coordinator starts was in hand when the previous one ended, for whatever reason.
-After `DEATHS` such ends in a row the request is refused; one success clears it. A request is identified by its content,
-so the same request of another client is refused too. A restart of the system clears the file.
+The file has each request from the start of its handling to the end of its turn, and each batch while the pipeline runs
+for it. What a coordinator finds in it at its start was in hand when the previous one ended, for whatever reason. After
+`DEATHS` such ends in a row the coordinator refuses the request; one success clears it. A request is identified by its
+content, so the same request of another client is refused too. A restart of the system clears the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["RequestsInHand", "fingerprint"]
 DEATHS = 2
 """Number of coordinators that may end while they handle a request, before it is refused."""
 JOB_DEATHS = 3
-"""The same number for a pipeline, which runs long: a coordinator may be killed meanwhile for another reason."""
+"""The same number for a pipeline; it is higher since a pipeline runs long, and kills have other causes too."""
 REMEMBERED = 64
 """Maximum number of suspects kept; the newest stay."""
 
@@ -56,7 +56,7 @@ class RequestsInHand:
         """
         self._life = life
         self._held: dict[str, str] = {}
-        """Requests of this turn."""
+        """Requests of this turn by fingerprint."""
         self._jobs: dict[str, str] = {}
         self._suspects: dict[str, _Suspect] = {}
         self._file, self._length = -1, 0
@@ -107,14 +107,14 @@ class RequestsInHand:
         self._write()
 
     def blame(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Suspect a request whose handler crashed this coordinator; once is enough, as it is no coincidence."""
+        """Suspect a request whose handler crashed this coordinator; one crash is enough, since its cause is clear."""
         self._held.pop(fingerprint(request), None)
         message = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", DEATHS, message)
         self._write()
 
     def put_aside(self, request: CommandRequest[Any]) -> None:
-        """Note that a request is set aside for a read, which says nothing against it."""
+        """Note that a request waits for a read, so it can't end this coordinator now."""
         self._held.pop(fingerprint(request), None)
         self._write()
 

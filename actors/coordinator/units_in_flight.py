@@ -1,6 +1,6 @@
-"""The units that each life of a runner has, over all open batches.
+"""Units of each life of a runner, over all open batches.
 
-They are updated as events are folded, so that a message about one runner costs no walk over all units.
+Folding updates them, so that a message about one runner costs no walk over all units.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The decisions about batches: pure functions from state and command to events.
+"""Decisions about batches: pure functions from state and command to events.
 
-The shell (`../handlers/`) appends the events, folds them with `projections.batch.evolve`, and only then acts. A refused
+Handlers (`../handlers/`) append the events, fold them with `projections.batch.evolve`, and only then act. A refused
 decision raises a TrinityError and changes nothing.
 """
 
@@ -44,9 +44,9 @@ __all__ = [
 SLACK_PLACES = 0.25
 """Share of a runner's places by which it may be fuller than the least loaded runner and still get a task's units."""
 MOST_SERVERS_LOST = 10
-"""Attempt from which on a unit is blamed when a server of others ends while serving it."""
+"""Attempt from which on a unit is blamed when an external server ends while serving it."""
 MOST_HOSTS_LACK = 10
-"""Attempt from which on a unit is blamed when a joined host lacks what it needs; other hosts may have it."""
+"""Attempt from which on a unit is blamed when a host lacks something that it needs; other hosts may have it."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
@@ -107,8 +107,8 @@ def dispatch(
     one before, whose engine has cached their prompt, while it has a place and is not much fuller than the least loaded
     one (`SLACK_PLACES`). If few units wait, runners get few or none beyond their places, since places elsewhere would
     stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. A lost unit waits while
-    `holds` returns True for it. It changes `load` of the capacities. Its cost depends only on the number of units given
-    out.
+    `holds` returns True for it. The function changes `load` of the capacities. Its cost depends only on the number of
+    dispatched units.
     """
     room = runners if isinstance(runners, Room) else Room(runners)
     waiting = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
@@ -159,9 +159,9 @@ def _prefers_home(home: Capacity, least: Capacity) -> bool:
 def outcome(
     batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, servers: bool = False
 ) -> list[ev.Event]:
-    """Record the result of a unit; a unit that was settled before, or is no longer this runner's, changes nothing.
+    """Record the result of a unit; a settled unit, or one that is no longer this runner's, changes nothing.
 
-    `servers` means that engines are servers of others, whose failures are not blamed on units.
+    `servers` means that engines are external servers, whose failures are not blamed on units.
     """
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
@@ -219,10 +219,7 @@ def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
 
 
 def _blamed(unit: ev.Unit, servers: bool) -> bool:
-    """Return True if a unit is blamed for the end of its engine.
-
-    A server of others ends for reasons of its own, so a unit is blamed only after many such attempts.
-    """
+    # An external server ends for reasons of its own, so a unit is blamed only after many such attempts.
     return not servers or unit.attempt >= MOST_SERVERS_LOST
 
 
@@ -232,8 +229,8 @@ def runner_lost(
 ) -> list[ev.Event]:
     """Record the loss of a runner: its units of this batch are attempted again, or fail after their last attempt.
 
-    All its units are blamed, since any of them may have ended it; but none if the whole system ended, or if engines are
-    `servers` of others. `had` are the keys of the flights that may be its own, if the caller knows them.
+    All its units are blamed, since any of them may have ended it. None is blamed if the whole system ended, or if
+    engines are external `servers`. `had` are the keys of the flights that may be its own, if the caller knows them.
     """
     flights = list(batch.flights.values()) if had is None else [batch.flights[key] for key in had]
     return [
@@ -282,15 +279,15 @@ def recovery(
                   f"{max_staleness}")
         drop = ev.RecoveryDecided(decision="drop_stale", reason=reason)
         return [drop, *abort(batch, reason=f"stale: {reason}", keep_partial_results=False)]
-    done, of = batch.completed_task_count, batch.expected_task_count
-    reason = f"{done} of {of} tasks are settled, {len(kept)} units run on, {len(batch.pending)} were waiting"
+    done, total = batch.completed_task_count, batch.expected_task_count
+    reason = f"{done} of {total} tasks are settled, {len(kept)} units run on, {len(batch.pending)} were waiting"
     events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
     reason = "its process did not outlive the actor system"
     for name, incarnation in sorted(lost):
         failures = runner_lost(batch, name, incarnation, reason, blamed=False)
         units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
-        why = f"{name} #{incarnation} had them: {reason}"
-        events += [ev.RecoveryDecided(decision="redo", reason=why, units=units), *failures]
+        redo_reason = f"{name} #{incarnation} had them: {reason}"
+        events += [ev.RecoveryDecided(decision="redo", reason=redo_reason, units=units), *failures]
     return events
 
 
@@ -305,14 +302,14 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
 
 
 def wanted(batch: BatchState) -> int:
-    """Return how many tasks must be settled before finalize."""
+    """Return the number of tasks that must be settled before finalize."""
     if batch.min_wait_num is None:
         return batch.expected_task_count
     return min(batch.min_wait_num, batch.expected_task_count)
 
 
 def _open_tasks(batch: BatchState) -> list[int]:
-    """Return the tasks that are neither settled nor dropped, also by a finalize that failed."""
+    """Return the tasks that are neither settled nor dropped, even by a failed finalize."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
@@ -351,7 +348,7 @@ def finalized(
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """Record that the pipeline failed; the batch is RUNNING again, with all it has."""
+    """Record that the pipeline failed; the batch is RUNNING again, with all its results."""
     return [ev.FinalizeFailed(error=shortened(error))]
 
 
@@ -375,7 +372,7 @@ def reopen(
 ) -> list[ev.Event]:
     """Let ended tasks of an open batch run again: all runs, with as many attempts as any other task.
 
-    A batch that has ended stays as it is, since its result was given out. The same request again changes nothing.
+    An ended batch stays as it is, since its result was given out. The same request again changes nothing.
     Raises BatchNotFound, DataError.
     """
     if batch is None:

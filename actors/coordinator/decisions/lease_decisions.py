@@ -1,7 +1,7 @@
 """Decisions about leases: changes that runs report, ends of attempts, releases and their results.
 
-Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it. Who
-released it, or has to, is recorded before anything is done about it.
+Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it. The
+coordinator records an orphaned lease before it releases it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "left", "orphans", "over"
 
 GRACE_SECONDS = 30.0
 """Time for runners, once they know the coordinator, to report renewals again before expiries count; it is several times
-the time after which they send a group again."""
+the interval at which they repeat a group."""
 SPLIT = 8
-"""Number of processes among which leases are divided after a process said nothing of them: any may have ended it."""
+"""Number of groups into which leases are divided after a process did not report them: one of them may have ended it."""
 
 
 def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange | ev.LeaseTaken) -> str:
@@ -42,7 +42,7 @@ def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange 
 def changed(
     lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float
 ) -> list[ev.Event]:
-    """Record a change that a run reports of a lease (None: no such lease is open); a repeated or late one does nothing.
+    """Record a run's change of a lease (None: no such lease is open); a repeated or late one does nothing.
 
     `ended` is the reason from `over`; `now` is unix seconds. Raises WorkflowError for a lease that may not be taken.
     """
@@ -69,12 +69,12 @@ def changed(
 
 def orphans(
     leases: Iterable[OpenLease], batches: Mapping[BatchId, BatchState],
-    lives: Mapping[tuple[str, int], RunnerLife], now: float, known_since: float,
+    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float,
 ) -> list[ev.Event]:
     """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
 
-    `batches` are the open ones. `known_since` is when runners heard of this coordinator, unix seconds, infinite before
-    that: they report earlier renewals after it.
+    `batches` are the open ones. `announced_at` is when runners learned of this coordinator, unix seconds, infinite
+    before: they report earlier renewals after it.
     """
     events: list[ev.Event] = []
     for lease in leases:
@@ -82,7 +82,7 @@ def orphans(
         if lease.orphaned:
             continue
         reason = over(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)
-        if not reason and max(lease.expires, known_since + GRACE_SECONDS) < now:
+        if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
             events.append(ev.LeaseOrphaned(lease=taken.lease, reason=reason))
@@ -94,8 +94,8 @@ def due(
 ) -> dict[str, list[OpenLease]]:
     """Return the orphaned leases to release now, in one process per provider that is not `busy`.
 
-    `at` is when each is due, unix seconds; the longest due go first. `most` limits how many leases a lease's process
-    may have, after a process said nothing of it.
+    `at` is when each is due, unix seconds; the longest due go first. `most` limits the group of each lease that an
+    earlier process did not report.
     """
     groups: dict[str, list[OpenLease]] = {}
     room: dict[str, float] = {}
@@ -109,16 +109,16 @@ def due(
 
 
 def left(leases: Iterable[OpenLease]) -> list[ev.Event]:
-    """Leave these leases to their owners: this store is a copy, and runs of its original may still hold them."""
+    """Leave leases to their owners, since this store is a copy and runs of its original may still hold them."""
     return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
 def released(lease: OpenLease | None, before: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:
     """Record the result of a try to release an orphaned lease; `tries` counts the failed ones, with this one.
 
-    `before` is the lease as the try got it at `begun` (unix seconds). Nothing is recorded of a known failure, unless
-    its number of tries is a power of two; nor of a success without a handle while the creation may still come through,
-    since that proves nothing.
+    `before` is the lease at the start of the try, `begun` (unix seconds). A repeated error is recorded only if the
+    number of tries is a power of two. A success without a handle is not recorded while the creation may still come
+    through, since it proves nothing.
     """
     if lease is None:
         return []  # its owner released it first

@@ -1,4 +1,4 @@
-"""Rolling updates: which engines may load new weights now, so that enough others go on answering. Pure."""
+"""Rolling updates: choice of the engines that load new weights now, so that enough others go on answering. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class EngineStatus:
 
     name: str
     current: bool
-    """Whether it has the version that all should have."""
+    """True if it has the new version."""
     loading: bool
     failed: bool = False
-    """Whether it could not load that version; it tries again when it announces itself."""
+    """True if it could not load that version; it tries again when it announces itself."""
 
 
 def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool = True) -> list[str]:

@@ -14,7 +14,7 @@ AHEAD_SHARE = 2
 
 @dataclass(slots=True)
 class Capacity:
-    """Runner that can take units now: how many more, and how full it is."""
+    """Runner that can take units now, with its load and limit."""
 
     name: str
     incarnation: int
@@ -22,7 +22,7 @@ class Capacity:
     places: int
     load: int
     limit: int
-    """Number of units it may hold at once: its places, and more to wait in it if units are short."""
+    """Maximum number of units that it holds: its places, and more that wait in it if units are short."""
 
     @property
     def share(self) -> float:
@@ -35,11 +35,11 @@ class Room:
     def __init__(
         self, runners: Iterable[Capacity] = (), fits: Callable[[Capacity], bool] = lambda runner: True
     ) -> None:
-        """`fits` says whether a runner may have units now; if not, it is forgotten until it is put in again."""
+        """Drop a runner for which `fits` returns False until it is put in again."""
         self._fits = fits
         self._runners: dict[str, Capacity] = {}
         self._numbers: dict[str, int] = {}
-        """Number of each runner that ever came."""
+        """Number of each runner, in the order of arrival."""
         self._heap: list[tuple[float, int, int, Capacity]] = []
         """Share, runner's number, entry's number and runner; entries may be out of date."""
         self._entries = 0
@@ -62,7 +62,7 @@ class Room:
         self._places -= 0 if runner is None else runner.places
 
     def expect(self, waiting: int) -> None:
-        """Set how many units wait, which limits the units beyond the runners' places."""
+        """Set the number of waiting units, which limits the units beyond the runners' places."""
         self._beyond = waiting / (AHEAD_SHARE * max(1, self._places)) if len(self._runners) > 1 else None
 
     def give(self, runner: Capacity) -> None:
@@ -102,7 +102,6 @@ class Room:
         return any(r.name != name and self._fits(r) for r in self._runners.values())
 
     def _may_have(self, runner: Capacity) -> bool:
-        """Return True if a runner may have one more unit, given how many wait."""
         if runner.load < runner.places or self._beyond is None:
             return True
         return runner.load + 1 <= runner.places * (1 + self._beyond)

@@ -9,22 +9,21 @@ from trinity_es.projections.runner import RunnerLife, RunnerState
 __all__ = ["ended", "is_late", "reported"]
 
 
-def is_late(known: RunnerLife | None, report: RunnerStatus) -> bool:
+def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
     """Return True if a later life has reported, or this one's end is recorded."""
-    if known is None or known.incarnation < report.incarnation:
+    if life is None or life.incarnation < report.incarnation:
         return False
-    return known.incarnation > report.incarnation or known.state.gone
+    return life.incarnation > report.incarnation or life.state.gone
 
 
-def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
-    """Record what is new in a report that is not late; `lacks` is why a ready engine's life stays failed.
+def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
+    """Record the changes in a report that is not late; `lacks` is why a ready engine's life stays failed.
 
-    `known` is the life if this coordinator has heard of it. After a takeover it is None, and every state is recorded
-    again.
+    `life` is None after a takeover until the runner reports, so its state is recorded again.
     """
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
-    state = None if known is None or known.incarnation < incarnation else known.state
+    state = None if life is None or life.incarnation < incarnation else life.state
     if state is None:
         state = RunnerState.STARTED
         started = ev.RunnerStarted(
@@ -47,7 +46,7 @@ def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") ->
                 events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=report.reason))
             case RunnerState.RETIRED:
                 events.append(ev.RunnerRetired(runner=name, incarnation=incarnation))
-    elif known is not None and state is RunnerState.READY and report.places != known.places:
+    elif life is not None and state is RunnerState.READY and report.places != life.places:
         changed = ev.ConcurrencyChanged(
             runner=name, incarnation=incarnation, places=report.places, kv_share=report.kv_share,
             waiting=report.waiting,
@@ -56,21 +55,20 @@ def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") ->
     return events
 
 
-def ended(known: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
-    """Record what is new in the end of a process; nothing if a later life has begun.
+def ended(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
+    """Record the end of a process; nothing if it is recorded already, or if a later life has begun.
 
-    `known` is the life that this coordinator has heard of, else the newest in the log. The guardian repeats an end to
-    each new coordinator.
+    `life` is the runner's reported life, else its newest in the log. The guardian repeats an end to each new
+    coordinator.
     """
     name, incarnation = death.name, death.incarnation
-    this = known is not None and known.incarnation == incarnation
-    if known is not None and known.incarnation > incarnation:
+    if life is not None and life.incarnation > incarnation:
         return []
-    state = known.state if this and known is not None else None
+    state = life.state if life is not None and life.incarnation == incarnation else None
     if state is RunnerState.QUARANTINED and not death.asked:
         return []
     events: list[ev.Event] = []
-    if state is not RunnerState.LOST:  # a quarantined runner whose end was asked for comes back
+    if state is not RunnerState.LOST:  # a restart on request ends a quarantine
         events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=death.reason))
     if death.quarantined:
         quarantined = ev.RunnerQuarantined(

@@ -1,7 +1,7 @@
-"""Decisions about scheduled batches, those of type `collect`. Pure, as in `batch_decisions.py`.
+"""Decisions about scheduled batches, which have the type `collect`. Pure, as in `batch_decisions.py`.
 
-Nobody finalizes such a batch: tasks may join while it is open, results are taken task by task, and it ends when all
-were taken or dropped. Then its id may be scheduled again.
+Clients add tasks to such a batch while it is open, and take results task by task. It ends without a finalize, when all
+its tasks were taken or dropped. Then its id may be scheduled again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def schedule(
 ) -> list[ev.Event]:
     """Begin a batch with these tasks, or add them to the open one; the same request again changes nothing.
 
-    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
-    finalized, DataError.
+    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch of `submit_batch`,
+    DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):
@@ -88,7 +88,7 @@ def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState
 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
-    """Drop the tasks that are not settled; with `return_partial` their finished runs are kept."""
+    """Drop the unsettled tasks; with `return_partial` their finished runs are kept."""
     rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
     if not rest:
         return []
@@ -104,7 +104,7 @@ def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event
 
 
 def over(batch: BatchState) -> list[ev.Event]:
-    """Record the end of a batch if everything was taken or dropped."""
+    """Record the end of a batch if all its tasks were taken or dropped."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
@@ -115,7 +115,7 @@ def over(batch: BatchState) -> list[ev.Event]:
 
 
 def pause(batch: BatchState, reason: str) -> list[ev.Event]:
-    """Pause a batch whose scheduler stops; its waiting units go on waiting."""
+    """Pause a batch whose scheduler stops; its waiting units stay."""
     return [] if batch.paused else [ev.BatchPaused(reason=reason)]
 
 

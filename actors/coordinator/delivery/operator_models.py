@@ -1,6 +1,7 @@
 """OpenAI clients of the auxiliary models, for the operators of the pipeline.
 
-The guardian sends the engines' addresses (`Endpoints`) to the actor's thread; operators ask in the pipeline's thread.
+The guardian sends the engines' addresses (`Endpoints`) to the actor's thread; operators use the clients in the
+pipeline's thread.
 """
 
 from __future__ import annotations

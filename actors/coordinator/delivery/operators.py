@@ -1,7 +1,7 @@
-"""The operators of the experience pipeline that a config names: shaped rewards, filters, and those of `advantages.py`.
+"""Operators of the experience pipeline: shaped rewards, filters, and those of `advantages.py`.
 
-An operator takes all experiences of a batch and returns those to keep, in order. The pipeline counts the others and
-names them in the log (`BatchFinalized.dropped_by`). Names are those of Trinity-RFT if the meaning is the same.
+An operator takes all experiences of a batch and returns those to keep, in order. The log names the others
+(`BatchFinalized.dropped_by`). Names are those of Trinity-RFT if the meaning is the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Outputs (`buffer.pipeline.outputs`): further places to which the experiences of train batches are written.
+"""Outputs (`buffer.pipeline.outputs`): additional places for the experiences of train batches.
 
 A thread per output follows the log: every finalized train batch and every `process_experiences`, in the log's order. It
 writes the experiences under a key that names the batch and its submission, so a repeated write (after a crash, or by a
-coordinator that was thought dead) puts the same bytes in the same place. Each write is recorded (OutputWritten), and at
+coordinator that was replaced) puts the same bytes in the same place. Each write is recorded (OutputWritten), and after
 a start each output continues after its last one. So a kill -9 leaves all of a batch or nothing, and the next start
-writes what is missing.
+writes the rest.
 
 An output that fails never delays a batch, which the trainer gets from the payload store. The output records the error
 (OutputFailed) and retries after pauses that grow; retention keeps the payloads until then. An output skips payloads
@@ -51,8 +51,7 @@ class Output(Protocol):
     def write(self, key: str, experiences: list[Experience]) -> None:
         """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry.
 
-        The same key and experiences may come again after a crash and must not be stored twice, so name what you write
-        by the key.
+        The same key and experiences may come again after a crash and must not be stored twice, so use the key as name.
         """
 
 
@@ -116,7 +115,7 @@ OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": Pa
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
     """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`.
 
-    Raises ConfigError for a name that is not found, arguments that do not fit and a class without `write`.
+    Raises ConfigError for an unknown name, for wrong arguments and for a class without `write`.
     """
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()

@@ -4,9 +4,9 @@ A batch's experiences are freed once it and `keep` later steps were acknowledged
 Those of an aborted batch, or of one that a scheduler collected, are freed once `keep` steps were acknowledged since.
 Events and tasks stay. Payloads are named by their content, so a payload that another kept batch refers to stays too.
 
-A thread runs after each acknowledgement and at a start. It finds what can go, has the actor's loop record PayloadsFreed
+A thread runs after each acknowledgement and at a start. It selects batches, has the actor's loop record PayloadsFreed
 and deletes once that is durable, so the log explains every missing payload. If the process ends in between, the next
-coordinator deletes what the last event names; therefore events come one at a time.
+coordinator deletes the payloads of the last event; therefore events come one at a time.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Retention:
         self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log
         self._due = threading.Event()
-        self._known: dict[str, tuple[int, frozenset[str]]] = {}
+        self._digests: dict[str, tuple[int, frozenset[str]]] = {}
         """Position up to which each kept batch's stream was read, and its digests."""
         if keep is not None:
             threading.Thread(target=self._run, name="retention", daemon=True).start()
 
     def wake(self) -> None:
-        """Look for something to free."""
+        """Free the payloads that can go."""
         self._due.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Retention:
             return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
 
     def _free(self) -> bool:
-        """Free what can go; return False if nothing can, or the event was not recorded."""
+        """Free one group of batches; return False if there is none, or the event was not recorded."""
         rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first}
         streams = self._candidates(kept)
@@ -144,25 +144,25 @@ class Retention:
 
     def _unshared_digests(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
         """Return the digests to which only these batches refer."""
-        for gone in self._known.keys() - kept.keys():
-            del self._known[gone]
+        for stream in self._digests.keys() - kept.keys():
+            del self._digests[stream]
         for stream, row in kept.items():
             self._read(stream, row.last)
         outside = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         own: set[str] = set()
         for stream in streams:
-            own |= self._known[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
-        return own - outside.union(*(digests for s, (_, digests) in self._known.items() if s not in streams))
+            own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
+        return own - outside.union(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
 
     def _read(self, stream: str, until: int) -> None:
-        at, digests = self._known.get(stream, (0, frozenset[str]()))
+        at, digests = self._digests.get(stream, (0, frozenset[str]()))
         if at < until:
-            self._known[stream] = (until, digests | experience_digests(
+            self._digests[stream] = (until, digests | experience_digests(
                 self._log.read(stream=stream, after=at, until=until)
             ))
 
     def _delete_again(self) -> None:
-        """Delete what the last event freed and nothing kept needs, since its coordinator may have ended before."""
+        """Delete unshared payloads of the last event, since its coordinator may have ended before it did."""
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))

@@ -1,8 +1,8 @@
-"""Loading of LoRA adapters into the runners: the coordinator's side.
+"""Coordinator's side of loading LoRA adapters into the runners.
 
-An order lists all adapters that an engine must serve, so it does no harm if it is lost or arrives twice. Engines answer
-requests while they load an adapter, and a request keeps the version that it began with. A new runner gets no unit
-before it has all adapters.
+An order lists all adapters that an engine must serve, so a lost or repeated one does no harm. Engines answer requests
+while they load an adapter, and a request keeps its version to the end. A new runner gets no unit before it has all
+adapters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class AdapterLoading:
     """Orders to the runners of a registry to serve adapters, and the record of their results."""
 
     def __init__(self, registry: RunnerRegistry, most: int, models: Collection[str] = ()) -> None:
-        """`most`: number of adapters that engines can hold, 0 for none; `models`: names that adapters may not have."""
+        """`most` is the number of adapters that engines can hold; `models` are names that adapters may not have."""
         self.registry, self.live, self.most, self.models = registry, registry.live, most, models
         self.waiters: dict[Awaited, tuple[str, int]] = {}
-        """Waits for all runners to load a version of an adapter, and that adapter and version."""
+        """Waits for all runners to load an adapter, with its name and version."""
         self._orders = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
@@ -59,10 +59,7 @@ class AdapterLoading:
         self._end_waits(runner.name, runner.adapters)
 
     def lacks(self, message: RunnerStatus) -> str:
-        """Return why a failed life whose engine is ready stays failed: it lacks adapters. Empty if it does not.
-
-        The failure is in the log, so it outlives this coordinator.
-        """
+        """Return which adapters a failed life with a ready engine lacks, so that it stays failed; empty if none."""
         life = self.live.lives.get((message.name, message.incarnation))
         if message.state != "ready" or message.model != "rollout" or life is None:
             return ""
@@ -107,7 +104,7 @@ class AdapterLoading:
                 self.order(runner)
 
     def order(self, runner: RunnerRecord) -> None:
-        """Send a runner the current adapters, unless it serves exactly those."""
+        """Send a runner the current adapters, unless it serves exactly these."""
         current = current_adapters(self.live.adapters) if self.most else {}
         if runner.adapters == {name: event.version for name, event in current.items()}:
             runner.adapters_order = None
@@ -118,7 +115,7 @@ class AdapterLoading:
         self.registry.send_later(runner.address, order)
 
     def on_load_result(self, message: AdaptersLoadResult) -> None:
-        """Record the adapters that a runner loaded, and those that it could not, of which it keeps the old version."""
+        """Record the adapters that a runner loaded, and those that it could not load; it keeps their old version."""
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return
@@ -140,7 +137,6 @@ class AdapterLoading:
     def _end_waits(
         self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
     ) -> None:
-        """End the waits for versions that this runner has, or could not load."""
         for awaited, (adapter, version) in self.waiters.items():
             error = (failed or {}).get((adapter, version))
             if has.get(adapter, -1) >= version:

@@ -19,7 +19,7 @@ class Awaited:
     errors: dict[str, str] = field(default_factory=dict)
 
     def done(self, runner: str, error: str | None = None) -> None:
-        """Stop waiting for this runner, which carried the order out, failed with `error`, or ended."""
+        """Stop waiting for a runner that has carried the order out, failed with `error`, or ended."""
         if runner in self.waiting_on:
             self.waiting_on.discard(runner)
             if error is not None:

@@ -1,8 +1,8 @@
 """Detection of stalls: open batches without a new event for too long, recorded with what they wait for.
 
-`check` runs every few seconds and reads memory only (the live state's batches, the runners). A new version of a batch's
-stream shows that it moved, so times are late by one check at most. A stall is recorded once, and again when its cause
-changes. A batch that waits only for its trainer is no stall.
+`check` runs every few seconds and reads memory only. A new version of a batch's stream shows progress, so times are
+late by one check at most. A stall is recorded once, and again when its cause changes. A batch that waits only for its
+trainer is no stall.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Watched:
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
     """When a unit was first seen with a runner, by unit, attempt and runner."""
     cause: tuple[object, ...] | None = None
-    """Cause that was recorded since the batch last moved."""
+    """Recorded cause since the batch's last progress."""
 
 
 class Stalls:
@@ -68,7 +68,7 @@ class Stalls:
                 continue
             stall = ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)
             self.live.record_batch(batch.batch_id, [stall])
-            watched.cause, watched.version = cause, batch.version  # this event is no movement
+            watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _stands_still(self, batch: BatchState, now: float) -> bool:
         watched = self._watched.get(batch.batch_id)

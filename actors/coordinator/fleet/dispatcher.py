@@ -22,7 +22,7 @@ AHEAD_SECONDS = 0.1
 AHEAD_MOST = 32
 """Maximum number of these units, as a multiple of its places."""
 REST_SECONDS = 30.0
-"""Time without units for a host that lacked what a unit needed: failing at once, it would attract all units."""
+"""Time without units for a host that lacks what a unit needed: failing at once, it would attract all units."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
@@ -42,7 +42,7 @@ class Dispatcher:
     ) -> None:
         """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
 
-        `end` returns the current end of the log; `holds` whether a unit waits for the journal of its lost attempt.
+        `end` returns the current end of the log; `holds` tells if a unit waits for its lost attempt's journal.
         """
         self.registry, self.live = registry, registry.live
         self._timeout, self._end, self._holds = timeout, end, holds
@@ -52,7 +52,7 @@ class Dispatcher:
         """When each resting host gets units again, monotonic seconds."""
 
     def rest(self, host: str) -> None:
-        """Give no units to a host for REST_SECONDS, because it lacks what a unit needed and other hosts may have."""
+        """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
         self._resting[host] = self.registry.sender.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
@@ -78,7 +78,6 @@ class Dispatcher:
             self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
     def _update_room(self) -> None:
-        """Update the capacity of the runners that changed."""
         changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
         for host in [h for h, until in self._resting.items() if until <= self.registry.sender.now()]:
             del self._resting[host]
@@ -98,13 +97,13 @@ class Dispatcher:
             ))
 
     def _fits(self, capacity: Capacity) -> bool:
-        """Return True if a runner may get units now; if not, it is marked as changed when that is over."""
+        """Return True if a runner may get units now; it is marked as changed when it may again."""
         runner = self.registry.runners[capacity.name]
         fits = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return fits and host_of(capacity.name) not in self._resting
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Send again the units that the log assigns to this runner and its status lacks: they never arrived."""
+        """Send again the units that the log assigns to this runner and that its status lacks, since they were lost."""
         items = []
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
@@ -117,7 +116,7 @@ class Dispatcher:
             self._send_work(runner, items, ())
 
     def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Cancel units that this runner still runs for an ended batch, because the earlier message never arrived."""
+        """Cancel units that this runner still runs for an ended batch, since the earlier message was lost."""
         for batch_id, submission, units in message.running:
             batch = self.live.batches.get(batch_id)
             if batch is None or batch.submission != submission:

@@ -1,9 +1,9 @@
-"""The hosts that joined the head: their admission, loss and departure, and the connection to their processes.
+"""Hosts that joined the head: their admission, loss and departure, and the connection to their processes.
 
-Each host has one connection to this coordinator (`actors/hosts/link.py`). Its runners and its guardian use it as if
-they were the head's own, and here their messages get the address that leads back to them. A host that is silent for
-`hosts.timeout` seconds is lost together with its runners; their units are attempted again and blamed for nothing. After
-a takeover, hosts have the same time to find the new coordinator.
+Each host has one connection to this coordinator (`actors/hosts/link.py`), which its runners and its guardian share.
+Here their messages get an address for the answers (`FarProcess`). A host that is silent for `hosts.timeout` seconds is
+lost together with its runners; their units are attempted again and not blamed. After a takeover, hosts have the same
+time to find the new coordinator.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class FarProcess:
 
 
 def far_lives(states: Hosts, lives: Lives) -> dict[str, int]:
-    """Return the incarnation of each runner that may live on another host, whose host may still come back."""
-    there = {host.name for host in states.values() if host.there}
-    return {name: n for (name, n), life in lives.items() if host_of(name) in there and not life.state.gone}
+    """Return the incarnation of each runner that may live on another host."""
+    present = {host.name for host in states.values() if host.there}
+    return {name: n for (name, n), life in lives.items() if host_of(name) in present and not life.state.gone}
 
 
 def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
-    """Return where hosts can join, for the lease to tell, and the certificate that it names, if hosts may join."""
+    """Return the lease's fields about where hosts can join, and the head's certificate; None if no host may join."""
     certificate = Certificate.made() if settings.address else None
     digest = certificate.digest.hex() if certificate is not None else ""
     return {"hosts": settings.address, "certificate": digest}, certificate
@@ -67,7 +67,7 @@ def listening(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return the end that listens for hosts and handles their messages in the actor's loop.
+    """Return a started server for hosts, whose messages are handled in the actor's loop.
 
     `folders` returns the folders of models and weights that hosts need too.
     """
@@ -104,8 +104,8 @@ class HostFleet:
     ) -> None:
         """`handle(message, from)` takes a message as if it came from an actor; `died` takes the loss of a runner.
 
-        `epoch` is the coordinator's. `models` has the config's model paths by name. `heard` has the time when a
-        predecessor last heard of each host, in monotonic seconds.
+        `models` has the config's model paths by name. `heard` has the time when a predecessor last heard of each host,
+        in monotonic seconds.
         """
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
@@ -116,7 +116,7 @@ class HostFleet:
         least = registry.sender.now() - settings.timeout + min(BACK_SECONDS, settings.timeout)
         self._heard = {host: max(at, least) for host, at in heard.items()}
         """When each host without a connection was last heard of, monotonic seconds."""
-        self._why: dict[str, str] = {}
+        self._end_reasons: dict[str, str] = {}
         """Reason for the end of each host's last connection."""
         self._lost: dict[str, float] = {}
         """When this coordinator declared each host lost, monotonic seconds."""
@@ -131,9 +131,9 @@ class HostFleet:
 
     # --- messages of connections ------------------------------------------------------------------------------------
     def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to join, and answer once all that the answer rests on is durable.
+        """Decide on a host that wants to join, and answer once everything recorded so far is durable.
 
-        A request for files is answered at once: its sender has shown that it has the key.
+        Answer a request for files at once, since its sender has shown that it has the key.
         """
         if "fetch" in offer:
             answer(self._folder(offer))
@@ -175,7 +175,7 @@ class HostFleet:
         return Admission(folder=folder)
 
     def take(self, host: str, epoch: int, items: Items) -> None:
-        """Handle messages of a host's processes; those of a past epoch are dropped, and their connection closed."""
+        """Handle messages of a host's processes; drop those of a past epoch, and close their connection."""
         state = self._live.hosts.get(host)
         if state is None or state.epoch != epoch or not state.there:
             self._end.hang_up(host, epoch)
@@ -195,7 +195,7 @@ class HostFleet:
         """Note that a connection ended; its host has until its timeout to come back."""
         if self._connected.get(host) == epoch:
             del self._connected[host]
-            self._heard[host], self._why[host] = heard, why
+            self._heard[host], self._end_reasons[host] = heard, why
             _log.warning("the connection to host %s #%d ended: %s", host, epoch, why)
 
     # --- time -------------------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ class HostFleet:
                 # Its connection has ended, and `gone` follows; if it does not, the host's time begins now.
             since = self._heard.setdefault(host.name, now)
             if now - since >= self._settings.timeout:
-                why = self._why.get(host.name, "it did not come back to this coordinator")
-                for event in hosts.lost(self._live.hosts, host.name, f"not heard of for {now - since:.0f} s: {why}"):
+                cause = self._end_reasons.get(host.name, "it did not come back to this coordinator")
+                for event in hosts.lost(self._live.hosts, host.name, f"not heard of for {now - since:.0f} s: {cause}"):
                     self._lose(event)
 
     def drain(self, name: str, reason: str) -> None:
@@ -236,7 +236,7 @@ class HostFleet:
                 "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
                 "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
                 "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
-                "why_away": self._why.get(h.name, ""), "lost_after": self._settings.timeout,
+                "why_away": self._end_reasons.get(h.name, ""), "lost_after": self._settings.timeout,
                 "runners": sorted(runners.get(h.name, ())),
                 "units": units.get(h.name, 0),
             }
@@ -258,7 +258,7 @@ class HostFleet:
         host = host_of(runner)
         return FarProcess(host, "") if host else own
 
-    # --- the ends of hosts ------------------------------------------------------------------------------------------
+    # --- departure and loss of hosts --------------------------------------------------------------------------------
     def _leaves(self, host: Host, message: HostLeaves) -> None:
         self.drain(host.name, message.reason)
         if message.final:
@@ -287,7 +287,6 @@ class HostFleet:
         return self._units().get(host, 0)
 
     def _units(self) -> dict[str, int]:
-        """Return the number of units in flight on each host that has any."""
         counts: dict[str, int] = {}
         for (name, _), units in self._live.in_flight.loads.items():
             counts[host_of(name)] = counts.get(host_of(name), 0) + units

@@ -123,7 +123,6 @@ class LeaseFleet:
     def _released(
         self, provider: str, leases: Sequence[OpenLease], begun: float, errors: dict[str, str], trouble: str
     ) -> None:
-        """Record the results of a process that was started with these leases."""
         self._busy.discard(provider)
         now = self._registry.clock()
         for started in leases:

@@ -23,7 +23,7 @@ __all__ = ["LeaseReleases"]
 RELEASE_SECONDS = 60.0
 """Time limit of one release."""
 START_SECONDS = 60.0
-"""Additional time limit of a process: to start, to import, and to wait its turn if many leases are released."""
+"""Additional time limit of a process: to start, to import, and to wait while many leases are released."""
 KILL_SECONDS = 10.0
 """Time limit for the end of a killed process."""
 
@@ -55,7 +55,7 @@ def released(
 ) -> tuple[dict[str, str], str]:
     """Release leases of one provider in a process.
 
-    Returns the error of each lease, "" if it was released, and the error of those that the process did not report.
+    Returns each lease's error, "" if it was released, and one error for leases that the process did not report.
     """
     request = {"seconds": seconds, "leases": [
         {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases

@@ -1,4 +1,4 @@
-"""The lives of runners: reports by them and by the guardian, recorded and acted on."""
+"""Handler of reports about runners' lives, by the runners and by the guardian."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunnerLifecycle:
         self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0,
         servers: bool = False, models: Collection[str] = (),
     ) -> None:
-        """`servers`: the engines are external servers; `models`: names that adapters may not have."""
+        """Pass `servers` if the engines are external servers; `models` are names that adapters may not have."""
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
         self.adapters = AdapterLoading(registry, max_adapters, models)
         self.live, self.servers = registry.live, servers
@@ -79,7 +79,7 @@ class RunnerLifecycle:
             self.live.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
-        """Forget all runners, because their state may not be in the log; each reports its status again."""
+        """Forget all runners, since their state may not be in the log; each reports its status again."""
         self.weights.forget()
         self.dispatcher.forget()
         self.registry.runners = {}
@@ -119,9 +119,9 @@ class RunnerLifecycle:
             self.forget_earlier_lives(name, last + 1)
 
     def with_results(self, message: OutcomeReport, take: Callable[[OutcomeReport], None]) -> None:
-        """Call `take` with a group that includes its results: at once, or after reading them from the payload store.
+        """Call `take` with a group and its results: at once, or after reading them from the payload store.
 
-        The store deletes them when they are in the log. If they can't be read now, the runner sends the group again.
+        They are deleted there once they are in the log. If they can't be read now, the runner sends the group again.
         """
         digests = [o.results_digest for o in message.outcomes if o.results_digest]
         group = message.name, message.incarnation, message.number
@@ -176,9 +176,9 @@ def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
     return _failed(outcome, "workflow", f"its outcome can't be recorded: {error}")
 
 
-def _failed(outcome: UnitOutcome, kind: FailureKind, why: str) -> UnitOutcome:
+def _failed(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,
-        failures=[(run, kind, clean_text(why)) for run in runs],
+        failures=[(run, kind, clean_text(reason)) for run in runs],
     )

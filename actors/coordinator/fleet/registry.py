@@ -1,4 +1,4 @@
-"""The runners that the coordinator knows, by name."""
+"""Registry of the runners that the coordinator knows, by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunnerRecord:
 
     life: RunnerLife
     address: Any = None
-    """Address of its actor; None until it reports to this coordinator."""
+    """Actor address; None until it reports to this coordinator."""
     model_version: int = 0
     """Version of the weights that it serves."""
     unit_seconds: float | None = None
@@ -60,7 +60,7 @@ class RunnerRecord:
     waits_for: str = ""
     """External action that its engine waits for before it can start."""
     runs_wait: str = ""
-    """What some of its runs wait for outside the system."""
+    """External action that some of its runs wait for."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 
@@ -91,7 +91,7 @@ class RunnerRegistry:
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
     def up(self) -> list[RunnerRecord]:
-        """Return rollout runners whose engines run, including those that failed because they lack weights."""
+        """Return rollout runners whose engines run, including `failed` ones that lack weights or adapters."""
         return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
 
     def ready(self) -> list[RunnerRecord]:

@@ -1,6 +1,6 @@
-"""The list of servers from a file or a command, read every `poll_interval` in its own thread.
+"""List of external servers from a file or a command, read every `poll_interval` in its own thread.
 
-A list of which any line can't be read changes nothing; the text log says so once, and `trouble` while it lasts.
+A list with an invalid line changes nothing. The text log says so once, and `trouble` as long as it lasts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reader of the list; it calls `tell` in its thread with each list that it could read whole."""
+    """Reader of the list; it calls `on_list` in its thread with each list that has only valid lines."""
 
-    def __init__(self, settings: ServersConfig, tell: Callable[[list[str]], None]) -> None:
-        self._settings, self._tell = settings, tell
+    def __init__(self, settings: ServersConfig, on_list: Callable[[list[str]], None]) -> None:
+        self._settings, self._on_list = settings, on_list
         self.trouble = ""
         """Problem with the list when it was last read; empty if there was none."""
 
@@ -72,7 +72,7 @@ class ServerList:
             _log.warning("%s", trouble)
         self.trouble = trouble if problems else ""
         if not problems:
-            self._tell(urls)
+            self._on_list(urls)
 
     def _text(self) -> str:
         if self._settings.file:

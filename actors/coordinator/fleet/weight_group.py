@@ -1,8 +1,7 @@
-"""The runners in the group through which a trainer sends weights to the engines: the coordinator's side.
+"""Coordinator's side of the group through which a trainer sends weights to the engines.
 
-A group is whole while exactly the incarnations that joined it serve. If it is not (a runner died, or another
-coordinator took over, which knows of no group), runners load weights from shared memory, and the trainer forms a new
-group before its next version.
+A group is whole while exactly the incarnations that joined it serve. If a runner dies, or another coordinator takes
+over, runners load weights from shared memory, and the trainer forms a new group before its next version.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class WeightGroup:
             self.members = invited
 
     def on_left(self, name: str, reason: str) -> None:
-        """Give the group up if one of its members ended, or left after a failed transfer."""
+        """Give the group up if a member ended, or left after a failed transfer."""
         if name in self.members:
             self.members = {}
         self._invitation[2].done(name, reason)

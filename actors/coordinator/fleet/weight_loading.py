@@ -41,10 +41,10 @@ class WeightLoading:
     """Orders to the runners of a registry to load weights, and the record of their results."""
 
     def __init__(self, registry: RunnerRegistry, rolling: Rolling | None = None) -> None:
-        """Load engine by engine as `rolling` says; None: all at once."""
+        """Without `rolling`, all engines load at once."""
         self.registry, self.live = registry, registry.live
         self.waiters: dict[Awaited, int] = {}
-        """Waits for all runners to load a version, and that version."""
+        """Waits for all runners to load a version, with the version."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unknown = set[str]() if rolling is None else set(rolling.alive)
@@ -52,12 +52,12 @@ class WeightLoading:
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Take over what a new life of a runner is loading."""
+        """Note the version that a new life of a runner is loading."""
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
     def lacks(self, message: RunnerStatus) -> str:
-        """Return why a failed life whose engine is ready stays failed: it never served, and could not load the current
+        """Return why a failed life with a ready engine stays failed: it never served and could not load the current
         weights. Empty if it does not stay failed.
         """
         life = self.live.lives.get((message.name, message.incarnation))
@@ -107,7 +107,7 @@ class WeightLoading:
     ) -> tuple[Awaited, bool]:
         """Publish weights, if `weight_decisions.py` allows it, and have every runner load them.
 
-        Also returns whether the trainer sends them; if it does not, runners load them from `path`.
+        Also returns True if the trainer sends them; else runners load them from `path`.
         """
         serving = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
@@ -129,7 +129,7 @@ class WeightLoading:
         return awaited, from_group
 
     def roll(self) -> None:
-        """Continue a rolling update: order the engines that can be spared now to load."""
+        """Continue a rolling update: have engines load that are not needed for requests now."""
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
@@ -137,17 +137,17 @@ class WeightLoading:
             lacks = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
             if lacks and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
                 self.load(runner)
-        turns = [
+        engines = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
             r.could_not_load == version)
             for r in self.registry.staying()
             if r.life.served
         ]
-        for name in rolling_update.next_to_load(turns, self._rolling.keep, all_known=not self._unknown):
+        for name in rolling_update.next_to_load(engines, self._rolling.keep, all_known=not self._unknown):
             self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
-        """Order a runner to load the current version, unless it is doing so."""
+        """Order a runner to load the current version, unless it is loading it already."""
         current = self.live.weights
         if runner.loading == current.version:
             return

@@ -4,8 +4,8 @@ A priority function chooses among the experiences that the fold in `projections/
 is recorded (ExperiencesTaken) before the client gets its answer, so no crash lets an experience be taken more than
 `max_use_count` times, and the same request id gets the same experiences again.
 
-Requests that can't be served yet wait in the order of arrival. A waiting client asks again every few seconds
-(`connection.py`); while it is silent for `SILENT_SECONDS` it gets nothing.
+Requests that can't be served yet wait in the order of arrival. A waiting client repeats its request every few seconds
+(`connection.py`); one that is silent for `SILENT_SECONDS` gets nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trinity_es.projections.experience_queue import QueueState, add_older, find_
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
 SILENT_SECONDS = 15.0
-"""Silence after which a client counts as dead: three times the pause after which it asks again."""
+"""Silence after which a client counts as dead: three times the interval of its repeated requests."""
 _LOG = logging.getLogger("trinity_es.queue")
 
 
@@ -179,7 +179,7 @@ class ExperienceQueue:
         self._rules: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
-        self._asked_at: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
         self._unused = 0
 
     def handlers(self) -> list[Handled]:
@@ -197,20 +197,20 @@ class ExperienceQueue:
             add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
-        self._waiting[request.id], self._asked_at[request.id] = request, self._clock()
+        self._waiting[request.id], self._heard_at[request.id] = request, self._clock()
         self.check()
 
     def asked_again(self, request_id: str) -> None:
-        """Note that the client of a waiting request still lives."""
+        """Note that the client of a waiting request is alive."""
         if request_id in self._waiting:
-            self._asked_at[request_id] = self._clock()
+            self._heard_at[request_id] = self._clock()
             self.check()
 
     def check(self) -> None:
         """Serve the waiting requests that the queue can serve by now."""
         now = self._clock()
         for request in list(self._waiting.values()):
-            if now - self._asked_at[request.id] > SILENT_SECONDS:
+            if now - self._heard_at[request.id] > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
@@ -232,7 +232,6 @@ class ExperienceQueue:
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Check again when the next experience has cooled down."""
         cooldown, soonest = self._rules["cooldown"], math.inf
         for delivery in self._live.queue.deliveries.values():
             cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)
@@ -249,14 +248,14 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Return the numbers of experiences, of those that can be taken now, and of waiting requests."""
+        """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting.pop(request.id, None)
-        self._asked_at.pop(request.id, None)
+        self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
     def _timed_out(self, request: CommandRequest[TakeExperiences]) -> None:
@@ -279,7 +278,7 @@ class ExperienceQueue:
         self._router.reply(request, value)
 
     def _location(self, item: ev.TakenItem) -> TakenExperiences:
-        """Return where an item's experiences lie; if its batch has left the queue, the log tells."""
+        """Return where an item's experiences lie; read it from the log if the batch has left the queue."""
         stream = batch_stream(item.batch_id)
         delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs

@@ -34,7 +34,7 @@ class LoadHandlers:
     def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
         self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
-        """What each request waits for, and its answer then, by its id."""
+        """Requests with the loads that they await and a function that makes the answer, by id."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -76,7 +76,6 @@ class LoadHandlers:
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        """Answer whether the group is whole."""
         self.router.answer(request, self.weights.group.whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:

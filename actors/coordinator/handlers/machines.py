@@ -1,4 +1,4 @@
-"""Handlers of commands about the machines under the engines: servers of others, and hosts."""
+"""Handlers of commands about external servers and hosts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class MachineHandlers:
 
     def drain(self, request: CommandRequest[DrainHost]) -> None:
         name, fleet = request.command.host, self.hosts()
-        there = {} if fleet is None else {host.name: host for host in fleet.there()}
-        if fleet is None or name not in there:
-            names = ", ".join(sorted(there)) or "none besides the head's own"
+        joined = {} if fleet is None else {host.name: host for host in fleet.there()}
+        if fleet is None or name not in joined:
+            names = ", ".join(sorted(joined)) or "none besides the head's own"
             raise HostNotFound(f"no host {name!r} takes part: there is {names}")
         fleet.drain(name, request.command.reason)
-        self.router.reply(request, DrainingHost(host=name, epoch=there[name].epoch, units=fleet.units_of(name)))
+        self.router.reply(request, DrainingHost(host=name, epoch=joined[name].epoch, units=fleet.units_of(name)))
 
 
-def _urls(what: str, urls: list[str]) -> list[str]:
+def _urls(field: str, urls: list[str]) -> list[str]:
     try:
         return [checked_url(url) for url in urls]
     except ValueError as e:
-        raise DataError(f"{what}: a server {e}") from None
+        raise DataError(f"{field}: a server {e}") from None

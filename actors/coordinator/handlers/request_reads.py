@@ -17,9 +17,9 @@ REMEMBERED_REQUESTS = 1000
 
 
 def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
-    """Return the tasks, and each as it will be sent. Raises DataError, which names the task.
+    """Return the tasks, and each packed for a message. Raises DataError, which names the task.
 
-    If they do not fit into a message, a thread reads them and stores each task that is too large for one.
+    If they came as a payload, a thread reads them and stores each task that is too large for a message.
     """
 
     def read() -> tuple[list[dict[str, Any]], list[Parcel]]:

@@ -1,7 +1,7 @@
 """The router of client commands: it handles each request once, by its command's handler, and answers it once.
 
-A request is identified by its id: sent again, it gets the same answer, or goes on waiting under its new address. An
-answer is sent only once everything that it tells is durable.
+A request that comes again, with the same id, gets the same answer or goes on waiting under its new address. The router
+sends an answer only once all that the answer depends on is durable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CommandRouter", "Handled", "handled"]
 REMEMBERED_ANSWERS = 4096
 """Maximum number of requests whose answers are kept for clients that ask again."""
 STATUS_LIMIT = 8 * LIMIT
-"""Maximum bytes of JSON of a status inside a message, since it is sent even while no payload can be stored."""
+"""Maximum bytes of JSON of a status, which must fit into a message even while no payload can be stored."""
 
 A = TypeVar("A")
 C = TypeVar("C", bound=Command[Any])
@@ -59,13 +59,13 @@ class CommandRouter:
     def __init__(
         self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`end` returns the end of the log as others may hear it; `in_hand` knows which requests ended coordinators."""
+        """`end` returns the mark of the last acknowledged event; `in_hand` has the requests that ended coordinators."""
         self._live, self._actor, self._end, self._in_hand = live, actor, end, in_hand
         self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
         self._undone: dict[str, CommandRequest[Any]] = {}
-        """Requests that were undone with others that could not be written, to be handled again."""
+        """Requests to handle again, since their turns were undone because of another one."""
 
     def connect(self, handlers: Iterable[Handled]) -> None:
         """Take the handlers of all commands. Raises TypeError if a command has none, or two."""
@@ -74,11 +74,11 @@ class CommandRouter:
                 raise TypeError(f"{row.command.__name__} has two handlers: {other.handler} and {row.handler}")
             self._handlers[row.command] = row
         if missing := [command.__name__ for command in COMMANDS.values() if command not in self._handlers]:
-            raise TypeError(f"nobody handles {', '.join(missing)}: add a handler in coordinator/handlers/")
+            raise TypeError(f"no handler for {', '.join(missing)}: add one in coordinator/handlers/")
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a request, unless it came before."""
+        """Handle a new request; a repeated one gets its answer or goes on waiting."""
         if self.is_waiting(request, sender):
             if self._answers[request.id] is None:
                 self._handlers[type(request.command)].again(request.id)
@@ -135,7 +135,7 @@ class CommandRouter:
             self._live.fetch = read_now
 
     def lost(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Answer that the request's turn could not be written; if another one caused that, keep it to do it again."""
+        """Answer that the request's turn could not be written; if another turn caused that, keep it to do it again."""
         if isinstance(error, Undone):
             self._undone[request.id] = request
         else:

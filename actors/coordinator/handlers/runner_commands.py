@@ -36,7 +36,7 @@ States = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class _Question:
-    """Question to runners: the ones that have not answered, the answers, and a callback for these."""
+    """Question to runners: their names, the silent ones, and a callback for the answers."""
 
     names: list[str]
     waiting: set[str]

@@ -1,8 +1,8 @@
-"""Handlers of a scheduler's commands: tasks come in, the scheduler waits for results and takes them.
+"""Handlers of a scheduler's commands: it adds tasks, waits for results and takes them.
 
-Polling changes nothing: it is answered when the batch has come far enough, or when its time is over. The scheduler
-reads the results from the log and the payload store and confirms them afterwards, so one that dies in between leaves
-them to the next.
+A poll gets its answer when the batch has made enough progress, or when its time is over. The scheduler reads the
+results from the log and the payload store and confirms them afterwards, so one that dies in between leaves them to the
+next.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class SchedulerHandlers:
         return scheduled_batches.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
-        """Record what was decided, and then the end of the batch if it is over."""
         self._live.record_batch(batch.batch_id, events)
         end = scheduled_batches.over(batch)
         self._live.record_batch(batch.batch_id, end)
@@ -91,7 +90,7 @@ class SchedulerHandlers:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
-        """Begin a batch with these tasks, or add them to it; answer with the number of the first of them."""
+        """Begin a batch with these tasks, or add them to it; answer with the number of the first one."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
         events = scheduled_batches.schedule(
@@ -113,7 +112,7 @@ class SchedulerHandlers:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def poll(self, request: CommandRequest[PollBatch]) -> None:
-        """Answer with a batch's progress, now or when it has come far enough."""
+        """Answer with a batch's progress, now or when there is enough."""
         command = request.command
         batch = self._open(command.batch_id)
         if batch is not None and command.resume:
@@ -126,7 +125,7 @@ class SchedulerHandlers:
         self._wait(Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met), command.seconds)
 
     def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
-        """Answer with the progress of all scheduled batches, now or when a task was settled."""
+        """Answer with the progress of all scheduled batches, now or when a task is settled."""
         settled = request.command.settled
 
         def met(progress: StoreProgress) -> bool:
@@ -174,7 +173,7 @@ class SchedulerHandlers:
 
     # --- results ----------------------------------------------------------------------------------------------------
     def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
-        """Drop the tasks that are not settled, of one batch or of all, and stop their runs."""
+        """Drop the unsettled tasks of one batch or of all, and stop their runs."""
         batch_id, reason = request.command.batch_id, request.command.reason
         selected = self._batches() if batch_id is None else [self._open(batch_id)]
         partial = request.command.return_partial
@@ -202,14 +201,14 @@ class SchedulerHandlers:
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     def pause(self, request: CommandRequest[PauseBatches]) -> None:
-        """Pause the batches of a scheduler that stops: they get no runners until a scheduler wants them."""
+        """Pause the batches of a scheduler that stops; they get no runners until another scheduler resumes them."""
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._live.record_batch(batch.batch_id, scheduled_batches.pause(batch, "its scheduler was stopped"))
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
-        """Let paused batches go on, as a scheduler starts."""
+        """Let paused batches go on, since a scheduler has started."""
         for batch in self._batches():
             self._live.record_batch(batch.batch_id, scheduled_batches.resume(batch))
         self._router.reply(request)

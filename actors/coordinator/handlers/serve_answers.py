@@ -1,7 +1,7 @@
-"""Handlers for the answers of mode `serve`'s proxy, from their recording to their delivery; all can be repeated.
+"""Handlers of commands about the proxy's answers in mode `serve`; each can be repeated.
 
-An answer is recorded before its client gets the end of it, rewarded later by message id, and delivered through the
-pipeline by a commit.
+The proxy records an answer before its client gets the end of it. A client rewards it later by message id, and a commit
+delivers all rewarded answers through the pipeline.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AnswerHandlers:
     def __init__(
         self, live: LiveState, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
     ) -> None:
-        """`run_job` runs the pipeline; its first argument names the job."""
+        """`run_job` takes the job's name, and runs the pipeline."""
         self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
         self._deliveries: deque[CommandRequest[DeliverAnswers]] = deque()
         """Requests for deliveries; the first is in progress."""
@@ -59,8 +59,8 @@ class AnswerHandlers:
 
     def record(self, request: CommandRequest[RecordAnswers]) -> None:
         answers = request.command.answers
-        known = self._find([a.message for a in answers])
-        new = [a for a in answers if a.message not in known]  # the others were recorded, but the reply was lost
+        recorded = self._find([a.message for a in answers])
+        new = [a for a in answers if a.message not in recorded]  # the reply for the others was lost
         if new:
             self._live.record(ev.AnswersRecorded(answers=new))
         self._router.reply(request, len(new))
@@ -70,13 +70,13 @@ class AnswerHandlers:
         command = request.command
         messages = list(dict.fromkeys(command.messages))
         event = ev.AnswersRewarded(messages=messages, reward=command.reward, task=command.task, run=command.run)
-        known = self._find(messages)
-        missing = [m for m in messages if m not in known]
+        states = self._find(messages)
+        missing = [m for m in messages if m not in states]
         if missing:
             raise AnswerNotFound(f"no answer has the message id {', '.join(missing[:5])}", messages=missing)
-        new = [m for m in messages if (known[m].reward, known[m].task, known[m].run)
+        new = [m for m in messages if (states[m].reward, states[m].task, states[m].run)
                != (event.reward, event.task, event.run)]
-        gone = [m for m in new if known[m].delivered or m in self._delivering]
+        gone = [m for m in new if states[m].delivered or m in self._delivering]
         if gone:
             raise AnswerDelivered(
                 f"{', '.join(gone[:5])} went to the pipeline already with another reward, which stays", messages=gone
@@ -89,7 +89,7 @@ class AnswerHandlers:
         self._router.reply(request, len(messages))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
-        """Take all rewarded answers through the pipeline, one delivery at a time; the others stay."""
+        """Take all rewarded answers through the pipeline, one delivery at a time."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
             self._deliver_next()
@@ -142,7 +142,7 @@ class AnswerHandlers:
         self, request: CommandRequest[DeliverAnswers], value: DeliveredAnswers | None,
         error: BaseException | None = None,
     ) -> None:
-        """Answer, and start the next delivery once this is durable, as only then the table shows it."""
+        """Answer, and start the next delivery once this is durable, since the table shows it only then."""
         self._router.reply(request, value, error)
 
         def over() -> None:

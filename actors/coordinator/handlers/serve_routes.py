@@ -1,7 +1,7 @@
 """Routes to the engines in mode `serve`.
 
-A proxy polls the table of serving engines and is answered when it changes, or after `POLL_SECONDS`. Before an engine
-loads weights it leaves the table; it loads once every proxy has polled again, and so knows the new table.
+A proxy polls the table of serving engines and gets an answer when it changes, or after `POLL_SECONDS`. An engine leaves
+the table before it loads weights. It loads once every proxy has polled again, and so has the new table.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ POLL_SECONDS = 2.0
 GONE_SECONDS = 5.0
 """Silence after which a proxy counts as gone."""
 TAKEN_OUT_SECONDS = 1.0
-"""Maximum time until every proxy counts as knowing that an engine was taken out."""
+"""Time after which an engine that left the table loads, even if a proxy has not polled again."""
 
 
 @dataclass(slots=True)
 class _Proxy:
-    """A proxy that asks for routes."""
+    """Proxy and its last poll."""
 
     url: str
-    knows: int = -1
-    """Number of its newest table."""
-    asked_at: float = 0.0
-    request: CommandRequest[GetRoutes] | None = None
-    """Its open poll."""
+    table: int = -1
+    """Number of the table that it has."""
+    polled_at: float = 0.0
+    open_poll: CommandRequest[GetRoutes] | None = None
 
 
 class RouteHandlers:
@@ -45,24 +44,24 @@ class RouteHandlers:
         self._number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
         self._leaving: list[tuple[int, Callable[[], None]]] = []
-        """Number of the table that no longer has an engine, and the engine's load, to call when every proxy has it."""
+        """Loads of engines, each with the number of the first table without the engine."""
 
     def handlers(self) -> list[Handled]:
         return [handled(GetRoutes, self.routes)]
 
     def routes(self, request: CommandRequest[GetRoutes]) -> None:
-        """Answer a proxy with the table, at once if it has an older one, else when it changes."""
+        """Answer a poll with the table: at once if the proxy has an older one, else when it changes."""
         command = request.command
         proxy = self._proxies.setdefault(command.proxy, _Proxy(command.url))
         self.look()
-        proxy.knows, proxy.asked_at, proxy.request = command.knows, self._actor.now(), request
-        self._actor.after(POLL_SECONDS, f"routes:{command.proxy}", lambda: self._tell(proxy))
-        if proxy.knows != self._number:
-            self._tell(proxy)
+        proxy.table, proxy.polled_at, proxy.open_poll = command.knows, self._actor.now(), request
+        self._actor.after(POLL_SECONDS, f"routes:{command.proxy}", lambda: self._answer(proxy))
+        if proxy.table != self._number:
+            self._answer(proxy)
         self._start_loads()
 
-    def _tell(self, proxy: _Proxy) -> None:
-        request, proxy.request = proxy.request, None
+    def _answer(self, proxy: _Proxy) -> None:
+        request, proxy.open_poll = proxy.open_poll, None
         if request is not None:
             self._actor.cancel(f"routes:{request.command.proxy}")
             self._router.answer(request, RouteTable(number=self._number, engines=self._table))
@@ -75,12 +74,12 @@ class RouteHandlers:
         if table != self._table:
             self._table, self._number = table, self._number + 1
             for proxy in self._proxies.values():
-                self._tell(proxy)
+                self._answer(proxy)
 
     def urls(self) -> list[str]:
         """Return the URLs of the proxies that are alive."""
         now = self._actor.now()
-        return sorted(p.url for p in self._proxies.values() if p.url and now - p.asked_at < GONE_SECONDS)
+        return sorted(p.url for p in self._proxies.values() if p.url and now - p.polled_at < GONE_SECONDS)
 
     def take_out(self, load: Callable[[], None]) -> None:
         """Call `load` once no proxy sends new requests to a runner that was marked as loading."""
@@ -91,12 +90,12 @@ class RouteHandlers:
         self._start_loads()
 
     def _start_loads(self, overdue: int = -1) -> None:
-        """Start the loads of engines whose absence every proxy knows of, or that left the table long enough ago."""
+        """Start the loads of engines that no proxy's table has, or that left the table long enough ago."""
         now = self._actor.now()
-        self._proxies = {name: p for name, p in self._proxies.items() if now - p.asked_at < GONE_SECONDS}
-        known = min((p.knows for p in self._proxies.values()), default=self._number)
-        due = [load for number, load in self._leaving if number <= max(known, overdue)]
-        self._leaving = [(number, load) for number, load in self._leaving if number > max(known, overdue)]
+        self._proxies = {name: p for name, p in self._proxies.items() if now - p.polled_at < GONE_SECONDS}
+        oldest = min((p.table for p in self._proxies.values()), default=self._number)
+        due = [load for number, load in self._leaving if number <= max(oldest, overdue)]
+        self._leaving = [(number, load) for number, load in self._leaving if number > max(oldest, overdue)]
         for load in due:
             load()
 

@@ -33,15 +33,13 @@ class TrainerHandlers:
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         returned: Callable[[int], None],
     ) -> None:
-        """Make the handlers. They call `returned` with the step of a trainer that returns: it may take again what it
-        took for later steps.
-        """
+        """Call `returned` with the step of each trainer that is back at a checkpoint and repeats later steps."""
         self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
         self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """Requests that wait for the next batch, by id."""
         self._reading: dict[str, bool] = {}
-        """Whether the log must be read again, for each request for which it is being read."""
+        """Requests whose next batch a thread is looking up, by id; True if it must look again."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -52,12 +50,12 @@ class TrainerHandlers:
 
     # --- the next batch ---------------------------------------------------------------------------------------------
     def next_batch(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Answer with the next batch, now or when there is one."""
+        """Answer with the next batch, once there is one."""
         timeout = request.command.timeout
         if timeout is not None:  # the client stops waiting then too
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
         self._waiting[request.id] = request
-        self._look(request)
+        self._find_next(request)
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
         self._waiting.pop(request.id, None)
@@ -66,9 +64,9 @@ class TrainerHandlers:
     def check_next_batch(self) -> None:
         """Answer requests that wait for a finalized train batch after their position."""
         for request in list(self._waiting.values()):
-            self._look(request)
+            self._find_next(request)
 
-    def _look(self, request: CommandRequest[GetNextBatch]) -> None:
+    def _find_next(self, request: CommandRequest[GetNextBatch]) -> None:
         if request.id in self._reading:
             self._reading[request.id] = True  # the current read may miss the newest batch
             return
@@ -87,9 +85,9 @@ class TrainerHandlers:
             self._forget(request)
             self.router.answer(request, DeliveredBatch(batch_id=batch[0], position=batch[1]))
         elif again:
-            self._look(request)
+            self._find_next(request)
 
-    # --- batches that were used, and those to use again -------------------------------------------------------------
+    # --- used batches, and batches to use again ---------------------------------------------------------------------
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
         """Record that a step used a batch; a repetition changes nothing, except after a redelivery."""
         batch_id, step = request.command.batch_id, request.command.step
@@ -105,9 +103,9 @@ class TrainerHandlers:
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
-        """Answer a trainer that is back at its checkpoint of `step` with the batches that it has yet to use.
+        """Answer a trainer that is back at its checkpoint of `step` with the batches of later steps and unused ones.
 
-        These are batches of later steps and unused ones, with the position up to which the answer is complete.
+        The answer is complete up to its position. Raises PayloadNotFound if a batch's experiences were freed.
         """
         step, live = request.command.step, self.live
         position, rows, freed, last = live.fetch("resumed", lambda: _resume_data(live.log, step))
@@ -141,7 +139,6 @@ def _resume_data(
 
 
 def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
-    """Return True if the batch was delivered again after it was trained on."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches

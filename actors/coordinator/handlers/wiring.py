@@ -1,4 +1,4 @@
-"""The parts of a coordinator, put together: its runners, and the handlers of all commands."""
+"""Assembly of a coordinator's parts: its runners, and the handlers of all commands."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Handlers:
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`releases` releases leases; `end` returns the log's end as others may hear it; `alive` are runners with a
-        process; `epoch` is the coordinator's. `trouble` returns why the log can't be written now, and `refuses` whether
-        writing requests fail for that instead of waiting. `hosts` returns the hosts that joined.
+        """`end` returns the mark of the last acknowledged event. `alive` are runners with a process. `trouble` returns
+        why the log can't be written now, and `refuses` True if writing requests fail meanwhile instead of waiting.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -71,10 +70,10 @@ class Handlers:
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end, self.journals.holds)
         lora = config.rollout.lora
         most = 0 if lora is None else lora.max_adapters
-        of_others = config.rollout.engine_type == "http"
+        external = config.rollout.engine_type == "http"
         weights = WeightLoading(registry, rolling)
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
-        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others, models=models)
+        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=external, models=models)
         self.leases = LeaseFleet(registry, actor, releases)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
@@ -86,7 +85,7 @@ class Handlers:
         self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
-        settings = config.rollout.servers if of_others else None
+        settings = config.rollout.servers if external else None
         self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
         self.live, self.outputs, self.hosts = live, outputs, hosts
         self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
@@ -108,7 +107,7 @@ class Handlers:
         self.journals.look(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
-        """Answer now and from memory, since `status` is wanted most while the log can't be written."""
+        """Answer at once from memory, since users need `status` most while the log can't be written."""
         batches = [
             {
                 "batch_id": b.batch_id,

@@ -140,7 +140,7 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
 def test_each_command_has_one_handler(place: Place) -> None:
     handlers = place.handlers
     half = CommandRouter(place.live, place, lambda: None, RequestsInHand())
-    with pytest.raises(TypeError, match=r"nobody handles .*SubmitBatch"):
+    with pytest.raises(TypeError, match=r"no handler for .*SubmitBatch"):
         half.connect(handlers.runners.handlers())
     with pytest.raises(TypeError, match="AbortBatch has two handlers"):
         handlers.router.connect([handled(AbortBatch, handlers.batches.abort)])
