@@ -5,88 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.systems import StartSystem, finalize_in_thread, kill_system, pid_of
+from tests.helpers.lost_runs import (
+    LONG,
+    SECTIONS,
+    SHORT,
+    Counting,
+    TwoCalls,
+    TwoCallsInAProcess,
+    journaled,
+    kill_everything,
+    kill_runner,
+    sections_of,
+)
+from tests.helpers.systems import StartSystem, finalize_in_thread
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError
-from trinity_es.events.experience import Experience
-from trinity_es.events.store.journals import open_journals
-from trinity_es.testing import ScriptedEngine, wait_until
-
-SHORT, LONG = 20, 150
-
-
-class Counting(ScriptedEngine):
-    """Notes each request: how many tokens its prompt has, and how many it may have."""
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        with open(os.environ["REQUESTS"], "a") as file:
-            file.write(f"{len(prompt)} {sampling.max_tokens}\n")
-        return await super().generate(prompt, sampling)
-
-
-class TwoCalls(Workflow):
-    """A short answer, and a long one to it."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        [first] = await self.model.generate_async([65, 66], max_tokens=SHORT)
-        [second] = await self.model.generate_async(first.tokens.tolist(), max_tokens=LONG)
-        second.reward = 1.0
-        return [second]
-
-
-class TwoCallsInAProcess(TwoCalls):
-    is_async = False
-
-    def run(self) -> list[Experience]:
-        [first] = self.model.generate([65, 66], max_tokens=SHORT)
-        [second] = self.model.generate(first.tokens.tolist(), max_tokens=LONG)
-        second.reward = 1.0
-        return [second]
-
-
-def kill_runner(client: RolloutClient, start: StartSystem) -> RolloutClient:
-    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
-    return client
-
-
-def kill_everything(client: RolloutClient, start: StartSystem) -> RolloutClient:
-    kill_system(client)
-    return start(**SECTIONS, store={"url": client.config.store.url})
-
-
-def journaled(client: RolloutClient) -> int:
-    """Bytes of all journals."""
-    journals = open_journals(client.config.store.url)
-    try:
-        return sum(len(part) for life in journals.lives() for part in journals.read(life))
-    finally:
-        journals.close()
-
-
-SECTIONS: dict[str, Any] = {"explorer": {
-    "progress": {"seconds": 0.1, "max_bytes": 1_000_000},
-    "rollout_model": {"engine_type": "tests.main.test_journal:Counting", "engine_args": {"token_seconds": 0.02}},
-}}
-
-
-def sections_of(store: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    if store == "sqlite":
-        return SECTIONS
-    server = request.getfixturevalue("own_server")
-    url = server.url(server.new_database()).replace("postgresql:", "postgresql+psycopg:")
-    return {**SECTIONS, "store": {"url": url}}
+from trinity_es.testing import wait_until
 
 
 @pytest.mark.parametrize(("kill", "workflow", "store"), [

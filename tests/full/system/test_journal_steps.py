@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.lost_runs import SECTIONS, SHORT, TwoCalls, kill_everything, kill_runner, sections_of
 from tests.helpers.systems import StartSystem, finalize_in_thread
-from tests.main.test_journal import SECTIONS, SHORT, TwoCalls, kill_everything, kill_runner, sections_of
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
