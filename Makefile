@@ -82,9 +82,10 @@ test: setup ## those and each part once for real: both databases, the system, vL
 test-all: test ## these and all others: half an hour (ALL=1 plays what takes turns, too)
 	@$(RUN) tests/full $(DONE)
 
-lint: setup ## ruff, mypy --strict, and the links of docs/
+lint: setup ## ruff, mypy --strict, the links of docs/ and its prose
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mkdocs build --strict
+	@$(PY) tests/prose_gate.py
 	@$(VENV)/bin/mypy --strict $(ROOMS)
 
 bench: BENCHMARKS = dispatch log_append replay payloads large_batch growth eventsourcing_library weight_sync adaptive overhead
