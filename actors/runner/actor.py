@@ -172,7 +172,8 @@ class Runner(BaseActor):
             return
         settled = self.outbox.acknowledge(message.acks)
         if settled:
-            self.engine_side.settled([key_of(outcome) for outcome in settled])
+            lost = [o for o in settled if any(kind == "infra" for _, kind, _ in o.failures)]
+            self.engine_side.settled([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
         for outcome in settled:
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:

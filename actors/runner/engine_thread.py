@@ -65,6 +65,8 @@ EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 LAST_WORDS_SECONDS = 1.0
 """How long a runner with a dead engine may take to report finished units."""
+LOST_SECONDS = 120.0
+"""How long the journal of units that failed with kind `infra` is kept, so that the coordinator can read it."""
 LATE_SECONDS = 5.0
 """How long a run may continue after its timeout, while the loop runs, before the runner ends for it."""
 
@@ -314,8 +316,13 @@ class EngineThread:
             self.journal.settled(key)
 
     @_on_loop
-    def settled(self, keys: list[Key]) -> None:
-        """Free the journal of units whose outcomes are in the log."""
+    def settled(self, keys: list[Key], lost: list[Key]) -> None:
+        """Free the journal of units whose outcomes are in the log; that of `lost` ones later, after it is read."""
+        self._free_journal(keys)
+        if lost:
+            self.loop.call_later(LOST_SECONDS, self._free_journal, lost)
+
+    def _free_journal(self, keys: list[Key]) -> None:
         for key in keys:
             if self.journal is not None and key not in self.units:
                 self.journal.settled(key)
