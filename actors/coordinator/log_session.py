@@ -10,9 +10,9 @@ failed, so memory is ahead of the log; the session reads the log again, after pa
 writes the event that records the trouble. ENDED: the lease was given back, another coordinator fenced this one, or the
 log lost acknowledged events.
 
-A turn is the handling of one message. Its `UnitOfWork` has the events that the handlers recorded and the callbacks for
-when they are written, or can't be. Threads read and write; their results come back in the actor's loop. Nothing here
-blocks.
+A turn is the handling of one message or timer. Its `UnitOfWork` has the events that the handlers recorded, and the
+callbacks for when they are written or can't be. Threads read and write; their results come back in the actor's loop.
+Nothing here blocks.
 """
 
 from __future__ import annotations

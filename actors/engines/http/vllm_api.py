@@ -213,7 +213,7 @@ class VLLMServer:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
-            raise EngineError(f"{self.url}{path} streamed what no vLLM server does") from e
+            raise EngineError(f"{self.url}{path} sent a stream that no vLLM server sends") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
 
@@ -222,7 +222,7 @@ class VLLMServer:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             text = self.scrubbed(_message(answer.text))
-            raise EngineError(f"{answer.request.url} answered what no vLLM server does: {text!r}") from e
+            raise EngineError(f"{answer.request.url} gave an answer that no vLLM server gives: {text!r}") from e
 
     def _check(self, answer: httpx.Response, path: str) -> None:
         status, text = answer.status_code, answer.text

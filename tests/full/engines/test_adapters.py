@@ -190,7 +190,7 @@ def test_what_can_not_be_loaded_is_named_and_changes_nothing(
     live: Live, tiny: Path, folders: list[Path], tmp_path: Path
 ) -> None:
     load(live, "math", 1, folders[0])
-    with pytest.raises(SyncError, match="its rank is 16, engines are ready for 8"):
+    with pytest.raises(SyncError, match="its rank is 16, and engines take at most 8"):
         load(live, "math", 2, adapter_for(tiny, tmp_path / "high", 0, rank=16))
     wrong = make_adapter(tmp_path / "wrong", rank=8, shapes={"model.layers.0.self_attn.q_proj.weight": [64, 128]})
     with pytest.raises(SyncError, match="q_proj has shape"):
