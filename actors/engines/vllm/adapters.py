@@ -76,7 +76,7 @@ class AdapterServing:
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Give the current version of an adapter (None: no adapter) and keep it loaded inside."""
+        """Context that gives the current version of an adapter, and keeps it loaded; no adapter if the name is None."""
         if not name:
             yield None
             return

@@ -297,7 +297,7 @@ def refuse_group_signals() -> None:
 
 
 def play(end: socket.socket) -> None:
-    """Work as a worker process with this end of the pipe; returns when it can't go on."""
+    """Work as a worker process with this end of the pipe, until the runner's end is closed or an error ends it."""
     link = _Link(end)
     player = _Player(link)
     threading.Thread(target=link.read, name="pipe", daemon=True).start()

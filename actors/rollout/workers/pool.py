@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class WorkerPool:
-    """At most `places` workers, for one event loop. `log_file`: of the workflows' logs."""
+    """Pool of at most `places` workers, for one event loop. Workflows log to `log_file`."""
 
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
@@ -209,7 +209,7 @@ class _Worker:
         self.writer.write(frame(*message))
 
     async def prepare(self, workflow: str) -> None:
-        """Have it import a workflow; an error shows when it plays."""
+        """Have the worker import a workflow; an import error shows when the workflow is played."""
         if self.imported:
             return
         self.write("import", workflow)
@@ -301,7 +301,7 @@ class _Worker:
 
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return the result of a worker's call; for an attribute of the tokenizer (it is a method, its value)."""
+    """Return the result of a worker's call; for a tokenizer's attribute, whether it is a method, and else its value."""
     target = {"model": model, "leases": model.leases, "steps": model.steps}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":

@@ -34,7 +34,7 @@ class Child:
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
         self.gone: asyncio.Future[int | None] = loop.create_future()
-        """Its exit status once it has ended; None if it ended with its template."""
+        """Its exit status once it has ended; None if it ended because its template did."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
@@ -127,7 +127,7 @@ class _Template:
 
 
 class Templates:
-    """The template processes of one runner. `log_file`: of the workflows' logs."""
+    """Template processes of one runner. Workflows log to `log_file`."""
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
