@@ -18,7 +18,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.secrets import replaced
 
-__all__ = ["build_provider", "recordable"]
+__all__ = ["build_provider", "recordable_json"]
 
 MOST_BYTES = 8192
 """Maximum size of a provider's arguments, and of a handle, as JSON: they travel in messages."""
@@ -34,18 +34,12 @@ def build_provider(path: str, args: Mapping[str, Any]) -> Any:
     return provider
 
 
-def recordable(what: str, value: Any) -> Any:
+def recordable_json(what: str, value: Any) -> Any:
     """Return a value as plain JSON that may be recorded; `what` names it in errors.
 
-    Raises ValueError for what JSON can't hold, for more than `MOST_BYTES`, and for what looks like a secret.
+    Raises ValueError if JSON can't hold it, it takes more than `MOST_BYTES`, or a text in it looks like a secret.
     """
-    secrets: list[str] = []
-
-    def collect(secret: str) -> str:
-        secrets.append(secret)
-        return ""
-
-    replaced(value, collect)
+    secrets = _secrets_in(value)
     try:
         data = plain(value)
         size = len(orjson.dumps(data))
@@ -57,3 +51,15 @@ def recordable(what: str, value: Any) -> Any:
         raise ValueError(f"{what} contains what looks like a secret, which would be written to the log: let the "
                          "provider read it from the environment")
     return data
+
+
+def _secrets_in(value: Any) -> list[str]:
+    """Return the texts in a JSON value that look like secrets."""
+    secrets: list[str] = []
+
+    def collect(secret: str) -> str:
+        secrets.append(secret)
+        return ""
+
+    replaced(value, collect)
+    return secrets

@@ -1,4 +1,4 @@
-"""Base of all commands, and their form in messages."""
+"""Base class of all commands, the request that carries a command, and its encoding for messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 class Command(Generic[A]):
     """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`.
 
-    `name` is its name in messages and errors. `writes`: it is recorded in the log. `waits`: its answer comes when
-    runners or other clients have done something. While the log can't be written for a reason that may pass, clients of
-    such a command go on waiting; other commands that write fail at once.
+    `name` is its name in messages and errors. `writes`: it is recorded in the log. `waits`: it is answered only after
+    runners or other clients have acted. While the log can't be written for a reason that may pass, clients of a command
+    that waits go on waiting; other commands that write fail at once.
     """
 
     __pydantic_config__ = FIELDS

@@ -124,7 +124,7 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_own(cls, data: Any) -> Any:
-        """Make the workflow of an environment's name the default for its tasks."""
+        """Let tasks of an environment default to the workflow that plays its kind, `verifiers` for `verifiers:NAME`."""
         path = data.get("path") if isinstance(data, dict) else None
         kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
         if kind not in registered("workflow"):

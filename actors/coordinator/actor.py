@@ -167,7 +167,7 @@ class Coordinator(BaseActor):
             self.handlers.runners.report(config.explorer.runner_state_report_interval, self.report_states)
         explorer, registry = config.explorer, self.fleet.registry
         self.stalls = Stalls(
-            self.live, registry, explorer.stall_after, registry.clock, limit=explorer.max_timeout,
+            self.live, registry, explorer.stall_after, registry.clock, attempt_timeout=explorer.max_timeout,
             sequential=explorer.concurrent_mode == "sequential",
         )
         self.every(min(STALL_CHECK_SECONDS, explorer.stall_after / 2), "stalls", self.stalls.check)
@@ -267,7 +267,7 @@ class Coordinator(BaseActor):
     def go_on_with_requests(self) -> None:
         """Handle the requests whose reads ended while the live state was closed, and those that were undone."""
         self.opened().hand_over()
-        self.handlers.router.do_again()
+        self.handlers.router.handle_undone_again()
 
     def forget(self) -> None:
         """Forget all about the runners that is not in the log."""
@@ -276,7 +276,7 @@ class Coordinator(BaseActor):
         self.handlers.journals.forget()
 
     def waits(self, error: Exception) -> None:
-        """Let clients reach this coordinator, whose `status` shows the trouble."""
+        """Have the guardian tell clients this coordinator's address; its `status` shows the trouble."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:

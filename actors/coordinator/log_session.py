@@ -10,7 +10,9 @@ failed, so memory is ahead of the log; the session reads the log again, after pa
 writes the event that records the trouble. ENDED: the lease was given back, another coordinator fenced this one, or the
 log lost acknowledged events.
 
-Threads read and write; their results come back in the actor's loop. Nothing here blocks.
+A turn is the handling of one message or timer. Its `UnitOfWork` has the events that the handlers recorded, and the
+callbacks for when they are written or can't be. Threads read and write; their results come back in the actor's loop.
+Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class SessionHost(TimerHost, Protocol):
         """Handle messages from now on; `again` means that this is not the first time."""
 
     def waits(self, error: Exception) -> None:
-        """Let clients reach this coordinator, since the log may stay closed for long."""
+        """Become reachable for clients although the log could not be opened; `error` says why it could not."""
 
     def refuse(self, error: Exception) -> None:
         """Answer the held requests with the error of a failed try."""
@@ -175,9 +177,9 @@ class LogSession:
                 raise result
             self._log_error("waiting for the database", result)
             if not is_transient(result):  # this may last, so clients get an answer meanwhile
-                self._failing(result)
+                self._set_failure(result)
                 self._host.waits(result)
-            self._later(self.open)
+            self._retry_later(self.open)
             self._host.refuse(result)
             return
         self.lease, self.live = result
@@ -186,7 +188,7 @@ class LogSession:
         self.watch = Watch(self.events.is_reachable, self._host.now, lambda e: self._host.post(lambda: self.stop(e)))
         self.witnesses = Witnesses(
             self.events, self._unheard, self._host.post, self.stop,
-            lambda: self._failed(Fenced("the log has events of a later coordinator"), []),
+            lambda: self._handle_failure(Fenced("the log has events of a later coordinator"), []),
         )
         self._host.begin()
 
@@ -254,7 +256,7 @@ class LogSession:
             self._logged_error = ""
 
     # --- failed writes ------------------------------------------------------------------------------------------------
-    def _failing(self, error: Exception) -> None:
+    def _set_failure(self, error: Exception) -> None:
         if self.phase is Phase.ENDED:
             return  # the reason for the end stays
         if self.failure is None:
@@ -263,17 +265,18 @@ class LogSession:
 
     def write_failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
         """Answer the callers of the lost turns with the error; then read the live state again."""
-        self._failed(error, lost)
+        self._handle_failure(error, lost)
         if self.phase is Phase.CLOSED and not self.writer.in_flight:  # the rest of the queue fails in another call
-            self._later(lambda: self._reload(error))
+            self._retry_later(lambda: self._reload(error))
 
     def abandon_turn(self, error: LogUnavailable) -> None:
         """Undo this turn, which the writer never got; the writer finishes the earlier turns."""
-        self._failed(error, [self.live.close_turn()])
+        self._handle_failure(error, [self.live.close_turn()])
         if self.phase is Phase.CLOSED:
-            self._later(lambda: self._reload(error))
+            self._retry_later(lambda: self._reload(error))
 
-    def _failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
+    def _handle_failure(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
+        """Close the session after a failed write, and give the error to the callers of the `lost` turns."""
         self._log_error("log not written", error)
         if isinstance(error, Fenced):
             self.phase = Phase.ENDED
@@ -282,7 +285,7 @@ class LogSession:
             return
         # If only one request's content was refused, the log is well, and no other client needs to hear of it.
         well = isinstance(error, Undone) or is_of_content(error)
-        self._failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
+        self._set_failure(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
             for fail in turn.failed:
                 fail(error)
@@ -291,7 +294,7 @@ class LogSession:
         if isinstance(error, LogRewound):
             self.stop(error)  # clients and runners have acknowledgements of events that this log lacks
 
-    def _later(self, again: Callable[[], None]) -> None:
+    def _retry_later(self, again: Callable[[], None]) -> None:
         self.try_again = again
         self._host.after(self._pauses.next(self._host.chance()), "reload", again)
 
@@ -311,8 +314,8 @@ class LogSession:
             return
         if isinstance(loaded, Exception):
             self._log_error("log not readable", loaded)
-            self._failing(loaded)
-            self._later(self.try_again)
+            self._set_failure(loaded)
+            self._retry_later(self.try_again)
             self._host.refuse(loaded)
             return
         for fail in self.live.turn.failed:  # decided meanwhile, and not written either
@@ -337,7 +340,7 @@ class LogSession:
         if self.phase is Phase.ENDED:
             return
         self._log_error("the work is stopped", error)
-        self._failing(error)
+        self._set_failure(error)
         self.phase = Phase.ENDED
         self._host.refuse(error)
         if self._memory is not None:

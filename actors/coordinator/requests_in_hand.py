@@ -1,9 +1,9 @@
-"""File of a coordinator's work in hand, so that the next one can tell which work ended it.
+"""File of the requests and pipelines in work, so that after a crash the next coordinator sees which one caused it.
 
-The file has each request from the start of its handling to the end of its turn, and each batch while the pipeline runs
-for it. What a coordinator finds in it at its start was in hand when the previous one ended, for whatever reason. After
-`DEATHS` such ends in a row the coordinator refuses the request; one success clears it. A request is identified by its
-content, so the same request of another client is refused too. A restart of the system clears the file.
+The file has each request from the start of its handling to the end of its turn, and each batch while its pipeline runs.
+A coordinator that starts reads the file: its entries were in work when the previous coordinator ended, for whatever
+reason. A request that was in work at `DEATHS` ends in a row is refused; one success clears it. A request is identified
+by its content, so the same request of another client is refused too. A restart of the system clears the file.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TRY_SECONDS = 0.5
 
 class _Router(Protocol):
     def take(self, request: CommandRequest[Any], sender: Any) -> None: ...
-    def is_waiting(self, request: CommandRequest[Any], sender: Any) -> bool: ...
+    def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool: ...
 
 
 class Failing(Protocol):
@@ -51,7 +51,7 @@ class Unwritten:
             self._answer(request, sender, error)
         elif isinstance(command, GetStatus):
             self._status(request, sender, error)
-        elif self.router is not None and self.router.is_waiting(request, sender):
+        elif self.router is not None and self.router.answer_if_repeated(request, sender):
             pass
         elif is_transient(error) and (command.waits or not command.writes):
             pass  # the client repeats its request

@@ -51,9 +51,9 @@ def checked_adapter(
         data = (folder / TENSORS).read_bytes()
     except OSError as e:
         missing = Path(e.filename or folder).name if folder.is_dir() else ""
-        problem = f"{missing} can't be read ({e.strerror})" if missing else "it is no folder"
+        problem = f"{missing} can't be read ({e.strerror})" if missing else "there is no such folder"
         raise SyncError(
-            f"{folder} is no adapter in PEFT's format: {problem}; save one with model.save_pretrained(folder)"
+            f"{folder} holds no adapter in PEFT's format: {problem}. Save one with model.save_pretrained(folder)"
         ) from e
     try:
         rank = max(_rank(settings), _rank_of_tensors(data, shapes))
@@ -61,7 +61,7 @@ def checked_adapter(
         raise SyncError(f"the adapter at {folder} can't be served: {e}") from e
     if max_rank is not None and rank > max_rank:
         raise SyncError(
-            f"the adapter at {folder} can't be served: its rank is {rank}, engines are ready for {max_rank}: raise "
+            f"the adapter at {folder} can't be served: its rank is {rank}, and engines take at most {max_rank}: raise "
             "explorer.rollout_model.lora.max_rank and restart"
         )
     digest = hashlib.sha256(hashlib.sha256(settings).digest() + hashlib.sha256(data).digest()).hexdigest()
@@ -78,9 +78,9 @@ def _rank(settings: bytes) -> int:
     try:
         config = json.loads(settings)
     except ValueError as e:
-        raise ValueError(f"{CONFIG} is no JSON ({e})") from e
+        raise ValueError(f"{CONFIG} is not JSON ({e})") from e
     if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} holds no mapping")
+        raise ValueError(f"{CONFIG} is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}, not 'LORA'")
     for key in _NOT_SERVED:
@@ -96,10 +96,13 @@ def _rank(settings: bytes) -> int:
         )
     pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict):
-        raise ValueError(f"rank_pattern in {CONFIG} is no mapping")
+        raise ValueError(f"rank_pattern in {CONFIG} is {pattern!r:.80}, not an object of ranks by module")
     ranks = [config.get("r"), *pattern.values()]
     if not all(isinstance(r, int) and not isinstance(r, bool) and r > 0 for r in ranks):
-        raise ValueError(f"r in {CONFIG} is {config.get('r')!r}: a whole number above 0 is expected")
+        raise ValueError(
+            f"r in {CONFIG} is {config.get('r')!r}, and rank_pattern is {pattern!r:.80}: ranks must be "
+            "whole numbers above 0"
+        )
     return int(max(ranks))
 
 
@@ -108,9 +111,11 @@ def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) ->
     for name, kind, shape, raw in _tensors(data):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ValueError(f"{TENSORS}: {name} is no tensor of a LoRA adapter (…lora_A.weight, …lora_B.weight)")
+            raise ValueError(
+                f"{TENSORS}: {name} is no tensor of a LoRA adapter: names must end with lora_A.weight or lora_B.weight"
+            )
         if kind not in _FINITE:
-            raise ValueError(f"{TENSORS}: {name} is of type {kind}: known are {', '.join(_FINITE)}")
+            raise ValueError(f"{TENSORS}: {name} is of type {kind}: save the adapter as one of {', '.join(_FINITE)}")
         unsigned, exponent = _FINITE[kind]
         if (np.frombuffer(raw, dtype=unsigned) & unsigned(exponent) == unsigned(exponent)).any():
             raise ValueError(f"{TENSORS}: {name} holds NaN or infinite weights")
@@ -128,7 +133,7 @@ def _module_rank(module: str, pair: Mapping[str, list[int]], shapes: Mapping[str
     if ".experts" in module:  # the layout of experts' matrices depends on the model: the engine checks it
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}: [rank, in] and [out, rank] are expected")
+        raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, not [rank, in] and [out, rank]")
     if shapes is not None:
         base = _base_shape(module, shapes)
         if base is None:

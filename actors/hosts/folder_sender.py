@@ -41,7 +41,7 @@ class FolderSender:
         self._digests: dict[str, asyncio.Task[list[str]]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of the folders that `listed` gave out."""
+        """Return the routes from which hosts fetch a folder, by the id that `listed` answered."""
         return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
 
     async def listed(self, folder: Path) -> web.Response:

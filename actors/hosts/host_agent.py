@@ -30,7 +30,7 @@ __all__ = ["HostAgent"]
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats to the guardian."""
 FIND_SECONDS = 2.0
-"""Time limit for asking the database who leads."""
+"""Time limit for asking the database which process is the head."""
 LEFT_SECONDS = 1.0
 """Time limit for the last messages to the head."""
 MAX_CLIENTS = 10_000

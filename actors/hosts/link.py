@@ -229,7 +229,7 @@ class HeadEnd:
                 return port
 
     def send(self, host: str, to: str, message: Any) -> None:
-        """Send to a host, from any thread; dropped if the host is not connected."""
+        """Send to a host; the message is dropped if the host is not connected. May be called in any thread."""
         def put() -> None:
             connection = self._pipes.get(host)
             if connection is not None:
@@ -238,11 +238,11 @@ class HeadEnd:
         self._thread.call(put)
 
     def heard(self) -> dict[str, float]:
-        """Return the time of the last message from each connected host, in monotonic seconds; from any thread."""
+        """Return when each connected host last sent a message, in monotonic seconds. May be called in any thread."""
         return {host: pipe.heard for host, (_, pipe) in self._pipes.copy().items()}
 
     def hang_up(self, host: str, epoch: int) -> None:
-        """End the connection to this epoch of a host, from any thread."""
+        """End the connection to this epoch of a host. May be called in any thread."""
         def end() -> None:
             connection = self._pipes.get(host)
             if connection is not None and connection[0] == epoch:
@@ -366,7 +366,10 @@ class HostEnd:
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:
-        """Send to the head in the name of this process, from any thread; dropped without a connection."""
+        """Send to the head as process `name`; without a connection the message is dropped.
+
+        May be called in any thread.
+        """
         def put() -> None:
             if self._pipe is not None:
                 self._pipe.put(name, message)

@@ -152,7 +152,7 @@ class PulledLoads:
 
     # --- messages of runners ----------------------------------------------------------------------------------------
     def forwarded(self, message: Any) -> Any:
-        """Return what the head gets when a runner or the guardian sends this message."""
+        """Return the message that the head gets for this one of a runner or the guardian."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, Self, TypeVar, cast
 
-from trinity_es.actors.lease_providers import build_provider, recordable
+from trinity_es.actors.lease_providers import build_provider, recordable_json
 from trinity_es.events.errors import StartupError, WorkflowError
 
 __all__ = ["Lease", "LeaseRecorder", "RunLeases", "call_async", "driven", "running_loop"]
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRecorder(Protocol):
-    """Recorder of runs' lease reports, from any thread. The future is done when the report is in the log."""
+    """Recorder of lease reports, callable in any thread. The future is done once the log has the report."""
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]: ...
 
@@ -49,7 +49,10 @@ class RunLeases:
         self._over = False
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change. The future of `taken` is done when it is in the log; after the run `taken` raises."""
+        """Report a change of a lease. For `taken` the future is done once the log has it; the others don't wait.
+
+        Raises WorkflowError for `taken` after the end of the run.
+        """
         done: Future[None] = Future()
         if what == "taken" and self._over:
             raise WorkflowError("the run is over: it can take no lease")
@@ -65,7 +68,7 @@ class RunLeases:
         await asyncio.wrap_future(self.report(lease, what, **more))
 
     def close(self) -> None:
-        """End the run, and leave its open leases to the coordinator."""
+        """End the run; the coordinator releases the leases that are still open."""
         self._over = True
         for lease in list(self._open):
             self.report(lease, "left", reason="its run ended without releasing it")
@@ -87,7 +90,7 @@ class Lease:
             raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
                                 f"{SHORTEST_TTL:g} s, and creation_timeout above 0 and at most ttl")
         self._leases, self._path = leases, provider
-        self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
+        self._args = self._require_recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
         self.key = f"es-{uuid.uuid4().hex}"
         self.provider: Any = None
@@ -102,9 +105,9 @@ class Lease:
         self._sync = False
 
     @staticmethod
-    def _recordable(what: str, value: Any) -> Any:
+    def _require_recordable(what: str, value: Any) -> Any:
         try:
-            return recordable(what, value)
+            return recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
 
@@ -122,7 +125,7 @@ class Lease:
         with self._deciding:
             if self._given_up or time.monotonic() >= self._until:
                 return None
-            self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
+            self.handle = self._require_recordable(f"the handle of lease provider {self._path}", handle)
             return self._leases.report(self.key, "held", handle=self.handle)
 
     def _create(self) -> Any:
@@ -171,7 +174,10 @@ class Lease:
             _log.warning("lease %s of %s %s: %r", self.key, self._path, problem, e)
 
     async def _leave(self, reason: str, error: BaseException) -> None:
-        """Report why, and wait: the last report of a worker process may be lost when it ends."""
+        """Leave the lease to the coordinator, and wait until that is in the log.
+
+        Without the wait, a worker process that ends now could lose the report.
+        """
         _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
         with contextlib.suppress(WorkflowError):  # the run is over, and `RunLeases.close` has reported it
             why = f"it {reason}: {type(error).__name__}: {error}"
@@ -311,7 +317,7 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
         coroutine.send(None)
     except StopIteration as e:
         return cast(_T, e.value)
-    raise RuntimeError("it waits for something")
+    raise RuntimeError("the coroutine waits for an event loop, and `driven` has none")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

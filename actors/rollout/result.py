@@ -18,7 +18,8 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metrics import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "ended", "grouped_by_run", "run_result", "shared", "stamp", "with_all",
+    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared",
+    "stamp_and_validate", "with_all",
 ]
 
 TRACEBACK_CHARACTERS = 3000
@@ -103,8 +104,13 @@ def grouped_by_run(
     return by_run
 
 
-def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int, now: int) -> None:
-    """Set the ids of a run's experiences, and the oldest version that made a token of each (`version` if unknown)."""
+def stamp_and_validate(
+    experiences: Sequence[Experience], task: Task, run: int, version: int, current_version: int
+) -> None:
+    """Set the ids of a run's experiences, and the oldest version that made a token of each (`version` if unknown).
+
+    Raises DataError for an experience that is not valid, WorkflowError for a number that is not finite.
+    """
     for experience in experiences:
         made_by = min((v for v, _, _ in experience.version_spans), default=version)
         eid = experience.eid
@@ -112,7 +118,7 @@ def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int,
         if eid.task == "":
             eid.task = task.task_id
         experience.info = {
-            **(experience.info or {}), "model_version": made_by, "model_version_drift": now - made_by,
+            **(experience.info or {}), "model_version": made_by, "model_version_drift": current_version - made_by,
             "task_index": task.index, "use_count": 0,
         }
         try:
@@ -156,7 +162,8 @@ def shared(
     return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
 
 
-def ended(cls: type[Any], error: BaseException) -> errors.WorkflowError:
+def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
+    """Return the error of a run whose workflow raised SystemExit or the like."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return errors.WorkflowError(f"{cls.__name__} raised {text}: raise an Exception to fail a run")
 

@@ -37,7 +37,7 @@ class JournalWriter(Protocol):
     """Calls whose new tokens are recorded at each interval."""
 
     async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
-        """Record, and return when it would outlive this process, or if `durable` the machine.
+        """Write records; return once they survive a crash of this process, or if `durable` of the machine.
 
         Never raises for a store that can't be written.
         """
@@ -113,7 +113,7 @@ Ask = Callable[[Any, Sampling, str], Awaitable[list[Completion]]]
 
 
 class RunJournal:
-    """Journal of one run. `kept` is what earlier attempts had of it; `clock` gives monotonic seconds."""
+    """Journal of one run. `kept` has the records of earlier attempts; `clock` returns monotonic seconds."""
 
     def __init__(
         self, run: Run, writer: JournalWriter, kept: KeptRun | None = None,
@@ -145,10 +145,13 @@ class RunJournal:
         self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling,
         further: Mapping[str, Any] | None = None, forbids: str = "",
     ) -> JournaledCall:
-        """Begin a call. `further` are options beyond `sampling`; `forbids` names one with which no part can go on."""
-        said = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
+        """Begin a call.
+
+        `further` are options beyond `sampling`; `forbids` names an option with which a kept part can't be continued.
+        """
+        prompt_bytes = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
         options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
-        key = fingerprint(model, said, options)
+        key = fingerprint(model, prompt_bytes, options)
         nth, self._asked[key] = self._asked[key], self._asked[key] + 1
         return JournaledCall(
             journal=self, engine=engine, prompt=prompt, sampling=sampling, key=(key, nth),
@@ -158,7 +161,7 @@ class RunJournal:
 
 @dataclass(slots=True, kw_only=True)
 class JournaledCall:
-    """One call of a run: what was kept of its answers, and the recording of the others."""
+    """One call of a run, with the answers that were kept of it; it records the new ones."""
 
     journal: RunJournal
     engine: Engine
@@ -171,11 +174,11 @@ class JournaledCall:
 
     @property
     def is_kept(self) -> bool:
-        """True if at least one answer is there, or goes on from what is there."""
-        return any(answer.finish or self._goes_on(answer) for answer in self.kept.values())
+        """True if at least one answer was kept whole, or a kept part can be continued."""
+        return any(answer.finish or self._can_go_on(answer) for answer in self.kept.values())
 
     async def answers(self, ask: Ask) -> list[Completion]:
-        """Return all answers, asking for what is not there. Raises what `ask` raises."""
+        """Return all answers; the engine makes those that were not kept. Raises what `ask` raises."""
         if not self.is_kept:
             return await self._ask(ask, self.prompt, self.sampling, range(self.sampling.n))
         asking = [asyncio.ensure_future(self._answer(ask, choice)) for choice in range(self.sampling.n)]
@@ -189,7 +192,10 @@ class JournaledCall:
     def recorded(
         self, request: str, choices: Sequence[int] | None = None, before: KeptAnswer | None = None
     ) -> Iterator[OpenCall]:
-        """Record inside what comes for a request to the engine, by default for all answers."""
+        """Give a context in which the engine's output for `request` is recorded.
+
+        `choices` are the numbers of the answers that it makes, by default all; `before` is the kept part of the answer.
+        """
         numbers = range(self.sampling.n) if choices is None else choices
         call = OpenCall(
             journal=self.journal, call=self.key[0], nth=self.key[1], engine=self.engine, request=request,
@@ -203,10 +209,11 @@ class JournaledCall:
             self.journal.writer.open.discard(call)
 
     async def written(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
-        """Record the end of a request, or with None what came before it failed."""
+        """Record the end of a request; None for `answers` means that it failed, and records the tokens until then."""
         await self.journal.writer.write(recorded.progress() if answers is None else recorded.end(answers))
 
-    def _goes_on(self, kept: KeptAnswer) -> bool:
+    def _can_go_on(self, kept: KeptAnswer) -> bool:
+        """Return True if the engine can continue this kept part of an answer."""
         name = self.sampling.adapter
         served = getattr(self.engine, "adapters", {}).get(name) if name else None
         return (
@@ -216,12 +223,12 @@ class JournaledCall:
         )
 
     async def _answer(self, ask: Ask, choice: int) -> Completion:
-        """Return one of the n answers: the kept one, one that goes on from it, or a new one."""
+        """Return one of the n answers: the kept one, the continuation of a kept part, or a new one."""
         kept, sampling = self.kept.get(choice, KeptAnswer()), self.sampling
         ids = kept.prompt or ([] if isinstance(self.prompt, str) else self.prompt)
         if kept.finish:
             return _completion(ids, kept)
-        length = len(kept.tokens) if self._goes_on(kept) else 0
+        length = len(kept.tokens) if self._can_go_on(kept) else 0
         alone = replace(sampling, n=1, seed=_seed(sampling.seed, choice, length))
         if not length:
             [answer] = await self._ask(ask, self.prompt, alone, [choice])
@@ -238,7 +245,7 @@ class JournaledCall:
         self, ask: Ask, prompt: str | list[int], sampling: Sampling, choices: Sequence[int],
         before: KeptAnswer | None = None,
     ) -> list[Completion]:
-        """Ask the engine for the answers with these numbers, one of them after `before`, and record what comes."""
+        """Have the engine make the answers with these numbers, or continue `before`, and record its tokens."""
         request, version = uuid4().hex, self.engine.model_version
         with self.recorded(request, choices, before) as call:
             try:
@@ -306,7 +313,7 @@ def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, to
 
 
 def _ended(engine: KeepsProgress, prompt: list[int], sampling: Sampling, kept: KeptAnswer) -> Completion | None:
-    """Return the whole answer if what was kept is all of it, although its end was not recorded."""
+    """Return the whole answer if the kept part is complete, although its end was not recorded; else None."""
     count, text = _stop_place(engine, prompt, sampling, kept.tokens)
     if count:
         spans = [[v, start, min(end, count)] for v, start, end in kept.spans if start < count]

@@ -26,7 +26,7 @@ __all__ = ["RunSteps"]
 
 
 class RunSteps:
-    """The steps of one run, and its random numbers. `loop` is the journal's."""
+    """The steps of one run, and its random numbers. `loop` is the event loop that the journal is used on."""
 
     def __init__(self, journal: RunJournal | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._journal, self._loop = journal, loop
@@ -60,7 +60,7 @@ class RunSteps:
         return nothing
 
     async def _play(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool, sync: bool) -> Any:
-        """Return the step's value. If `sync`, nothing here waits for an event loop."""
+        """Return the step's value. With `sync` the coroutine never waits for an event loop (see `driven`)."""
 
         async def recorded(method: str, *args: Any) -> Any:
             future = self._recorded(method, *args)

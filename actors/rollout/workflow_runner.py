@@ -277,7 +277,7 @@ class WorkflowRunner:
                 return workflow
             return cls(task=task, model=model, auxiliary_models=auxiliary or None)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise outcome.ended(cls, e) from e
+            raise outcome.error_of_exit(cls, e) from e
 
     async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
         play = self._on_loop if type(workflow).is_async else self._off_loop
@@ -315,7 +315,7 @@ class WorkflowRunner:
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if playing.cancelled():
-                raise outcome.ended(type(workflow), asyncio.CancelledError())
+                raise outcome.error_of_exit(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
             raise outcome.OutOfTime
@@ -346,7 +346,7 @@ class WorkflowRunner:
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise outcome.ended(type(workflow), e) from e
+            raise outcome.error_of_exit(type(workflow), e) from e
 
     async def _in_this_process(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
@@ -370,7 +370,7 @@ class WorkflowRunner:
                     raise lost.pop(run)
                 if not group:
                     raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}")
-                outcome.stamp(group, task, run, before, self.engine.model_version)
+                outcome.stamp_and_validate(group, task, run, before, self.engine.model_version)
                 result = outcome.run_result(run, group, seconds)
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
@@ -403,4 +403,4 @@ async def _run_async(workflow: Any) -> Any:
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:
-        raise outcome.ended(type(workflow), e) from e
+        raise outcome.error_of_exit(type(workflow), e) from e

@@ -364,7 +364,7 @@ class EngineThread:
             self.end_with_engine(dead)
 
     async def journal_of(self, key: Key, item: UnitAssignment) -> Callable[[int], RunJournal] | None:
-        """Return what gives each run of a unit its journal, with what earlier attempts had of it."""
+        """Return a function from a unit's run to its journal with earlier attempts' records; None without a journal."""
         if (journal := self.journal) is None:
             return None
         kept: dict[int, KeptRun] = {}
@@ -372,7 +372,7 @@ class EngineThread:
             try:
                 kept = kept_runs([await self.reporter.in_thread(self.reporter.payloads.get, item.kept)])
             except (PayloadNotFound, CorruptPayload) as e:
-                self.log.warning("unit %s begins at its prompt, what it had is lost: %s", key, e)
+                self.log.warning("unit %s begins at its prompt, since earlier attempts' records are lost: %s", key, e)
         journal.begin(key)
 
         def identity(run: int) -> Run:

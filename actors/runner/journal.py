@@ -50,7 +50,7 @@ class Journal:
         self._failing = ""
 
     async def run(self) -> None:
-        """Write what waits, and at each interval the new tokens of open calls, until cancelled."""
+        """Write queued records as they come and, at each interval, the new tokens of open calls, until cancelled."""
         due = time.monotonic() + self._settings.seconds
         while True:
             with contextlib.suppress(TimeoutError):
@@ -72,9 +72,9 @@ class Journal:
                         done.set_result(None)
 
     async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
-        """Record, and return when it would outlive this process, or after `PATIENCE_SECONDS`.
+        """Write records; return once they survive a crash of this process, or after `PATIENCE_SECONDS`.
 
-        If `durable` it would outlive the machine; otherwise the next interval brings it to the disk.
+        If `durable` they survive a crash of the machine too; otherwise only after the next interval.
         """
         if not records or sum(len(data) for data, _ in self._waiting) > self._settings.max_bytes:
             return
@@ -90,7 +90,7 @@ class Journal:
         self._units[self._segment].add(key)
 
     def settled(self, key: Key) -> None:
-        """Free the segments whose last unit this was."""
+        """Note that a unit needs no records any more; free the segments that only it needed."""
         self._active.discard(key)
         if not self._active and self._sizes.get(self._segment):
             self._next_segment()
@@ -100,7 +100,7 @@ class Journal:
                 self._free(segment)
 
     async def _put(self, data: bytes, durable: bool) -> None:
-        """Write a group. `durable` brings it and all before it to the disk; the next interval does so otherwise."""
+        """Write a group. `durable` syncs it and all earlier ones to the disk; otherwise the next interval does."""
         try:
             await self._in_thread(self._append, self._segment, data, durable)
         except Exception as e:

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.lease_providers import recordable
+from trinity_es.actors.lease_providers import recordable_json
 from trinity_es.actors.message_sizes import grouped, shortened
 from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
 from trinity_es.actors.runner.outbox import NumberedGroups
@@ -115,7 +115,7 @@ class UnitLeases:
 
     def _require(self, what: str, value: Any) -> None:
         try:
-            recordable(what, value)
+            recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
         if self._secrets.stands_in(value):

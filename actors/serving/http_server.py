@@ -70,8 +70,8 @@ class Gone(ApiError):
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError: 413 if it is too large, at once if its length is announced, or 408 if it does not end; Gone if its
-    client left.
+    Raises ApiError 413 if the body is larger than `limit` bytes, before reading it if Content-Length says so; ApiError
+    408 if it does not arrive within `BODY_SECONDS`; Gone if the client disconnected.
     """
     from starlette.requests import ClientDisconnect
 
@@ -181,7 +181,7 @@ def limited_http() -> Any:
 
 
 def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
-    """Return the error for a request to none of these routes (path -> method); it names the likely one."""
+    """Return the error for a request that matches none of these routes (path -> method); it names a similar one."""
     if path in routes:
         return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
     rest = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
@@ -209,12 +209,12 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
 
 def most_connections(files: int) -> int:
-    """Return the number of connections for a process that may open so many files: each may need one to an engine."""
+    """Return how many connections fit into this many open files: each may need a second one, to an engine."""
     return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
 
 
 def server_class() -> Any:
-    """Return uvicorn's server that leaves connections waiting for which there is no room.
+    """Return a class of uvicorn server that lets connections wait while there is no room for them.
 
     asyncio's own would accept them until the process can open no file, not even for its requests, and log each failure.
     """
@@ -290,7 +290,7 @@ def server_class() -> Any:
 
 
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
-    """Return a server of an ASGI application, which cancels what continues for so long after its end.
+    """Return a server of an ASGI application. Requests still open `stop_seconds` after its end are cancelled.
 
     May be called in a thread. `tls` is the result of `tls_options`.
     """

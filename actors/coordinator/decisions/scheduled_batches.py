@@ -42,8 +42,8 @@ def schedule(
         raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
     if existing is not None and existing.batch_type == "train" and existing.state is BatchLifecycleState.FINALIZED:
         raise BatchAlreadyActive(
-            f"batch {batch_id!r} is a train batch that was finalized, and its experiences are a trainer's: schedule "
-            "under another id"
+            f"batch {batch_id!r} is a finalized train batch, and its experiences belong to a trainer: schedule under "
+            "another id"
         )
     if existing is None or existing.state.ended:
         return [

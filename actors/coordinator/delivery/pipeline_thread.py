@@ -103,6 +103,6 @@ def _tell(lines: list[str], problem: Callable[[str], None]) -> None:
 
 
 def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:
-    """Return (count, version) of each stretch of experiences with one weights version, 0 if they name none."""
+    """Return (count, version) of each stretch of experiences with the same weights version; 0: they name no version."""
     versions = (v if type(v := e.info.get("model_version")) is int else 0 for e in experiences)
     return [(len(list(same)), version) for version, same in groupby(versions)]

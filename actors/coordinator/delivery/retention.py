@@ -38,15 +38,16 @@ _LOG = logging.getLogger("trinity_es.retention")
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """Row of the table of batches."""
+class _BatchRow:
+    """Values of one batch in the table of batches."""
 
     batch_id: BatchId
     batch_type: str
     state: str
     trained_step: int | None
-    first: int
-    last: int
+    first_position: int
+    last_position: int
+    """Positions of the first and last event of its stream."""
 
 
 class Retention:
@@ -90,16 +91,16 @@ class Retention:
             except Exception:
                 _LOG.exception("nothing was freed")
 
-    def _rows(self) -> dict[str, _Row]:
+    def _rows(self) -> dict[str, _BatchRow]:
         c = read_models.batches.c
         query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
         with self._log.engine.connect() as connection:
-            return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
+            return {r[0]: _BatchRow(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
 
     def _free(self) -> bool:
         """Free one group of batches; return False if there is none, or the event was not recorded."""
         rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-        kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first}
+        kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first_position}
         streams = self._candidates(kept)
         if not streams:
             return False
@@ -114,40 +115,40 @@ class Retention:
         self._delete(digests)
         return True
 
-    def _candidates(self, kept: dict[str, _Row]) -> list[str]:
+    def _candidates(self, kept: dict[str, _BatchRow]) -> list[str]:
         """Return the streams of batches that can be freed now, the oldest first."""
         assert self._keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
             if row.trained_step is not None:
-                acknowledged[row.trained_step] = max(row.last, acknowledged.get(row.trained_step, 0))
+                acknowledged[row.trained_step] = max(row.last_position, acknowledged.get(row.trained_step, 0))
         newest = sorted(acknowledged)[-self._keep :]
         if len(newest) < self._keep:
             return []
         oldest, since = newest[0], min(acknowledged[step] for step in newest)
 
-        def collected(row: _Row) -> bool:
+        def collected(row: _BatchRow) -> bool:
             return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
 
-        def over(row: _Row) -> bool:
+        def over(row: _BatchRow) -> bool:
             if row.state == BatchLifecycleState.ABORTED.value or collected(row):
-                return row.last < since
+                return row.last_position < since
             return row.trained_step is not None and row.trained_step < oldest
 
         written = self._written()
         streams = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
-        return sorted(streams, key=lambda s: kept[s].first)[:MOST]
+        return sorted(streams, key=lambda s: kept[s].first_position)[:MOST]
 
     def _delivered(self, stream: str) -> int:
         """Return the position of the batch's last BatchFinalized; 0 if it was aborted."""
         return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
-    def _unshared_digests(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
+    def _unshared_digests(self, streams: list[str], kept: dict[str, _BatchRow]) -> set[str]:
         """Return the digests to which only these batches refer."""
         for stream in self._digests.keys() - kept.keys():
             del self._digests[stream]
         for stream, row in kept.items():
-            self._read(stream, row.last)
+            self._read(stream, row.last_position)
         outside = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         own: set[str] = set()
         for stream in streams:
@@ -166,7 +167,7 @@ class Retention:
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-            kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first}
+            kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first_position}
             streams = [batch_stream(b) for b in last.event.batches]
             self._delete(self._unshared_digests([s for s in streams if s not in kept], kept))
 

@@ -26,7 +26,10 @@ class Awaited:
                 self.errors[runner] = error
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """Return the error of a wait that is over, if any; `timed_out` is the error of each runner still awaited."""
+        """Return the error of a wait that is over; None if all runners succeeded.
+
+        `timed_out` is the error text for each runner that has not answered; empty if the wait did not time out.
+        """
         errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
         if not errors:
             return None

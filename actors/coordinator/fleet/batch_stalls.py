@@ -41,15 +41,18 @@ class Stalls:
         self,
         live: LiveState,
         registry: RunnerRegistry,
-        after_seconds: float,
+        stall_seconds: float,
         clock: Callable[[], float],
         *,
-        limit: float | None = None,
+        attempt_timeout: float | None = None,
         sequential: bool = False,
     ) -> None:
-        """`clock` returns unix seconds; `limit` and `sequential` are as in `SystemSnapshot`."""
-        self.live, self.registry, self.after_seconds, self.clock = live, registry, after_seconds, clock
-        self.limit, self.sequential = limit, sequential
+        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds.
+
+        `attempt_timeout` is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other.
+        """
+        self.live, self.registry, self.stall_seconds, self.clock = live, registry, stall_seconds, clock
+        self.attempt_timeout, self.sequential = attempt_timeout, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
     def check(self, now: float | None = None) -> None:
@@ -79,7 +82,7 @@ class Stalls:
             keys = [(key, f.unit.attempt, f.runner, f.incarnation) for key, f in batch.flights.items()]
             watched.flying_since = {key: seen.get(key, now) for key in keys}
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
-        return now - watched.moved_at > self.after_seconds
+        return now - watched.moved_at > self.stall_seconds
 
     def _situation(self) -> SystemSnapshot:
         fleet = self.registry.runners.values()
@@ -119,5 +122,5 @@ class Stalls:
         return SystemSnapshot(
             batches=batches, runners=runners, hosts={
                 h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()},
-            limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
+            limit=self.attempt_timeout, sequential=self.sequential, of_servers=bool(urls)
         )

@@ -32,7 +32,7 @@ class _LostUnit:
     submission: str
     unit: ev.Unit
     earlier: str
-    """Digest of what attempts before had; empty if nothing."""
+    """Digest of the records that earlier attempts left; empty without any."""
 
 
 class LostJournals:
@@ -112,7 +112,7 @@ class LostJournals:
         return self._store
 
     def _stored(self, life: Life, units: list[_LostUnit]) -> list[ev.AttemptKept | None]:
-        """Store what the journal of a life has of each unit; None if it has nothing."""
+        """Store the records that the journal of a life has of each unit; None for a unit without records."""
         records: dict[tuple[BatchId, str, int, int], list[bytes]] = {}
         for segment in self._journals().read(life):
             for head, _, frame in frames(segment):

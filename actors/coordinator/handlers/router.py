@@ -79,21 +79,21 @@ class CommandRouter:
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
         """Handle a new request; a repeated one gets its answer or goes on waiting."""
-        if self.is_waiting(request, sender):
+        if self.answer_if_repeated(request, sender):
             if self._answers[request.id] is None:
                 self._handlers[type(request.command)].again(request.id)
             return
         self._senders[request.id], self._answers[request.id] = sender, None
         while len(self._answers) > REMEMBERED_ANSWERS:
-            old = next((i for i, reply in self._answers.items() if reply is not None), None)
-            if old is None:
+            oldest_answered = next((i for i, reply in self._answers.items() if reply is not None), None)
+            if oldest_answered is None:
                 break  # an unanswered request that is forgotten would be done again
-            del self._answers[old]
-            self._senders.pop(old, None)
+            del self._answers[oldest_answered]
+            self._senders.pop(oldest_answered, None)
         self._handle(request, Fetch())
 
-    def is_waiting(self, request: CommandRequest[Any], sender: Any) -> bool:
-        """Return True if this request came before; deliver its answer, or let it wait under its new address."""
+    def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool:
+        """Answer a request that came before, or let it wait under its new address; return False if it is new."""
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender
@@ -141,7 +141,7 @@ class CommandRouter:
         else:
             self.answer(request, error=error)
 
-    def do_again(self) -> None:
+    def handle_undone_again(self) -> None:
         undone, self._undone = self._undone, {}
         for request in undone.values():
             if request.id in self._senders:

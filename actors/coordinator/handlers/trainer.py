@@ -33,7 +33,10 @@ class TrainerHandlers:
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         returned: Callable[[int], None],
     ) -> None:
-        """Call `returned` with the step of each trainer that is back at a checkpoint and repeats later steps."""
+        """Make the handlers.
+
+        `returned` is called with the checkpoint's step when a trainer restarts from it and will repeat later steps.
+        """
         self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
         self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
@@ -103,23 +106,27 @@ class TrainerHandlers:
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
-        """Answer a trainer that is back at its checkpoint of `step` with the batches of later steps and unused ones.
+        """Answer a trainer that resumed from its checkpoint at `step` with the batches that it has to train now.
 
-        The answer is complete up to its position. Raises PayloadNotFound if a batch's experiences were freed.
+        These are the batches that it trained after `step` and those that it never used, up to the answer's position in
+        the log. Raises PayloadNotFound if a batch's experiences were freed.
         """
         step, live = request.command.step, self.live
-        position, rows, freed, last = live.fetch("resumed", lambda: _resume_data(live.log, step))
+        position, rows, freed, redelivery = live.fetch("resumed", lambda: _resume_data(live.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
-        gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
-        if gone:
+        lost = [b for b, first_position, _ in rows if freed.get(batch_stream(b), 0) > first_position]
+        if lost:
             raise PayloadNotFound(
-                f"batches {gone} were trained after step {step}, and their experiences were freed: store.retention is "
+                f"batches {lost} were trained after step {step}, and their experiences were freed: store.retention is "
                 f"{self.retained} steps. Resume from a later checkpoint",
-                batches=gone,
+                batches=lost,
             )
-        same = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
-        if batches and not (same and last is not None and all(at < last.position for _, _, at in rows)):
-            live.record(ev.ExperiencesRedelivered(step=step, batches=batches))
+        event = ev.ExperiencesRedelivered(step=step, batches=batches)
+        is_recorded = redelivery is not None and redelivery.event == event and all(
+            last_position < redelivery.position for _, _, last_position in rows
+        )
+        if batches and not is_recorded:
+            live.record(event)
         self.returned(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
@@ -131,7 +138,11 @@ class TrainerHandlers:
 def _resume_data(
     log: EventLog, step: int
 ) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
-    """Return the log's end, the batches that a trainer at `step` has yet to use, freed streams and last redelivery."""
+    """Return what `resume` reads from the log.
+
+    That is the log's last position; the batches that a trainer at `step` has yet to use, each with its first and last
+    position; the position at which each stream was freed; and the last ExperiencesRedelivered.
+    """
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
     freed = freed_at(log.rare(["PayloadsFreed"]))

@@ -258,7 +258,7 @@ class HTTPEngine(ServerWeights):
         begun = time.monotonic()
         path, request, most = self._request(self._test_prompt, _TEST_SAMPLING)
         try:
-            response = await self.server.ask("POST", path, request, seconds=TRY_SECONDS, most=most)
+            response = await self.server.ask("POST", path, request, seconds=TRY_SECONDS, max_bytes=most)
             self._answers(response, _TEST_SAMPLING, self._test_prompt)
             await self._check_identity()
         except EngineError as e:

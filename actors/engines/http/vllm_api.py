@@ -107,29 +107,31 @@ class VLLMServer:
 
     # --- asking -----------------------------------------------------------------------------------------------------
     async def request(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = LOOK_BYTES,
         **params: str,
     ) -> httpx.Response:
-        """Return the answer, whatever its status. `seconds`: timeout; `most`: maximum of its bytes."""
+        """Return the answer, whatever its status. `seconds`: timeout; `max_bytes`: maximum size of its body."""
         import httpx
 
         # A server closes the connection after its own error, which only the next request notices.
-        closed = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
-        for again in (True, False):
+        connection_lost = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
+        for may_retry in (True, False):
             try:
                 async with asyncio.timeout(seconds):
-                    return await self._client().request(method, path, json=body, params=params, extensions=up_to(most))
+                    return await self._client().request(
+                        method, path, json=body, params=params, extensions=up_to(max_bytes)
+                    )
             except (httpx.HTTPError, TimeoutError) as e:
-                if not (again and isinstance(e, closed)):
+                if not (may_retry and isinstance(e, connection_lost)):
                     raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
         raise AssertionError
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = LOOK_BYTES,
         **params: str,
     ) -> Any:
         """Return the JSON of a successful answer. Raises EngineError for an error."""
-        answer = await self.request(method, path, body, seconds=seconds, most=most, **params)
+        answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
         self._check(answer, path)
         value = self._read(answer, lambda value: value) if answer.content else None
         results = (value.get("results") or [] if isinstance(value, dict) else [])
@@ -139,13 +141,13 @@ class VLLMServer:
                                   f"{self.scrubbed(_message(answer.text))}")
         return value
 
-    async def tokens(self, path: str, body: Any, most: int) -> Any:
+    async def tokens(self, path: str, body: Any, max_bytes: int) -> Any:
         """Return the JSON of an answer with tokens; while the server is busy, the request is sent again."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
                 with self._counted():
-                    return await self.ask("POST", path, body, most=most)
+                    return await self.ask("POST", path, body, max_bytes=max_bytes)
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
@@ -170,13 +172,13 @@ class VLLMServer:
         count, since = len(self._begun), local_time(time.time() - silent)
         return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
-    async def events(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer with tokens. Closing it aborts the request. Raises like `ask`."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
                 with self._counted():
-                    async with contextlib.aclosing(self._streamed(path, body, most)) as events:
+                    async with contextlib.aclosing(self._streamed(path, body, max_bytes)) as events:
                         async for event in events:
                             yield event
                 return
@@ -195,11 +197,11 @@ class VLLMServer:
         else:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
-    async def _streamed(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
+    async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
         import httpx
 
         try:
-            async with self._client().stream("POST", path, json=body, extensions=up_to(most)) as answer:
+            async with self._client().stream("POST", path, json=body, extensions=up_to(max_bytes)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     self._check(answer, path)
@@ -211,7 +213,7 @@ class VLLMServer:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
-            raise EngineError(f"{self.url}{path} streamed what no vLLM server does") from e
+            raise EngineError(f"{self.url}{path} sent a stream that no vLLM server sends") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
 
@@ -220,7 +222,7 @@ class VLLMServer:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             text = self.scrubbed(_message(answer.text))
-            raise EngineError(f"{answer.request.url} answered what no vLLM server does: {text!r}") from e
+            raise EngineError(f"{answer.request.url} gave an answer that no vLLM server gives: {text!r}") from e
 
     def _check(self, answer: httpx.Response, path: str) -> None:
         status, text = answer.status_code, answer.text

@@ -1,7 +1,8 @@
 """Requests for tokens to a vLLM server, and its answers: token ids both ways, with exact logprobs.
 
-Requests take `/inference/v1/generate` (token ids in and out, and the weights that made each) if the server has it, else
-`/v1/completions` with token ids. Both take the same sampling and give the same `Answer`s.
+Requests go to `/inference/v1/generate` if the server has this route, which takes token ids and returns token ids with
+the weights that made each. Otherwise they go to `/v1/completions`, with token ids too. The sampling and the `Answer`s
+are the same for both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FLOOR = -9999.0
 _ROUNDING = 1e-3
 """Maximum of a logprob: 0, and some room for rounding."""
 _ENDS = frozenset({"stop", "length", "abort", "repetition"})
-OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
+OTHERS = "; use a version of vLLM that docs/ENGINES.md lists (Tried)"
 UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
 """Exceptions from reading JSON of an unexpected form."""
 
@@ -102,12 +103,12 @@ def answers(
         choices = sorted(response["choices"], key=lambda choice: _integer(choice["index"]))
         numbers = [choice["index"] for choice in choices]
         if numbers != list(range(sampling.n)) and (whole or numbers not in ([], [0])):
-            raise ValueError(f"it has the choices {numbers!r:.80} where {sampling.n} were asked for, numbered from 0")
+            raise ValueError(f"the answer has the choices {numbers!r:.80}, not {sampling.n} numbered from 0")
         parsed = [_answer(choice, sampling, spans) for choice in choices]
         for answer, choice in zip(parsed, choices, strict=True):
             _check(answer, sampling, vocabulary, whole)
             if prompt is not None and (to := choice.get("prompt_token_ids")) is not None and to != list(prompt):
-                raise ValueError(f"it is to another prompt, of {len(to)} tokens, where {len(prompt)} were sent")
+                raise ValueError(f"the answer is to another prompt, of {len(to)} tokens; {len(prompt)} were sent")
     except UNREADABLE as e:
         raise EngineError(f"{server} gave an answer that can't be read ({_defect(e, response)})") from e
     return parsed
@@ -117,13 +118,13 @@ def _defect(error: BaseException, response: Any) -> str:
     if not isinstance(error, KeyError):
         return f"{type(error).__name__}: {error}"
     text = f", and says {str(response)[:200]!r}" if error.args == ("choices",) else ""
-    return f"it has no {error.args[0]}{text}{'' if text else OTHERS}"
+    return f"the answer has no {error.args[0]}{text}{'' if text else OTHERS}"
 
 
 def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if tokens is None and reason is None:
-        raise ValueError("it has no token_ids")
+        raise ValueError("the answer has no token_ids")
     ids = [_integer(token) for token in tokens or ()]
     logprobs, top = None, None
     if sampling.logprobs:
@@ -204,16 +205,18 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 
 def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any], ids: list[int]) -> None:
     if entries and not choice.get("token_ids"):
-        raise ValueError(f"it has no token_ids{OTHERS}")
+        raise ValueError(f"the answer has no token_ids{OTHERS}")
     if len(entries) != len(ids):
-        raise ValueError(f"it has {len(entries)} entries in {field}, and {len(ids)} token_ids{OTHERS}")
+        raise ValueError(f"the answer has {len(entries)} entries in {field}, and {len(ids)} token_ids{OTHERS}")
 
 
 def _token_id(name: str) -> int:
     try:
         return int(name.removeprefix("token_id:"))
     except ValueError:
-        raise ValueError(f"its logprobs name a token by text, {name!r:.80}, not as token_id:NUMBER{OTHERS}") from None
+        raise ValueError(
+            f"the answer's logprobs name a token by text, {name!r:.80}, not as token_id:NUMBER{OTHERS}"
+        ) from None
 
 
 def prompt_logprobs(

@@ -203,7 +203,10 @@ class ServerWeights:
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
+        """Serve the checkpoint at `path`; the change goes on even if the caller is cancelled.
+
+        Raises SyncError if the server still serves the old weights, EngineError (detail `dead`) if the engine ended.
+        """
         self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
@@ -218,7 +221,9 @@ class ServerWeights:
             if Path(path).is_dir():
                 problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
                 if problem:
-                    raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
+                    raise SyncError(
+                        f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
+                    )
             if not facts.loads and not self._restart_command:
                 raise SyncError(
                     f"version {version} was not loaded: {self.server.url} takes no weights. Start it with {DEV_MODE} "
@@ -265,8 +270,8 @@ class ServerWeights:
                     await self.server.set_label(f"{_BROKEN}/{self._life}")
                 raise EngineError(f"{e}; and {self._served} could not be loaded again: {again}") from e
             raise SyncError(
-                f"version {version} was not loaded: {path}: {e}; {self._served} was loaded again and version "
-                f"{self.model_version} is served on"
+                f"version {version} was not loaded: {path}: {e}; {self._served} was loaded again; still serving "
+                f"version {self.model_version}"
             ) from e
 
     async def _load_in_place(self, version: int, path: str) -> None:

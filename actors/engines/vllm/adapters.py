@@ -76,7 +76,7 @@ class AdapterServing:
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Give the current version of an adapter (None: no adapter) and keep it loaded inside."""
+        """Context that gives the current version of an adapter, and keeps it loaded; no adapter if the name is None."""
         if not name:
             yield None
             return
@@ -126,7 +126,7 @@ class AdapterServing:
             except Exception as e:
                 self._live_llm()
                 current = self.adapters.get(name)
-                kept = "no version of it is served" if current is None else f"still serving {current}"
+                kept = "no version of it is served" if current is None else f"still serving version {current}"
                 raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {kept}") from e
             self._retire(name)
             self._current[name] = new

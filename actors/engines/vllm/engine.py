@@ -51,12 +51,12 @@ from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_argumen
 from trinity_es.actors.engines.vllm.processes import (
     Printed,
     children,
-    end_processes,
     engine_processes,
     error_in,
     points_elsewhere,
     silence,
     silent,
+    wait_or_kill,
     with_descendants,
 )
 from trinity_es.actors.engines.vllm.values import (
@@ -287,7 +287,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
-        await asyncio.to_thread(end_processes, processes)
+        await asyncio.to_thread(wait_or_kill, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
         while self._requests - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)

@@ -14,8 +14,15 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "Printed", "children", "end_processes", "engine_processes", "error_in", "points_elsewhere", "silence",
-    "silent", "with_descendants",
+    "Printed",
+    "children",
+    "engine_processes",
+    "error_in",
+    "points_elsewhere",
+    "silence",
+    "silent",
+    "wait_or_kill",
+    "with_descendants",
 ]
 
 _STOP_GRACE_SECONDS = 5.0
@@ -136,7 +143,8 @@ def silent(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def end_processes(processes: list[psutil.Process]) -> None:
+def wait_or_kill(processes: list[psutil.Process]) -> None:
+    """Wait for the processes to end, and kill those that do not end in time."""
     _, alive = psutil.wait_procs(processes, timeout=_STOP_GRACE_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

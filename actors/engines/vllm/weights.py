@@ -56,11 +56,14 @@ class WeightChanges:
         raise NotImplementedError
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
+        """Serve the checkpoint at `path`; the change goes on even if the caller is cancelled.
+
+        Raises SyncError if the engine still serves the old weights, EngineError (detail `dead`) if the engine ended.
+        """
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """Load weights from the trainer's group, which is left if that fails. Raises like `load_weights`."""
+        """Load weights from the trainer's group, and leave the group if that fails. Raises like `load_weights`."""
         if not self._grouped:
             raise SyncError(f"version {version} was not received: the engine is in no group")
         try:
@@ -125,7 +128,9 @@ class WeightChanges:
         async with self._swapping:
             problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
             if problem:
-                raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
+                raise SyncError(
+                    f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
+                )
             async with self._paused():
                 try:
                     await load(path)
@@ -136,22 +141,23 @@ class WeightChanges:
                         raise
                     await self._restore(version, path, e)
                     raise SyncError(
-                        f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again and "
-                        f"version {self.model_version} is served on"
+                        f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again; "
+                        f"still serving version {self.model_version}"
                     ) from e
                 self.model_version, self._served = version, path
                 await self._label_version()
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Pause generation inside; afterwards resume it or end the engine."""
+        """Context in which generation is paused; on exit it resumes, or the engine ends if it can't resume."""
         llm = self._live_llm()
         try:
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
             except Exception as e:
                 raise SyncError(
-                    f"no weights were loaded: vLLM did not pause ({short(e)}); still serving {self.model_version}"
+                    f"no weights were loaded: vLLM did not pause ({short(e)}); still serving version "
+                    f"{self.model_version}"
                 ) from e
             yield
         finally:

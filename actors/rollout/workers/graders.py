@@ -21,7 +21,7 @@ import orjson
 import psutil
 
 from trinity_es.actors.rollout.workers.protocol import LENGTH
-from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, Child, Templates, ended
+from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, Child, Templates, describe_exit
 from trinity_es.events.errors import GraderError, StartupError, error_from_dict
 
 __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]
@@ -122,8 +122,8 @@ async def _answer(
         raise GraderError(f"the grader {name} closed its socket to the runner")
     status = child.gone.result()
     if status is None:
-        raise StartupError("a grader was ended with the template that it was forked from")
-    raise GraderError(f"the grader {name} {ended(status)}")
+        raise StartupError("a grader ended because the template process that forked it ended")
+    raise GraderError(f"the grader {name} {describe_exit(status)}")
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -277,7 +277,7 @@ def refuse_group_signals() -> None:
     """Have `os.kill(0, ...)`, `os.killpg(0, ...)` and the like raise PermissionError: the group is the runner's."""
     kill, killpg = os.kill, os.killpg
 
-    def require(group: int) -> None:
+    def refuse_own_group(group: int) -> None:
         if group in (0, 1, os.getpgrp()):
             raise PermissionError(
                 "a workflow can't signal its process group, which is its runner's: start child processes with "
@@ -286,18 +286,18 @@ def refuse_group_signals() -> None:
 
     def guarded_kill(pid: int, sig: int, /) -> None:
         if pid <= 0:
-            require(-pid)
+            refuse_own_group(-pid)
         kill(pid, sig)
 
     def guarded_killpg(pgid: int, sig: int, /) -> None:
-        require(pgid)
+        refuse_own_group(pgid)
         killpg(pgid, sig)
 
     os.kill, os.killpg = guarded_kill, guarded_killpg
 
 
 def play(end: socket.socket) -> None:
-    """Work as a worker process with this end of the pipe; returns when it can't go on."""
+    """Work as a worker process with this end of the pipe, until the runner's end is closed or an error ends it."""
     link = _Link(end)
     player = _Player(link)
     threading.Thread(target=link.read, name="pipe", daemon=True).start()

@@ -25,7 +25,7 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
-from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
+from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, describe_exit
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class WorkerPool:
-    """At most `places` workers, for one event loop. `log_file`: of the workflows' logs."""
+    """Pool of at most `places` workers, for one event loop. Workflows log to `log_file`."""
 
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
@@ -73,7 +73,7 @@ class WorkerPool:
         """Play these runs of a task (`task_to_dict`); returns the result, and why the engine is dead, if a run noticed.
 
         When a worker has imported the workflow, `timeout` begins and `begun` is called. Raises TimeoutError,
-        StartupError if no worker could be started, WorkflowError if it ended.
+        StartupError if no worker could be started, WorkflowError if the worker ended.
         """
         async with self._room:
             while True:
@@ -209,7 +209,7 @@ class _Worker:
         self.writer.write(frame(*message))
 
     async def prepare(self, workflow: str) -> None:
-        """Have it import a workflow; an error shows when it plays."""
+        """Have the worker import a workflow; an import error shows when the workflow is played."""
         if self.imported:
             return
         self.write("import", workflow)
@@ -229,7 +229,10 @@ class _Worker:
         return await self._unless_ended(self._serve(models))
 
     async def _unless_ended(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `reading`. Raises WorkflowError if the process, StartupError if its template ends."""
+        """Return the result of `reading`.
+
+        Raises WorkflowError if the worker process ends before that, StartupError if its template process does.
+        """
         task, gone = asyncio.create_task(reading), self.child.gone
         try:
             # If a child has inherited its end of the pipe, the pipe stays open after it ended.
@@ -247,10 +250,10 @@ class _Worker:
             raise errors.WorkflowError("the worker process closed its pipe to the runner")
         status = gone.result()
         if status is None:
-            raise errors.StartupError("the worker process was ended with the template that it was forked from")
+            raise errors.StartupError("the worker process ended because the template process that forked it ended")
         if status >= 0:
-            raise errors.WorkflowError(f"the workflow {ended(status)}: raise an Exception to fail a run")
-        raise errors.WorkflowError(f"the workflow's process {ended(status)}")
+            raise errors.WorkflowError(f"the workflow {describe_exit(status)}: raise an Exception to fail a run")
+        raise errors.WorkflowError(f"the workflow's process {describe_exit(status)}")
 
     async def _read(self) -> tuple[Any, ...]:
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
@@ -298,7 +301,7 @@ class _Worker:
 
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return the result of a worker's call; for an attribute of the tokenizer (it is a method, its value)."""
+    """Return the result of a worker's call; for a tokenizer's attribute, whether it is a method, and else its value."""
     target = {"model": model, "leases": model.leases, "steps": model.steps}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":

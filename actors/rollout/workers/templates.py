@@ -18,7 +18,7 @@ from trinity_es.actors.rollout.workers.protocol import MOST, note
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
-__all__ = ["START_SECONDS", "Child", "Templates", "ended"]
+__all__ = ["START_SECONDS", "Child", "Templates", "describe_exit"]
 
 START_SECONDS = 120.0
 """How long a process may take until it is ready, or a workflow's module to be imported."""
@@ -34,7 +34,7 @@ class Child:
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
         self.gone: asyncio.Future[int | None] = loop.create_future()
-        """Its exit status once it has ended; None if it ended with its template."""
+        """Its exit status once it has ended; None if it ended because its template did."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
@@ -66,7 +66,7 @@ class _Template:
     async def fork(self, child: Child, theirs: socket.socket, order: str, *arguments: Any) -> None:
         async with self.turn:
             if not self.alive:
-                raise StartupError("a worker process could not be started: its template ended")
+                raise StartupError("a worker process could not be started: its template process ended")
             self.number += 1
             self.children[self.number] = child
             try:
@@ -77,7 +77,9 @@ class _Template:
             done, _ = await asyncio.wait({child.forked}, timeout=FORK_SECONDS)
             if not done:
                 self.close()
-                raise StartupError(f"a worker process was not forked within {FORK_SECONDS:.0f} s: its template hangs")
+                raise StartupError(
+                    f"a worker process was not forked within {FORK_SECONDS:.0f} s: its template process hangs"
+                )
             child.forked.result()
 
     def close(self) -> None:
@@ -118,14 +120,14 @@ class _Template:
         asyncio.get_running_loop().remove_reader(self.end)
         self.end.close()
         for child in self.children.values():
-            child.over(None, "its template ended")
+            child.over(None, "its template process ended")
         self.children.clear()
         if not self.answer.done():
             self.answer.set_result(("ended", ""))
 
 
 class Templates:
-    """The template processes of one runner. `log_file`: of the workflows' logs."""
+    """Template processes of one runner. Workflows log to `log_file`."""
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
@@ -136,7 +138,7 @@ class Templates:
         """The last template that imported a module. The next is forked from it, so that they share memory."""
 
     async def prepare(self, workflow: str) -> bool:
-        """Import a workflow's module in a template; returns False if each worker has to import it.
+        """Import a workflow's module in a template process; return False if each worker has to import it itself.
 
         Raises UnknownWorkflow if that fails, WorkflowError if it hangs or ends the process, StartupError.
         """
@@ -210,7 +212,7 @@ class Templates:
             with contextlib.suppress(TimeoutError):
                 status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
                 if status is not None:
-                    raise WorkflowError(f"{workflow} can't be imported: that {ended(status)}")
+                    raise WorkflowError(f"{workflow} can't be imported: that {describe_exit(status)}")
             raise StartupError(f"{workflow} was not imported: the process that imported it is gone")
         except TimeoutError:
             raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
@@ -235,7 +237,7 @@ class Templates:
             )
         except OSError as e:
             ours.close()
-            raise StartupError(f"the template of the worker processes could not be started: {e}") from e
+            raise StartupError(f"the process that forks the worker processes could not be started: {e}") from e
         finally:
             theirs.close()
         template = _Template(ours, process)
@@ -244,12 +246,12 @@ class Templates:
         except TimeoutError:
             template.close()
             raise StartupError(
-                f"the template of the worker processes was not ready after {START_SECONDS:.0f} s"
+                f"the process that forks the worker processes was not ready after {START_SECONDS:.0f} s"
             ) from None
         if state != "ready":
             template.close()
             status = await asyncio.to_thread(process.wait)
-            raise StartupError(f"the template of the worker processes did not start: it {ended(status)}")
+            raise StartupError(f"the process that forks the worker processes did not start: it {describe_exit(status)}")
         return template
 
 
@@ -264,7 +266,7 @@ def _module(workflow: str) -> str:
     return workflow.partition(":")[0]
 
 
-def ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Return how a process ended, as the rest of a sentence after its name."""
     if status >= 0:
         return f"ended its process with exit status {status}"

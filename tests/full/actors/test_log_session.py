@@ -279,7 +279,7 @@ def test_what_fails_after_that_does_not_hide_why_it_ended(host: Host) -> None:
 
 def test_what_was_on_its_way_when_it_was_closed_does_not_open_it_again(host: Host) -> None:
     opened(host)
-    host.session._failing(LogUnavailable("the disk is full"))
+    host.session._set_failure(LogUnavailable("the disk is full"))
     host.session.go_on()
     assert host.session.phase is Phase.RESUMING
     done: list[None] = []

@@ -190,13 +190,13 @@ def test_what_can_not_be_loaded_is_named_and_changes_nothing(
     live: Live, tiny: Path, folders: list[Path], tmp_path: Path
 ) -> None:
     load(live, "math", 1, folders[0])
-    with pytest.raises(SyncError, match="its rank is 16, engines are ready for 8"):
+    with pytest.raises(SyncError, match="its rank is 16, and engines take at most 8"):
         load(live, "math", 2, adapter_for(tiny, tmp_path / "high", 0, rank=16))
     wrong = make_adapter(tmp_path / "wrong", rank=8, shapes={"model.layers.0.self_attn.q_proj.weight": [64, 128]})
     with pytest.raises(SyncError, match="q_proj has shape"):
         load(live, "math", 2, wrong)
     head = make_adapter(tmp_path / "head", shapes={"model.embed_tokens.weight": [261, 128]})
-    with pytest.raises(SyncError, match=r"version 2 of adapter 'math' was not loaded: .*; still serving 1"):
+    with pytest.raises(SyncError, match=r"version 2 of adapter 'math' was not loaded: .*; still serving version 1"):
         load(live, "math", 2, head)  # only vLLM knows that it serves none of such
     load(live, "code", 1, folders[1])
     with pytest.raises(EngineError, match="there is no adapter 'maths': this engine serves math, code") as refused:

@@ -186,7 +186,7 @@ async def test_weights_that_can_not_be_loaded_are_refused_before_anything_is_tou
     server = stand_in(tiny, tmp_path / "log").start()
     with ended(server):
         async with met(server.ready(), tiny) as engine:
-            with pytest.raises(SyncError, match="holds no weights; still serving 0"):
+            with pytest.raises(SyncError, match="holds no weights; still serving version 0"):
                 await engine.load_weights(1, str(tmp_path))
             assert (await engine.generate("a", EIGHT))[0].version_spans == ((0, 0, 8),)  # type: ignore[attr-defined]
 

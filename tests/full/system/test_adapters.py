@@ -129,7 +129,7 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     client = system(start_system, engines=1)
     client.sync_adapter("math", 1, make_adapter(tmp_path / "1"))
     before = client.log.head().position
-    with pytest.raises(SyncError, match="its rank is 16, engines are ready for 8"):
+    with pytest.raises(SyncError, match="its rank is 16, and engines take at most 8"):
         client.sync_adapter("math", 2, make_adapter(tmp_path / "high", rank=16))
     with pytest.raises(SyncError, match="there is no adapter 'code': there are math"):
         client.remove_adapter("code")

@@ -174,7 +174,7 @@ class Memory:
         self.runners = self.registry.runners
         self.runners["runner-0"] = RunnerRecord(ready)
         self.clock = ManualClock(1000.0)
-        self.stalls = Stalls(self, self.registry, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
+        self.stalls = Stalls(self, self.registry, 10.0, self.clock, attempt_timeout=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)
         self.batches[state.batch_id] = state
 

@@ -58,8 +58,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "all"}, "bias in adapter_config.json is 'all'"),
     "start": ({"init_lora_weights": "pissa"}, "'pissa', which changes the base model's weights"),
     "rank": ({"r": 0}, "r in adapter_config.json is 0"),
-    "pattern": ({"rank_pattern": {"x": "9"}}, "r in adapter_config.json"),
-    "high": ({"rank_pattern": {"up_proj": 9}}, "its rank is 9, engines are ready for 8: raise explorer"),
+    "pattern": ({"rank_pattern": {"x": "9"}}, "rank_pattern is {'x': '9'}: ranks must be"),
+    "high": ({"rank_pattern": {"up_proj": 9}}, "its rank is 9, and engines take at most 8: raise explorer"),
     "half": ({"tensors": without(B)}, f"{Q} has lora_A and no lora_B"),
     "unknown": ({"tensors": tensors_of() | {"x.weight": np.zeros(1)}}, "x.weight is no tensor of a LoRA adapter"),
     "elsewhere": (
@@ -86,7 +86,7 @@ def test_what_engines_can_not_serve_is_named(tmp_path: Path, wrong: str) -> None
 
 
 def test_what_is_no_adapter_at_all_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match="it is no folder"):
+    with pytest.raises(SyncError, match="there is no such folder"):
         checked_adapter(tmp_path / "none")
     folder = make_adapter(tmp_path / "a")
     (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
@@ -97,7 +97,7 @@ def test_what_is_no_adapter_at_all_is_named(tmp_path: Path) -> None:
         checked_adapter(folder)
     (folder / "adapter_config.json").write_text("{")
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(SyncError, match=r"adapter_config.json is no JSON"):
+    with pytest.raises(SyncError, match=r"adapter_config.json is not JSON"):
         checked_adapter(folder)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
 from trinity_es.actors.coordinator.decisions.lease_decisions import GRACE_SECONDS
-from trinity_es.actors.lease_providers import MOST_BYTES, recordable
+from trinity_es.actors.lease_providers import MOST_BYTES, recordable_json
 from trinity_es.actors.messages import LeaseChange, LeaseReply
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import RESEND_SECONDS
@@ -292,10 +292,10 @@ def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
 ])
 def test_what_can_not_or_must_not_be_recorded_is_refused(value: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
-        recordable("it", value)
+        recordable_json("it", value)
 
 
 def test_what_can_be_recorded_is_plain() -> None:
-    assert recordable("it", {"url": "http://host:1", "n": (1, 2)}) == {"url": "http://host:1", "n": [1, 2]}
-    assert recordable("it", "box-1") == "box-1"
-    assert recordable("it", None) is None
+    assert recordable_json("it", {"url": "http://host:1", "n": (1, 2)}) == {"url": "http://host:1", "n": [1, 2]}
+    assert recordable_json("it", "box-1") == "box-1"
+    assert recordable_json("it", None) is None

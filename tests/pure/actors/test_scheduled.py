@@ -78,7 +78,7 @@ def test_p17_what_cant_be_scheduled() -> None:
     with pytest.raises(DataError, match="task 0"):
         schedule(None, request="one", repeat_times=[0, 1])
     train.state = BatchLifecycleState.FINALIZED
-    with pytest.raises(BatchAlreadyActive, match="a trainer's"):  # else its run could not be resumed
+    with pytest.raises(BatchAlreadyActive, match="experiences belong to a trainer"):  # else its run can't resume
         schedule(train, request="one")
 
 

@@ -92,23 +92,24 @@ def _choice(**other: Any) -> dict[str, Any]:
 
 
 NAMES = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{}, {}]}
-LIKE_OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
+LIKE_OTHERS = "; use a version of vLLM that docs/ENGINES.md lists (Tried)"
 
 
 @pytest.mark.parametrize(("spans", "choice", "told"), [
-    (False, _choice(token_ids=None, logprobs=NAMES), f"ValueError: it has no token_ids{LIKE_OTHERS}"),
+    (False, _choice(token_ids=None, logprobs=NAMES), f"ValueError: the answer has no token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=None),
-     f"ValueError: it has 0 entries in logprobs.tokens, and 2 token_ids{LIKE_OTHERS}"),
+     f"ValueError: the answer has 0 entries in logprobs.tokens, and 2 token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=NAMES | {"top_logprobs": None}),
-     f"ValueError: it has 0 entries in logprobs.top_logprobs, and 2 token_ids{LIKE_OTHERS}"),
+     f"ValueError: the answer has 0 entries in logprobs.top_logprobs, and 2 token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=NAMES | {"tokens": ["A", "B"]}),
-     f"ValueError: its logprobs name a token by text, 'A', not as token_id:NUMBER{LIKE_OTHERS}"),
+     f"ValueError: the answer's logprobs name a token by text, 'A', not as token_id:NUMBER{LIKE_OTHERS}"),
     (False, _choice(logprobs=NAMES | {"token_logprobs": [None, -1.0]}), "ValueError: None is no logprob"),
-    (True, _choice(logprobs=None), f"ValueError: it has 0 entries in logprobs.content, and 2 token_ids{LIKE_OTHERS}"),
+    (True, _choice(logprobs=None),
+     f"ValueError: the answer has 0 entries in logprobs.content, and 2 token_ids{LIKE_OTHERS}"),
     (True, _choice(logprobs={"content": [{"token": "token_id:5", "logprob": -1.0}] * 2}),
-     f"it has no token_id{LIKE_OTHERS}"),
-    (True, _choice(prompt_token_ids=[1, 2]), "ValueError: it is to another prompt, of 2 tokens, where 3 were sent"),
-    (True, None, "it has no choices, and says \"{'object': 'error', 'message': 'CUDA OOM'}\""),
+     f"the answer has no token_id{LIKE_OTHERS}"),
+    (True, _choice(prompt_token_ids=[1, 2]), "ValueError: the answer is to another prompt, of 2 tokens; 3 were sent"),
+    (True, None, "the answer has no choices, and says \"{'object': 'error', 'message': 'CUDA OOM'}\""),
 ], ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_an_answer_of_another_kind_of_server_is_told_by_the_field_that_is_missing_or_odd(
     spans: bool, choice: dict[str, Any] | None, told: str
@@ -192,7 +193,7 @@ def test_choices_that_are_not_0_to_n_are_the_servers_error(indexes: list[int], s
 def test_an_event_of_another_choice_is_the_servers_error(indexes: list[int]) -> None:
     sampling = Sampling(max_tokens=4, logprobs=False)
     event = {"choices": [{"index": i, "token_ids": [5]} for i in indexes]}
-    with pytest.raises(EngineError, match=r"it has the choices .* where 1 were asked for, numbered from 0"):
+    with pytest.raises(EngineError, match=r"the answer has the choices .*, not 1 numbered from 0"):
         answers(event, sampling, spans=True, vocabulary=9, whole=False)
     assert answers({"choices": []}, sampling, spans=True, vocabulary=9, whole=False) == [], "such as usage alone"
 

@@ -411,7 +411,7 @@ async def test_p34_a_transfer_that_fails_leaves_the_engine_resumed_with_the_old_
 ) -> None:
     await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
     engine._llm.fail[step] = RuntimeError("boom")
-    with pytest.raises(SyncError, match="version 0 is served on"):
+    with pytest.raises(SyncError, match="was loaded again; still serving version 0"):
         await engine.receive_weights(4, str(tmp_path / "new"), 10.0)
     assert engine._llm.calls[-4:] == UNDONE
     assert not engine._llm.paused
