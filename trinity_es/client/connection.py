@@ -37,7 +37,7 @@ from trinity_es.actors.system_key import key_place, read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase, listens_at
 from trinity_es.events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.checks.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
@@ -342,13 +342,13 @@ class Connection:
 
     def _update_mark(self, request: Request, answer: Reply) -> None:
         """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
-        loss = told_less(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
+        loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
         if loss is not None:
             raise LogRewound(
                 f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy back, or "
                 "accept the loss with `trinity-es accept-rewind`"
             )
-        if answer.end is not None and told_less(self.last_mark, answer.end) is None:  # another thread's may be newer
+        if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
             self.last_mark = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
