@@ -124,7 +124,8 @@ def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
     """Return an item's fields, without arrays of its own. Missing ones are its base's, or empty."""
     if "of" in item:
         if base is None:
-            raise CorruptPayload("this payload refers to others: read it from its store, by `read_experiences`")
+            raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
+                                 "from the payload store with `read_experiences`")
         fields = base
         for name in item.get("without", ()):
             fields[name] = {} if name in ("info", "metrics") else [] if name == "custom_fields" else None

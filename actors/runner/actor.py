@@ -26,7 +26,7 @@ from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
 from trinity_es.actors.serving.http_server import make_app, make_server
-from trinity_es.events.store.checks.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.values import BatchId
 
 __all__ = ["Runner", "import_ahead"]
@@ -195,7 +195,7 @@ class Runner(BaseActor):
     def trusts(self, end: Mark | None) -> bool:
         """Return True if the sender knows as much of the log as this runner; otherwise tell it what this runner knows.
         """
-        wrong = told_less(self.known, end)
+        wrong = lost_between(self.known, end)
         if wrong is not None:  # or it was under way while another took its place
             self.log.error("refused what a coordinator sent: %s", wrong)
             self.announce()

@@ -1,8 +1,8 @@
-"""Store of journals (`events/journal.py`), one a life of a runner, beside the log.
+"""Store of journals (`events/journal.py`), one for each life of a runner, beside the log.
 
-A journal holds what unfinished attempts have. It is no history: the log stays the truth of what is trained on, and a
-missing journal is no damage. Beside a SQLite log it is a folder of files, in PostgreSQL a table, so that every host
-reaches it. Segments are freed one by one, as their units are settled.
+A journal holds what unfinished attempts got so far: answers and step results. It is no history: what is trained on
+comes from the log, and a missing journal is no damage. Beside a SQLite log it is a folder of files, in PostgreSQL a
+table, so that every host reaches it. Segments are freed one by one, as their units are settled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Journals(Protocol):
     """Each method raises LogUnavailable if the store can't be reached or written."""
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
-        """Add bytes to a segment: `durable` means that they outlive the machine, otherwise only this process."""
+        """Add bytes to a segment. `durable`: they survive a crash of the machine; otherwise only of this process."""
 
     def read(self, life: Life) -> list[bytes]:
         """Return a life's segments in order; [] if there are none. A segment's tail may be torn."""
@@ -48,7 +48,7 @@ class Journals(Protocol):
 
 
 def open_journals(url: str, *, durability: Durability = "power", patience: float = 2.0) -> Journals:
-    """Return the journals beside the log at `url`; the folder or table is made if it is missing."""
+    """Return the journals beside the log at `url`. Makes their table in PostgreSQL if it is missing."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{os.path.realpath(parsed.database or '')}.journals"), durability == "power")

@@ -243,7 +243,7 @@ class AdapterFailed(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetAdvanced(Event, stream="taskset/<taskset>"):
-    """The taskset was read up to here for a batch; in the transaction of its BatchSubmitted."""
+    """A batch took its tasks from the taskset, which goes on at this place; written together with BatchSubmitted."""
 
     taskset: str
     batch_id: BatchId

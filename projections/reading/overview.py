@@ -97,7 +97,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributions:
-    """Values of some batches, each list in log order."""
+    """Durations, rewards, response lengths and failures in some batches, each list in log order."""
 
     batch_ids: list[BatchId]
     attempt_seconds: list[float] = field(default_factory=list)
@@ -110,21 +110,24 @@ class Distributions:
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """Fold events of these batches, given as (type, JSON): making event objects would take most of the time."""
-    values = Distributions(batch_ids=list(batch_ids))
+    """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
+
+    They are read from the JSON, because building event objects would take most of the time.
+    """
+    out = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            values.failures[event["kind"]] = values.failures.get(event["kind"], 0) + 1
+            out.failures[event["kind"]] = out.failures.get(event["kind"], 0) + 1
             if event.get("seconds"):
-                values.failed_seconds.append(event["seconds"])
+                out.failed_seconds.append(event["seconds"])
             continue
-        values.attempt_seconds.append(event["seconds"])
+        out.attempt_seconds.append(event["seconds"])
         for run in event["runs"]:
-            values.response_tokens.append(run.get("response_tokens", 0))
+            out.response_tokens.append(run.get("response_tokens", 0))
             if "reward" in run["metrics"]:
-                values.rewards.append(run["metrics"]["reward"])
-    return values
+                out.rewards.append(run["metrics"]["reward"])
+    return out
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> list[Throughput]:

@@ -12,8 +12,8 @@ from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 
 __all__ = [
-    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights", "mended",
-    "resume_command", "span", "start_server", "unread",
+    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend_weights",
+    "resume_after_fix", "resume_command", "runner_advice", "span", "start_server", "unread",
 ]
 
 SHOWN = 5
@@ -74,7 +74,7 @@ class Waiting:
     def way_out(self) -> str:
         """Advice for a person; empty if there is nothing to do."""
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
-            return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
+            return runner_advice(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
         if self.cause in ("no_system", "ending"):
             return go_on(self.resume)
         if self.cause == "server":
@@ -83,7 +83,7 @@ class Waiting:
             return mend_weights(self.server)
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
-            restart = (f"{mended(self.resume)} generates the step again" if self.resume else
+            restart = (f"{resume_after_fix(self.resume)} generates the step again" if self.resume else
                        "start its trainer again: TRL's trainer submits the batch again")
             return f"fix what failed{loaded}, and {restart}"
         return _WAYS.get(self.cause, "")
@@ -153,7 +153,7 @@ class Why:
         return out | {"waiting": [asdict(w) for w in self.waiting]}
 
 
-def mend(runner: str, server: str) -> str:
+def runner_advice(runner: str, server: str) -> str:
     """Return advice on a runner that is not restarted by itself. `server`: URL of its server, if any."""
     return f"fix what it names, then {another_life(runner, server)}"
 
@@ -188,7 +188,7 @@ def resume_command(store: str) -> str:
     return f"trinity-es resume {shlex.quote(store)}"
 
 
-def mended(resume: str) -> str:
+def resume_after_fix(resume: str) -> str:
     """Return the command that resumes a run after a fix, with a hint if the config file changed."""
     if resume.endswith(" CONFIG"):
         return f"`{resume}`"

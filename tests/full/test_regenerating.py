@@ -196,7 +196,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with trinity_es.open_log(str(other)) as log:
         with pytest.raises(DataError, match="an eval"):
             find_rollout(log, "0/letters", 0, 0)
-        with pytest.raises(DataError, match="made nothing to compare"):
+        with pytest.raises(DataError, match="left no tokens to compare"):
             find_rollout(log, "open", 0, 0)
     made_by_nobody = trinity_es.Experience(tokens=[1, 2, 3], prompt_length=1)
     with trinity_es.open_log(url) as log:

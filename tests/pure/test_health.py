@@ -251,7 +251,7 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:
     last = {"batch_id": 3, "failed_whole": True}
     [line] = wrong(DOWN | {"run": run, "last_batch": last})
-    assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` says how: mend "
+    assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` says how: fix "
                     f"that, then {way}")
     for other in (DOWN | {"last_batch": last | {"failed_whole": False}}, DOWN | {"last_batch": last, "batches": [{}]}):
         assert wrong(other | {"run": run}) == []

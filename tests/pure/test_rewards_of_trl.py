@@ -82,9 +82,9 @@ def no_reward(workflow: type[Any], judge: Any) -> str:
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("value", "said"), [
     ([None], "the reward judge gave None: it does not apply to this task"),
-    ([1.0, 2.0], r"the reward judge gave \[1.0, 2.0\] for one completion: give a list of one number"),
+    ([1.0, 2.0], r"the reward judge gave \[1.0, 2.0\] for one completion: return a list of one number"),
     (1.0, r"the reward judge gave 1.0 for one completion"),
-    ([{"acc": 1.0}], r"the reward judge gave \[{'acc': 1.0}\] for one completion: one of TRL's form gives a list"),
+    ([{"acc": 1.0}], r"the reward judge gave \[{'acc': 1.0}\] for one completion: a reward of TRL's form returns"),
 ])
 def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
     def judge(completions: list[str], **kwargs: Any) -> Any:
@@ -95,13 +95,13 @@ def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("value", "said"), [
-    ({}, "the reward judge gave {}: give a finite number, or a dict of at least one part"),
-    ({0: 1.0}, "the reward judge gave {0: 1.0}: give a finite number, or a dict"),
-    ({"reward": 1.0, "acc": 1.0}, "a sum among them counts twice: give the sum alone, or the parts without it"),
-    (10**400, r"the reward judge gave 1000\d*: give a finite number"),
-    ("good", "judge gave 'good': give a finite number"), ("1.0", "judge gave '1.0': give a finite number"),
-    (float("nan"), "judge gave nan: give a finite number"),
-    ({"right": 1.0, "style": None}, "judge gave None as style: give a finite number"),
+    ({}, "the reward judge gave {}: return a finite number, or a dict from names to finite numbers with at least one"),
+    ({0: 1.0}, "the reward judge gave {0: 1.0}: return a finite number, or a dict"),
+    ({"reward": 1.0, "acc": 1.0}, "a sum among them counts twice: return the sum alone, or the parts without it"),
+    (10**400, r"the reward judge gave 1000\d*: return a finite number"),
+    ("good", "judge gave 'good': return a finite number"), ("1.0", "judge gave '1.0': return a finite number"),
+    (float("nan"), "judge gave nan: return a finite number"),
+    ({"right": 1.0, "style": None}, "judge gave None as style: return a finite number"),
 ])
 def test_what_is_no_part_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
     def judge(response: str) -> Any:
@@ -121,7 +121,7 @@ def test_a_parameter_without_a_default_is_a_key_of_the_row(workflow: type[Any]) 
         assert status.ok, status.message
         assert {e.reward for e in found} == {3.0}
     for reward in (asks, of_columns):
-        said = f"the reward {reward.__name__} needs difficulty, and there is only .*answer.*: name it in reward_fn_args"
+        said = f"the reward {reward.__name__} needs difficulty, but there is only .*answer.*: set it in reward_fn_args"
         assert re.search(said, no_reward(workflow, reward))
 
 
@@ -152,8 +152,8 @@ def test_a_row_without_what_its_reward_needs_is_refused_when_its_file_is_opened(
             continue
         where = "line" if kind == "jsonl" else "row"
         number = (lacks == "difficulty") + (kind == "jsonl")
-        with pytest.raises(TasksetError, match=rf"{where} {number}: its reward {named} needs {lacks}, and the row has "
-                                               r"only prompt, answer.*: name it in reward_fn_args"):
+        with pytest.raises(TasksetError, match=rf"{where} {number}: its reward {named} needs {lacks}, but the row has "
+                                               rf"only prompt, answer.*: set {lacks} in reward_fn_args"):
             Taskset(settings)
     given = settings.model_copy(update={"reward_fn_args": {lacks: 1.0}})
     assert len(Taskset(given)) == 2

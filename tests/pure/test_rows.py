@@ -85,13 +85,13 @@ def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.
 
 
 @pytest.mark.parametrize(("column", "said"), [
-    (pa.array([b"ok", b"\x00\xff"]), r"row 1: column 'x': bytes that are no UTF-8 \(byte 1\)"),
-    (pa.array([1.0, float("inf")]), "row 1: column 'x': inf has no form in JSON"),
-    (pa.array([[1.0], [float("-inf")]]), "row 1: column 'x': -inf has no form in JSON"),
+    (pa.array([b"ok", b"\x00\xff"]), r"row 1: column 'x': its bytes are not UTF-8 \(byte 1\)"),
+    (pa.array([1.0, float("inf")]), "row 1: column 'x': JSON can't hold inf"),
+    (pa.array([[1.0], [float("-inf")]]), "row 1: column 'x': JSON can't hold -inf"),
     (pa.array([dt.timedelta(1)] * 2), "column 'x' has the type duration"),
     (pa.array([{"d": dt.timedelta(1)}] * 2), "column 'x' has the type duration"),
     (pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
-     "row 1: column 'x': the key 'k' appears twice: mend"),
+     "row 1: column 'x': the key 'k' appears twice: fix the value, or remove the row"),
 ])
 def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened(
     tmp_path: Path, column: pa.Array, said: str
@@ -101,7 +101,7 @@ def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened
 
 
 @pytest.mark.parametrize(("prompt", "said"), [
-    (None, "the prompt is null"),
+    (None, "the prompt is null: give one, or remove the row"),
     (5, "the prompt is 5: a text or a list of chat messages"),
     ({"text": "a"}, "the prompt is {'text': 'a'}: a text or"),
     ([], "the prompt is an empty list"),
@@ -128,7 +128,7 @@ def test_a_row_that_begins_its_answer_and_a_reply_prefix_are_refused_together(tm
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     columns = [pa.array(["a"]), pa.array(["5"]), pa.array(["6"])]
     parquet.write_table(pa.Table.from_arrays(columns, ["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
-    with pytest.raises(TasksetError, match="column 'answer' is there twice"):
+    with pytest.raises(TasksetError, match="column 'answer' appears twice"):
         opened(tmp_path / "rows.parquet")
 
 

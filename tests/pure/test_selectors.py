@@ -125,13 +125,13 @@ def test_difficulty_draws_though_rewards_are_no_rates(tmp_path: Path, reward: fl
 
 
 def test_p50_a_selector_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TasksetError, match=r"row 0: hard is None: data_selector\.feature_keys"):
+    with pytest.raises(TasksetError, match=r"row 0: hard is None, not a number: fix the row, or remove hard"):
         levels(tmp_path, **chooses(selector_type="offline_easy2hard", feature_keys=["hard"]))
     with pytest.raises(ConfigError, match=r"data_selector\.kwargs"):
         levels(tmp_path, **chooses(selector_type="difficulty_based", feature_keys=["weak", "strong"], kwargs={"x": 1}))
     with pytest.raises(ConfigError, match="random takes no kwargs"):
         levels(tmp_path, **chooses(selector_type="random", kwargs={"x": 1}))
-    with pytest.raises(TasksetError, match="has 10 rows, and 11 different ones"):
+    with pytest.raises(TasksetError, match="has 10 rows, but each step draws 11 different ones"):
         drawn(levels(tmp_path, **chooses(selector_type="random")), 11)
 
 

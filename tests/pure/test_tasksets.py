@@ -154,7 +154,7 @@ def test_blank_lines_a_byte_order_mark_and_no_last_newline_are_fine(tmp_path: Pa
     (b'{"prompt": "\xff"}', "not UTF-8 (byte 12): save the file as UTF-8"),
     (b'["prompt"]', "must be a JSON object, not a list: fix or remove the line"),
     (b'3', "must be a JSON object, not 3: fix or remove the line"),
-    (b'{"question": "a", "b": 1}', "no prompt: the key 'prompt' is missing (there are: question, b); name the "),
+    (b'{"question": "a", "b": 1}', "no prompt: the key 'prompt' is missing (there are: question, b); set the "),
 ])
 def test_a_bad_row_stops_the_loading_and_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     with pytest.raises(TasksetError) as e:

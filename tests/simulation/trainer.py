@@ -31,7 +31,7 @@ from trinity_es.actors.commands import (
     encode,
 )
 from trinity_es.actors.requests import Parcel, Reply, Request, Where, WhereReply
-from trinity_es.events.store.checks.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0
@@ -138,7 +138,7 @@ class Trainer:
         elif isinstance(message, Reply):
             call = self.calls.pop(message.id, None)
             if call is not None:
-                if told_less(call.request.known, message.end) is not None:
+                if lost_between(call.request.known, message.end) is not None:
                     raise Violation(f"the answer to {call.request.id} is of a shorter log than the trainer has seen")
                 self.known = message.end or self.known
                 call.over = True

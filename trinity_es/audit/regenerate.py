@@ -116,19 +116,23 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     made = tell(log.events(batch_id)).row(task, run)
     if made is None or made.outcome != "finished":
         reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
-        raise DataError(f"run {run} of task {task} in batch {batch_id!r} made nothing to compare: {reason[:300]}")
+        raise DataError(f"run {run} of task {task} in batch {batch_id!r} left no tokens to compare ({reason[:300]}): "
+                        "choose a finished run")
     if made.payload is None:
-        raise DataError(f"task {task} of batch {batch_id!r} is an eval: its tokens were not kept")
+        raise DataError(f"task {task} of batch {batch_id!r} is an eval, whose tokens are not kept: choose a train "
+                        "batch")
     try:
         with closing(log.payloads()) as payloads:
             experiences = experiences_of(payloads, made)
     except PayloadNotFound as e:
         if not log.was_freed(batch_id):
             raise
-        raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed (store.retention)") from e
+        raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the "
+                              "newest steps only") from e
     config = log.config(made.finish_position)[1]
     if "explorer" not in config:
-        raise DataError(f"{log.url} holds no config of the run, so its engine is not known")
+        raise DataError(f"{log.url} holds no config of the run, so its engine is unknown: only a run that was "
+                        "started with a config can be regenerated")
     version = min((_first_version(e) for e in experiences), default=made.model_version or 0)
     weights, published_at = _publication(log, version)
     engine_version, host = _engine_of(log, made)
@@ -221,7 +225,7 @@ def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
     if not parts or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in parts):
         raise DataError(
             f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
-            "workflow asked no model, or made the experiences itself"
+            "workflow called no model, or made the experiences itself, so there is nothing to regenerate"
         )
     return parts
 

@@ -1,4 +1,4 @@
-"""The folder of a demo: everything its run needs, made from nothing, and the verdict on the run.
+"""The folder of a demo: it makes all files that the run needs, and judges the run.
 
 `grpo/` in it is a copy of examples/grpo (of the checkout or the installed package) for the user to change. The config
 names its classes. `trinity_es.cli.commands.demo.demo` runs the demo.
@@ -35,7 +35,7 @@ STEPS = 160
 SERVER_END_SECONDS = 10.0
 """Maximum time for that server to end after SIGTERM; then it is killed."""
 CHANCE, LEARNED = 0.05, 0.7
-"""The model has learned if its eval reward was below the first before training, and is at least the second after."""
+"""Eval rewards by which the model has learned: below CHANCE before training, at least LEARNED after it."""
 
 MOST_EVALS = 10
 
@@ -137,7 +137,10 @@ def find(settings: Config) -> Place | None:
 
 
 def eval_interval(steps: int) -> int:
-    """Choose the steps between evals, about 20. It divides `steps`, so the last eval measures the last weights."""
+    """Return how many steps apart evals are: the divisor of `steps` nearest to 20 with at most MOST_EVALS evals.
+
+    As it is a divisor, the last eval measures the last weights.
+    """
     divisors = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
     return min(divisors, key=lambda d: abs(d - 20))
 

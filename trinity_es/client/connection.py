@@ -37,7 +37,7 @@ from trinity_es.actors.system_key import key_place, read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase, listens_at
 from trinity_es.events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.checks.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
@@ -193,7 +193,7 @@ class _Session:
 
 
 class Connection:
-    """Requests to the running system of a store, also after that was started again. Raises NotRunning, WrongKey.
+    """Requests to the running system of a store, also after a restart of the system. Raises NotRunning, WrongKey.
 
     `find` takes the admin of the previous system, which is gone, or None. It returns the admin of the running system,
     or None while a keeper starts it, and raises NotRunning if no keeper does.
@@ -205,7 +205,7 @@ class Connection:
         self._joining: Future[None] | None = None
         self._closed = False
         self.last_mark: Mark | None = None
-        """End of the log in the newest answer: a log without it is refused."""
+        """End of the log in the newest answer. An answer of a log that lacks it raises LogRewound."""
         self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
         self._session = self._next_session(None)
 
@@ -266,10 +266,10 @@ class Connection:
         joined.set_result(None)
 
     def call(self, command: Command[A], timeout: float | None = None, *, id: str = "") -> A:
-        """Return the answer to a command. `id`: that of an earlier request without an answer, to repeat it.
+        """Return the answer to a command. `id`: the id of an unanswered request, to send that request again.
 
-        Raises the error that the system answers, NotRunning, TimeoutError after `timeout` seconds, and DataError for a
-        value of a class that only this process knows.
+        Raises the error with which the system answers, NotRunning if the system is gone, TimeoutError after `timeout`
+        seconds, and DataError for a value of a class that only this process knows.
         """
         answer: A = self.send(command.name, encode(command), timeout, id=id)
         return answer
@@ -341,20 +341,21 @@ class Connection:
                 raise NotRunning(f"{why}: `trinity-es status` says more")
 
     def _update_mark(self, request: Request, answer: Reply) -> None:
-        """Keep the log's end of this answer. Raises LogRewound if the log lacks events that it had at the request."""
-        wrong = told_less(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
-        if wrong is not None:
+        """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
+        loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
+        if loss is not None:
             raise LogRewound(
-                f"the system works on a log that lost acknowledged events: {wrong}. Bring the better copy back, or "
+                f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy back, or "
                 "accept the loss with `trinity-es accept-rewind`"
             )
-        if answer.end is not None and told_less(self.last_mark, answer.end) is None:  # another thread's may be newer
+        if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
             self.last_mark = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
-        """Return the guardian's answer: the coordinator's address and the state of every child. Empty without one.
+        """Return the guardian's answer: the coordinator's address and the state of every child.
 
-        Raises NotRunning, also if a keeper does not restart the system within `timeout` seconds.
+        The answer is empty if the guardian does not answer. Raises NotRunning if the system is gone and no keeper
+        restarts it within `timeout` seconds.
         """
         self._require_open()
         if not self._session.lives():
@@ -398,7 +399,7 @@ class Connection:
         return self._session.coordinator is not None
 
     def retire(self, timeout: float = 15.0) -> bool:
-        """Bring the joined system down in order: engines stop, the log is closed, the actors end.
+        """Shut the joined system down in order: engines stop, the log is closed, the actors end.
 
         Returns False if the guardian or the admin does not answer, because it is stopped or hangs.
         """

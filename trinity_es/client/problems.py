@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_es.client.unanswered import stopped_processes
 from trinity_es.config.config import Config
-from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, mended, resume_command, span
+from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, resume_after_fix, resume_command, span
 from trinity_es.projections.why.runners import coordinator_away, problem
 from trinity_es.projections.why.situation import SystemSnapshot, with_live
 from trinity_es.text import plain
@@ -26,9 +26,9 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     last = out.get("last_batch") or {}
     resume = resume_command(out["store"]) if out.get("run") else ""
     if last.get("failed_whole") and not out["batches"]:
-        remedy = f"{mended(resume)} generates it again" if resume else "start its trainer again"
+        remedy = f"{resume_after_fix(resume)} generates it again" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
-               f"`trinity-es why {plain(last['batch_id'])}` says how: mend that, then {remedy}")
+               f"`trinity-es why {plain(last['batch_id'])}` says how: fix that, then {remedy}")
     if out.get("led_by"):
         yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is read from the log; "
                "for more ask there, or on a host that takes part (`trinity-es join`)")
@@ -78,12 +78,12 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     failing = live.get("leases", {})
     for lease in failing.get("first_failing", []):
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
-               f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
+               f"tried again: {lease['error']}; fix what it names; `trinity-es leases` lists all {failing['failing']}")
     for host in live.get("hosts", []):
         if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
     if live.get("server_list"):
-        yield f"{live['server_list']}; the servers stay as they are until that is mended (text logs: {logs})"
+        yield f"{live['server_list']}; the servers stay as they are until that is fixed (text logs: {logs})"
     if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()

@@ -365,7 +365,8 @@ class RolloutClient(SystemClient):
         runners = [r for r in self.status()["runners"] if r["model"] == "rollout"]
         version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
         if version is None:
-            raise errors.SyncError("no engine serves now, so no weights are served")
+            raise errors.SyncError("no engine is ready, so there are no current weights to read: wait until "
+                                   "`trinity-es status` shows one that is ready")
         return read_weight(self.config, self.log, version, name)
 
     def setup_weight_sync_group(

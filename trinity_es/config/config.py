@@ -74,14 +74,15 @@ class Config(RunConfig):
         explorer, inputs, hosts, rollout = self.explorer, self.buffer.explorer_input, self.hosts, self.rollout
         if hosts.address and self.synchronizer.sync_method == "nccl":
             raise ValueError(
-                "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
-                "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
+                "hosts.address is set, and synchronizer.sync_method is nccl: engines on other hosts can't join an NCCL "
+                "group. Set synchronizer.sync_method to memory, or to checkpoint: hosts pull from the head what they "
+                "can't read"
             )
         if rollout.engine_type == "http" and self.synchronizer.sync_method == "nccl":
             raise ValueError(
-                "explorer.rollout_model.engine_type is http, and synchronizer.sync_method is nccl: servers of others "
-                "join no group, they load weights from a folder. Set it to checkpoint, or, where the servers are on "
-                "the trainer's host, to memory"
+                "explorer.rollout_model.engine_type is http, and synchronizer.sync_method is nccl: external "
+                "servers can't join an NCCL group. Set synchronizer.sync_method to checkpoint, or to memory if the "
+                "servers are on the trainer's host"
             )
         run = folder / "runs" / self.project / self.name
         # a benchmark begins again with the first weights, in its own log
@@ -90,8 +91,8 @@ class Config(RunConfig):
         if url.get_backend_name() == "sqlite":
             if hosts.address:
                 raise ValueError(
-                    "hosts.address is set, and the store is a SQLite file, which is one host's: its locks and its "
-                    "write-ahead log do not reach over a network. Give store.url of a PostgreSQL database"
+                    "hosts.address is set, and the store is a SQLite file, which only one host can use: its locks and "
+                    "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database"
                 )
             file = _absolute(str(url.database), folder)
             url, beside = make_url(file_url(file)), Path(file).parent

@@ -55,7 +55,7 @@ def open_log(url: str) -> Log:
 
 
 class Tail:
-    """The end of one log, which a task reads every `interval` seconds."""
+    """The end of one log. An asyncio task reads it every `interval` seconds."""
 
     def __init__(self, url: str, interval: float = INTERVAL) -> None:
         self.url, self.interval = url, interval

@@ -1,4 +1,4 @@
-"""Single rollouts as values for pages."""
+"""Single rollouts as the values that the dashboard's templates show."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import cut, shown
 
 __all__ = [
-    "MESSAGE_TEXT", "MOST_JSON", "MOST_TEXT", "Message", "as_json", "commands", "experience_values", "messages",
-    "previews", "prompt_of", "read_runs", "response_of", "whole_text",
+    "JSON_CHARACTERS", "MESSAGE_CHARACTERS", "TEXT_CHARACTERS", "Message", "as_json", "commands", "experience_values",
+    "messages", "previews", "prompt_of", "read_runs", "response_of", "whole_text",
 ]
 
-MOST_TEXT = 20_000
+TEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or a response that a page shows."""
-MESSAGE_TEXT = 8_000
+MESSAGE_CHARACTERS = 8_000
 """Maximum number of characters of one message of a conversation."""
-ALL_MESSAGES = 200_000
+CONVERSATION_CHARACTERS = 200_000
 """Maximum number of characters of all messages of a conversation."""
-MOST_JSON = 20_000
-PREVIEW = 160
+JSON_CHARACTERS = 20_000
+PREVIEW_CHARACTERS = 160
 PREVIEW_BYTES = 32_000_000
-"""Maximum size of the payloads that a list reads for the previews of its rollouts."""
+"""Maximum size of the payloads that are read for the previews in one list of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +84,23 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
         return out
     with closing(payloads):
         reader, last = ExperienceReader(payloads), ""
-        room = PREVIEW_BYTES
+        bytes_left = PREVIEW_BYTES
         for row in sorted(wanted, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
             assert row.payload is not None
             try:
                 if last != row.payload.digest:
                     last = row.payload.digest
-                    room -= payloads.size(last) or 0
-                    if room < 0:
+                    bytes_left -= payloads.size(last) or 0
+                    if bytes_left < 0:
                         break
                 one = reader.read(last, row.payload.first, row.payload.count)
             except TrinityError:
                 continue
             for e in sorted((e for e in one if e.eid.run == row.run), key=lambda e: e.eid.step)[:1]:
                 text = response_of(e)
-                beginning, more = cut(" ".join(text[: 4 * PREVIEW].split()), PREVIEW)
-                out[row.batch_id, row.task, row.run] = beginning + ("…" if more or len(text) > 4 * PREVIEW else "")
+                beginning, left_out = cut(" ".join(text[: 4 * PREVIEW_CHARACTERS].split()), PREVIEW_CHARACTERS)
+                is_cut = left_out > 0 or len(text) > 4 * PREVIEW_CHARACTERS
+                out[row.batch_id, row.task, row.run] = beginning + ("…" if is_cut else "")
     return out
 
 
@@ -128,14 +129,17 @@ def whole_text(e: Experience) -> str:
 
 
 def messages(e: Experience) -> list[Message]:
-    """Return the messages of its conversation, [] if none are recorded; texts beyond ALL_MESSAGES are left out."""
-    out, room = [], ALL_MESSAGES
+    """Return the messages of its conversation; [] if none are recorded.
+
+    After CONVERSATION_CHARACTERS in all, the rest of the texts is left out.
+    """
+    out, characters_left = [], CONVERSATION_CHARACTERS
     for message in e.messages or []:
-        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_TEXT, room))
-        room -= len(text)
-        more = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
+        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_CHARACTERS, characters_left))
+        characters_left -= len(text)
+        other_fields = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
         out.append(Message(role=shown(message.get("role", "?"))[:40], text=text, left_out=left_out,
-                           more=cut(as_json(more), MESSAGE_TEXT)[0] if more else ""))
+                           more=cut(as_json(other_fields), MESSAGE_CHARACTERS)[0] if other_fields else ""))
     return out
 
 
@@ -170,9 +174,13 @@ def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
 
 
 def experience_values(
-    e: Experience, decode: tokens.Decode | None, source: str, *, text: int = MOST_TEXT, most: int = tokens.MOST_TOKENS
+    e: Experience, decode: tokens.Decode | None, source: str, *, text: int = TEXT_CHARACTERS,
+    most: int = tokens.MOST_TOKENS,
 ) -> dict[str, Any]:
-    """Return one experience as values for templates, with at most `text` characters of each text and `most` tokens."""
+    """Return the values of one experience for templates.
+
+    `text`: most characters of the prompt and of the response; `most`: most tokens with their logprobs.
+    """
     prompt, prompt_more = cut(prompt_of(e), text)
     response, response_more = cut(response_of(e), text)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
@@ -182,8 +190,8 @@ def experience_values(
         "token_reward": _summary(e.token_level_reward), "truncated": e.truncate_status,
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
         "messages": messages(e), "overlay": tokens.overlay(e, decode, source, most),
-        "info": cut(as_json(info), MOST_JSON)[0] if info else "",
-        "tools": cut(as_json(e.tools), MOST_JSON)[0] if e.tools else "",
+        "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",
+        "tools": cut(as_json(e.tools), JSON_CHARACTERS)[0] if e.tools else "",
         "trained_tokens": 0 if e.action_mask is None else int(e.action_mask.sum()),
     }
 

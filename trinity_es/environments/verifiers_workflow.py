@@ -45,7 +45,7 @@ class VerifiersWorkflow(Workflow):
         endpoint = self.model.openai_endpoint()
         episode = await server.ask({"run": {
             "task": self.task.raw_task, "base_url": endpoint.base_url, "token": endpoint.token, "model": endpoint.model,
-            "tokenizer": args.get("tokenizer") or _tokenizer(self.model.tokenizer),
+            "tokenizer": args.get("tokenizer") or _tokenizer_path(self.model.tokenizer),
             "renderer": args.get("renderer"),
         }})
         failure = failure_of(episode)
@@ -67,7 +67,7 @@ class VerifiersWorkflow(Workflow):
         if not experiences:
             raise WorkflowError("the environment ended the episode before the model answered")
         if not any(t["rewards"] for t in trained):
-            raise WorkflowError("the environment gave no reward to any agent that is trained: a sum of nothing is none")
+            raise WorkflowError("the environment gave no reward to any trained agent, so the episode has none")
         return experiences
 
 
@@ -85,7 +85,7 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
     failures += [("timeout", f"{part.get('stop') or 'episode'}: out of time, as the environment limits it")
                  for part in parts if part["is_timeout"]]
     if not failures and not episode["complete"]:
-        failures.append(("workflow", "the environment did not complete the episode, and says no error"))
+        failures.append(("workflow", "the environment did not complete the episode, but reports no error"))
     if not failures:
         return None
     kind, message = min(failures, key=lambda f: _PRECEDENCE.index(f[0]))
@@ -99,14 +99,14 @@ def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _tokenizer(tokenizer: Any) -> str:
+def _tokenizer_path(tokenizer: Any) -> str:
     """Return the folder or name from which transformers loads this tokenizer."""
     name = getattr(tokenizer, "name_or_path", "")
     if name:
         return str(name)
     save = getattr(tokenizer, "save_pretrained", None)
     if save is None:
-        raise WorkflowError("the model's tokenizer has no folder: name one as workflow_args.tokenizer")
+        raise WorkflowError("the model's tokenizer has no folder to load it from: set workflow_args.tokenizer to one")
     if tokenizer not in _tokenizer_folders:
         folder = tempfile.TemporaryDirectory(prefix="trinity-es-tokenizer-")
         save(folder.name)

@@ -75,8 +75,8 @@ def find_head(url: str) -> HeadPlace:
     """
     if parse_url(url).get_backend_name() == "sqlite":
         raise ConfigError(
-            f"{masked(url)} is a SQLite file, which is one host's: its locks and its write-ahead log do not reach over "
-            "a network. A run of several hosts has its store in PostgreSQL: set store.url in the head's config"
+            f"{masked(url)} is a SQLite file, which only one host can use: its locks and its write-ahead log do not "
+            "reach over a network. Set store.url in the head's config to a PostgreSQL database"
         )
     with EventLog.open(url, read_only=True) as log:
         lease = log.read_lease("coordinator")

@@ -51,11 +51,11 @@ def head_config(config: Config, address: str) -> Config:
     """Return the config of the head at this address, whose engines are on the hosts. Raises ConfigError."""
     models = config.explorer.rollout_model, *config.explorer.auxiliary_models
     if any(model.engine_type == "http" for model in models):
-        raise ConfigError("engine_type is http: servers of others are no hosts, and Ray has nothing to place. Start it "
-                          "with `trinity-es up` alone (docs/ENGINES.md)")
+        raise ConfigError("engine_type is http: Ray has no engines to place, since external servers are no hosts. "
+                          "Start it with `trinity-es up` alone (docs/ENGINES.md)")
     if parse_url(config.store.url).get_backend_name() == "sqlite":
-        raise ConfigError("the store is a SQLite file, which is one host's: a run on Ray has several, and a head that "
-                          "Ray may start again elsewhere. Give store.url of a PostgreSQL database")
+        raise ConfigError("the store is a SQLite file, which only one host can use: a run on Ray has several, and Ray "
+                          "may restart the head on another. Set store.url to a PostgreSQL database")
     data = config.to_dict()
     port = data["hosts"]["address"].rpartition(":")[2] or PORT
     data["hosts"] |= {"address": f"[{address}]:{port}" if ":" in address else f"{address}:{port}",

@@ -94,7 +94,7 @@ def resume(trainer: Any) -> None:
 
 
 def _last_step(trainer: Any) -> int:
-    """Return the step with which `train` ends, from the trainer's current arguments and data."""
+    """Return the number of the last step that `train` runs with the trainer's current arguments and data."""
     if trainer.args.max_steps > 0:
         return int(trainer.args.max_steps)
     return int(trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1])

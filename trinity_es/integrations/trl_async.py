@@ -106,7 +106,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def start(self) -> None:
         """Begin with the first batch not trained on by the trainer's checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
-            raise ConfigError("AsyncRollouts does not know the trainer's step: give it to the trainer's callbacks, too")
+            raise ConfigError("AsyncRollouts does not know the trainer's step: pass it to the trainer in `callbacks`, "
+                              "too")
         step, log = self._resumed_at, self.client.log
 
         def used(n: int) -> bool:
@@ -135,7 +136,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError("the rollouts do not run: start() them")
+            raise RuntimeError("the rollouts do not run: call start()")
         if time.monotonic() - self._moved > stale_after_s and self.rollout_buffer.empty():
             waiting = "\n".join(str(reason) for reason in self.client.log.why_open())
             raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")
@@ -284,18 +285,23 @@ def _trained(experience: Experience) -> np.ndarray[Any, Any]:
 
 
 def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
-    """Return TRL's sample of an experience. Raises DataError without logprobs or one advantage for all tokens."""
+    """Return TRL's sample of an experience.
+
+    Raises DataError if it has no logprobs, no advantages, or different ones for its tokens.
+    """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     mask = _trained(experience)
-    if experience.advantages is None or experience.logprobs is None:
-        raise DataError(
-            f"experience {experience.eid.uid} has no advantages or no logprobs, which TRL needs: see "
-            "buffer.pipeline.operators (grpo) and rollout_args"
-        )
+    if experience.advantages is None:
+        raise DataError(f"experience {experience.eid.uid} has no advantages, which TRL needs: add an operator that "
+                        "computes them, such as grpo, to buffer.pipeline.operators")
+    if experience.logprobs is None:
+        raise DataError(f"experience {experience.eid.uid} has no logprobs, which TRL needs: set logprobs to true in "
+                        "rollout_args")
     advantages = np.unique(experience.advantages[mask])
     if len(advantages) != 1:
-        raise DataError(f"experience {experience.eid.uid} has different advantages per token, but TRL takes only one")
+        raise DataError(f"experience {experience.eid.uid} has different advantages per token, but TRL takes one for "
+                        "the whole response: use an operator that gives one, such as grpo")
     before = np.zeros(experience.prompt_length)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     return RolloutSample(

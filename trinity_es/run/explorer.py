@@ -25,7 +25,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
-from trinity_es.projections.why.answer import mended, resume_command
+from trinity_es.projections.why.answer import resume_after_fix, resume_command
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.run.checkpointing import Checkpoints
 from trinity_es.run.run_process import RunProcess
@@ -368,6 +368,6 @@ def _failed_whole(batch: BatchState, resume: str, *, system_goes_on: bool) -> Wo
     first = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
     return WorkflowError(
         f"step {batch.batch_id} gave nothing to train on: each of its {len(errors)} runs failed, {times} of them with "
-        f"{error}. See `trinity-es why {batch.batch_id}`, mend it, and {mended(resume)} generates the step "
+        f"{error}. See `trinity-es why {batch.batch_id}`, fix it, and {resume_after_fix(resume)} generates the step "
         f"again{first}"
     )

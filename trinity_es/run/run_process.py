@@ -123,8 +123,9 @@ class RunProcess:
         size = self.config.buffer.batch_size
         if inputs.drop_last and self.mix.left({}) < size:
             raise ConfigError(
-                f"the tasksets have {self.mix.left({})} tasks in all, fewer than buffer.batch_size {size}, and "
-                "buffer.explorer_input.drop_last leaves out such a step, so there is none. Change one of these keys"
+                f"the tasksets have {self.mix.left({})} tasks, fewer than buffer.batch_size {size}, and "
+                "buffer.explorer_input.drop_last leaves out an incomplete step, so no step would run: lower "
+                "batch_size, add tasks, or set drop_last to false"
             )
         self.eval_sets = self._open_tasksets(inputs.eval_tasksets, point, is_eval=True)
         self._set_point(point)

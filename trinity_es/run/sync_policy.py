@@ -40,7 +40,10 @@ class SyncPolicy:
         return cls(style=c.sync_style, interval=c.sync_interval, offset=c.sync_offset, inflight=c.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
-        """Return True if this step may be submitted with weights of step `done`. `trained`: last step trained."""
+        """Return True if this step may be submitted.
+
+        `done`: step of the newest published weights; `trained`: last step that was trained on.
+        """
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.inflight
@@ -60,7 +63,10 @@ class SyncPolicy:
         return version + self.offset if self.style == "fixed" else version
 
     def done_by(self, generated: int, *, ended: bool) -> int:
-        """Return the last step whose period is over, in a run without a trainer."""
+        """Return the step whose weights would be published by now, in a run without a trainer.
+
+        `generated`: last step generated; `ended`: True if no further step is submitted.
+        """
         if ended:
             return generated
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)

@@ -123,7 +123,7 @@ def wait_ready(
     """Wait until all runners serve and load no weights. Raises StartupError with the reason of the first that failed.
 
     `status` asks the system, `progress` gets each answer, `logs` is the folder of its text logs. `servers` of the
-    `runners` are for servers of others. If fewer servers are wanted by then, only those are waited for, at least one.
+    `runners` are for external servers. If fewer servers are wanted by then, only those are waited for, at least one.
     """
     deadline = time.monotonic() + timeout
     while True:

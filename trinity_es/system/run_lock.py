@@ -33,20 +33,21 @@ class RunLock:
         self._file = self._open(config, role)
         other = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
         self._file.seek(0)
-        pids = self._file.read().split()
+        system_pids = self._file.read().split()[1:]  # of the admin and the keeper
         if other is None:
             os.register_at_fork(after_in_child=self._file.close)  # or a child that outlives its parent would hold it
         else:
             self._file.close()
-            url, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
-            raise AlreadyRunning(f"{a} {role} runs on {url} already ({other}): wait for it, or end it")
+            url, article = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
+            raise AlreadyRunning(f"{article} {role} runs on {url} already ({other}): wait for it, or end it")
         running = running_system.find(config)
         keeper = str(running_system.keeper(config) or "no keeper")
-        self.owns_system = running is None or pids[1:2] == [str(running["pid"])] or pids[2:] == [keeper]
+        self.owns_system = (
+            running is None or system_pids[:1] == [str(running["pid"])] or system_pids[1:] == [keeper])
         """True if the actor system serves only this lock's holder: started by the holder, by a dead holder before it,
         or by that one's keeper after a crash."""
         # Kept until there is another system, since this holder may end, in order or not, before the system does.
-        self._its_system = pids[1:] if running is not None and self.owns_system else []
+        self._its_system = system_pids if running is not None and self.owns_system else []
         self.write(" ".join([str(os.getpid()), *self._its_system]))
 
     @staticmethod

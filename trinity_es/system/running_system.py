@@ -53,7 +53,7 @@ def _file(config: Config, name: str, suffix: str) -> Path:
 
 
 def _digest(url: str) -> str:
-    """Return a store's part of file names, the same for every path to its file or server's socket."""
+    """Return the part of file names that stands for a store: the same for every path to its file or server socket."""
     parsed = parse_url(url)
     sqlite = parsed.get_backend_name() == "sqlite"
     database = os.path.realpath(parsed.database or "") if sqlite else f"{parsed.database}{parsed.query.get('host', '')}"
@@ -69,7 +69,7 @@ def key_file(config: Config) -> str:
 
 
 def last_known(config: Config) -> dict[str, Any] | None:
-    """Return the admin of the system that last had this store; None if there was none, or it ended in order."""
+    """Return the admin of the last system of this store; None if there was none, or if it ended in order."""
     try:
         return within(_FIND_SECONDS, lambda: leader(config)).get("admin") or None
     except LogUnavailable:
@@ -133,9 +133,9 @@ def joined_file(url: str, name: str) -> Path:
 
 
 def led_elsewhere(config: Config) -> str:
-    """Return who leads the run of this store on another host, as "pid 12 on gpu-1". Raises LogUnavailable.
+    """Return the leader of this store's run on another host, as "pid 12 on gpu-1". Raises LogUnavailable.
 
-    Empty if there is no leader, or it is unknown: a head that takes no hosts holds no leader lock.
+    Empty if there is no leader. Also empty if the head takes no hosts: then it holds no leader lock.
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
@@ -156,13 +156,13 @@ def none_runs(config: Config) -> NotRunning:
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
 def keeper(config: Config) -> int | None:
-    """Return the pid of the living keeper of this store's system; None if there is none."""
+    """Return the pid of the process that keeps this store's system running; None without one."""
     pid, lives = _keeper(config)
     return pid if lives else None
 
 
 def ended_keeper(config: Config) -> int | None:
-    """Return the pid of the last keeper, if it has ended; None if it lives, or the last system had none."""
+    """Return the pid of the last keeper if it has ended; None if it still runs, or if the last system had none."""
     pid, lives = _keeper(config)
     return None if lives else pid
 
@@ -178,9 +178,9 @@ def is_up(config: Config) -> bool:
 
 
 def stopped(config: Config) -> dict[str, Any]:
-    """Return the prospects of a system that `find` does not find.
+    """Return what will happen to a system that `find` does not return.
 
-    `kept`: pid of the keeper that starts it again, or None; `ends`: why its processes end instead, or "".
+    `kept`: pid of the keeper that is starting it again, or None. `ends`: reason why its processes end instead, or "".
     """
     kept, ends = keeper(config), ""
     admin = last_known(config) or _read_admin(system_file(config))  # a system that ends gives the lease back
@@ -190,7 +190,7 @@ def stopped(config: Config) -> dict[str, Any]:
 
 
 def stop_keeper(config: Config) -> None:
-    """End the keeper, if one runs that is not this process, so that the system may end."""
+    """End the keeper, unless it is this process, so that it does not start the system again."""
     pid = keeper(config)
     if pid is not None and pid != os.getpid():
         with contextlib.suppress(ProcessLookupError):
@@ -222,7 +222,7 @@ def came_true(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
-    """Kill these processes and wait for their end. Return how many there were."""
+    """Kill these processes and wait for their end. Return how many it killed."""
     killed = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -86,12 +86,13 @@ class RowCheck:
         """Raise TasksetError for a bad prompt, an unknown workflow or reward, or a key that the reward lacks."""
         key = self._format.prompt_key
         if row.get(key) is None:
-            raise TasksetError(f"{where}: the prompt is null: remove it", **details)
+            raise TasksetError(f"{where}: the prompt is null: give one, or remove the row", **details)
         if self._checks_prompts:
             try:
                 require_prompt_form(row[key], self._format.reply_prefix)
             except DataError as e:
-                raise TasksetError(f"{where}: {e.message} (key {key!r}): mend or remove it", **details) from e
+                raise TasksetError(f"{where}: {e.message} (key {key!r}): fix the value, or remove the row",
+                                   **details) from e
         for own, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
             name = None if own is None else row.get(own)
             if name is None or (own, name) in self._names:
@@ -105,8 +106,9 @@ class RowCheck:
             self._names.add((str(own), name))
         if lacking := [name for name in self.needed(row) if name not in row]:
             raise TasksetError(
-                f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, and the row has only "
-                f"{', '.join(list(row)[:20])}: name it in reward_fn_args, or put it into the rows", **details)
+                f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, but the row has only "
+                f"{', '.join(list(row)[:20])}: set {', '.join(lacking)} in reward_fn_args, or add it to the rows",
+                **details)
 
     def _reward(self, row: dict[str, Any]) -> str | None:
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
@@ -129,8 +131,8 @@ class RowCheck:
 
 def no_prompt(key: str, there: Sequence[str]) -> str:
     """Return the error text for rows without a prompt. `there`: their keys."""
-    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
-            "one in format.prompt_key of the taskset")
+    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); set the "
+            "taskset's format.prompt_key to the key that holds the prompt")
 
 
 def named_keys(config: TasksetConfig) -> dict[str, str]:
@@ -145,7 +147,8 @@ def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig)
     for name, key in named_keys(config).items():
         if key not in keys:
             raise TasksetError(f"{file}: no row has the key {key!r} of format.{name} (there are: "
-                               f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
+                               f"{', '.join(list(keys)[:8])}): name one of these, or remove format.{name}",
+                               file=str(file))
 
 
 # --- columns of Arrow -------------------------------------------------------------------------------------------------
@@ -156,15 +159,16 @@ class TableRows:
         self._source, self._check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
-        if again := [name for name in schema.names if schema.names.count(name) > 1]:
-            raise TasksetError(f"{source}: column {again[0]!r} is there twice: rename or remove one", file=str(source))
+        if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
+            raise TasksetError(f"{source}: column {repeated[0]!r} appears twice: rename or remove one",
+                               file=str(source))
         require_named_keys(source, schema.names, config)
         self._readers: dict[str, Callable[[Any], Any]] = {}
         for field in schema:
             try:
                 self._readers[field.name] = _reader(field.type)
             except TypeError as e:
-                raise TasksetError(f"{source}: column {field.name!r} has the type {e}, which has no form in JSON: "
+                raise TasksetError(f"{source}: column {field.name!r} has the type {e}, which JSON can't hold: "
                                    "remove or convert the column", file=str(source)) from e
 
     def check(self, table: Any, first: int) -> None:
@@ -177,7 +181,7 @@ class TableRows:
             try:
                 table.column(name).validate(full=True)
             except ValueError as e:  # pyarrow's errors are among them
-                raise TasksetError(f"{self._source}: column {name!r}: {e}: mend or remove it",
+                raise TasksetError(f"{self._source}: column {name!r}: {e}: fix the values, or remove the column",
                                    file=str(self._source)) from e
         for begin in range(0, table.num_rows, CHECKED_ROWS):
             part = table.slice(begin, CHECKED_ROWS)
@@ -203,8 +207,8 @@ class TableRows:
                     values[name] = value
             except (ValueError, OverflowError) as e:
                 message = str(e).partition(" Install pandas")[0]  # for nanoseconds
-                raise TasksetError(f"{self._source} row {number}: column {name!r}: {message}: mend or remove it",
-                                   file=str(self._source), row=number) from e
+                raise TasksetError(f"{self._source} row {number}: column {name!r}: {message}: fix the value, or remove "
+                                   "the row", file=str(self._source), row=number) from e
         return values
 
 
@@ -275,7 +279,7 @@ def _may_fail(kind: Any) -> bool:
 
 def _double(value: float) -> float | None:
     if math.isinf(value):
-        raise ValueError(f"{value} has no form in JSON")
+        raise ValueError(f"JSON can't hold {value}")
     return None if math.isnan(value) else value
 
 
@@ -287,4 +291,4 @@ def _utf8_text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"bytes that are no UTF-8 (byte {e.start}), and have no form in JSON") from None
+        raise ValueError(f"its bytes are not UTF-8 (byte {e.start}), so JSON can't hold them") from None

@@ -182,8 +182,8 @@ class Difficulty:
 def _require_enough(name: str, n: int, size: int) -> None:
     if n > size:
         raise TasksetError(
-            f"taskset {name} has {size} rows, and {n} different ones are to be drawn for a step: take a smaller "
-            "buffer.batch_size, or the data_selector shuffle"
+            f"taskset {name} has {size} rows, but each step draws {n} different ones: lower buffer.batch_size, or "
+            "use the data_selector shuffle"
         )
 
 
@@ -195,8 +195,8 @@ def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.n
             for key, value in zip(keys, values, strict=True):
                 if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
                     raise TasksetError(
-                        f"taskset {config.name} row {len(table)}: {key} is {value!r}: data_selector.feature_keys names "
-                        "numbers that every row has", row=len(table),
+                        f"taskset {config.name} row {len(table)}: {key} is {value!r}, not a number: fix the "
+                        f"row, or remove {key} from data_selector.feature_keys", row=len(table),
                     )
             table.append([float(value) for value in values if value is not None])
     return np.array(table)

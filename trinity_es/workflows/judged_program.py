@@ -22,33 +22,33 @@ _REFUSED = (
     "ctypes.", "fcntl.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system",
     "pty.", "signal.pthread_kill", "socket.", "subprocess.", "syslog.", "webbrowser.",
 )
-_CHANGES = {
+_CHANGED_PATHS = {
     "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
     "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "os.setxattr": 1, "os.removexattr": 1,
 }
-"""Number of leading arguments that are changed paths, by event."""
+"""Number of leading arguments that are paths of changed files, by audit event."""
 
 
 def _guard(folder: str) -> None:
     inside = os.path.realpath(folder) + os.sep
-    changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-    def check(path: Any) -> None:
+    def require_inside(path: Any) -> None:
         if isinstance(path, int):
             return  # a file that it has open
         name = os.fsdecode(path)
         if not (os.path.realpath(name) + os.sep).startswith(inside) and name != os.devnull:
             raise PermissionError(f"a judged program may change files in its own folder only, not {path!r}")
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
+    def audit(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
-            changing = isinstance(flags, int) and flags & changes
-            if path is not None and (changing or (not isinstance(path, int) and os.path.isdir(path))):
-                check(path)  # a folder too, since a file could be named from there
-        elif event in _CHANGES:
-            for path in args[: _CHANGES[event]]:
-                check(path)
+            writes = isinstance(flags, int) and flags & write_flags
+            if path is not None and (writes or (not isinstance(path, int) and os.path.isdir(path))):
+                require_inside(path)  # a folder too, since a file could be named from there
+        elif event in _CHANGED_PATHS:
+            for path in args[: _CHANGED_PATHS[event]]:
+                require_inside(path)
         elif event == "socket.__new__" and args[1] == AF_UNIX:
             return  # asyncio's loop has a pair of them; connect, bind and sendto are refused
         elif event == "resource.setrlimit" and args[0] == resource.RLIMIT_CPU:
@@ -56,7 +56,7 @@ def _guard(folder: str) -> None:
         elif event.startswith(_REFUSED):
             raise PermissionError(f"a judged program may not do this: {event}")
 
-    sys.addaudithook(hook)
+    sys.addaudithook(audit)
 
 
 def main() -> None:
@@ -69,8 +69,8 @@ def main() -> None:
     sys.argv[:] = ["solution.py"]
     sys.path.insert(0, os.getcwd())
     sys.setrecursionlimit(10_000)
-    for module_with_it in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
-        vars(module_with_it).pop("raise_signal", None)
+    for signal_module in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
+        vars(signal_module).pop("raise_signal", None)
     _guard(os.getcwd())
     module = types.ModuleType("solution" if tests else "__main__")
     sys.modules[module.__name__] = module  # where dataclasses, pickle and typing look for it

@@ -154,8 +154,8 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 def _require_arguments(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
     if lacks:
-        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(lacks)}, and there is only "
-                            f"{', '.join(dict.fromkeys(there))}: name it in reward_fn_args, or put it into the row")
+        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(lacks)}, but there is only "
+                            f"{', '.join(dict.fromkeys(there))}: set it in reward_fn_args, or add it to the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
@@ -193,8 +193,8 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     try:
         path = class_path(function)
     except TaskNotSerializable:
-        raise WorkflowError(f"{function!r} can't be graded with: give a function at the top of a module that can be "
-                            "imported") from None
+        raise WorkflowError(f"{function!r} can't be used as a grader: give a function at the top of a module that can "
+                            "be imported") from None
     try:
         return path, orjson.dumps([args, kwargs])
     except TypeError as e:
@@ -207,8 +207,8 @@ def _graded(task: Task, workflow: Any, timeout: float, imports: str, form: _Form
     fields["reward_fn"] = REWARD_FUNCTIONS.paths.get(fields["reward_fn"], fields["reward_fn"])
     experiences = {name for name, value in known.items() if isinstance(value, Experience)}
     if refused := experiences & form.names:
-        raise WorkflowError(f"the reward {fields['reward_fn']} asks for {', '.join(refused)}, an Experience, which a "
-                            "process of its own can't be given: ask for response and completion_ids, or leave out "
+        raise WorkflowError(f"the reward {fields['reward_fn']} takes {', '.join(refused)}, an Experience, which can't "
+                            "be sent to a process of its own: take response and completion_ids instead, or leave out "
                             "grader_timeout")
     plain = {name: value for name, value in known.items() if name not in experiences}
     grade = workflow.grade_async if type(workflow).is_async else workflow.grade
@@ -273,13 +273,13 @@ def _only_number(called: Any, rewards: Any) -> float:
     try:
         [reward] = rewards
     except (TypeError, ValueError):
-        raise WorkflowError(f"the reward {name} gave {rewards!r} for one completion: give a list of one "
+        raise WorkflowError(f"the reward {name} gave {rewards!r} for one completion: return a list of one "
                             "number") from None
     if reward is None:
         raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
     if isinstance(reward, Mapping):
-        raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: one of TRL's form gives a "
-                            "list of one number")
+        raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: a reward of TRL's form "
+                            "returns a list of one number")
     return as_parts(reward, called)["reward"]
 
 
@@ -291,11 +291,11 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
     """
     name = _reward_name(reward)
     if isinstance(result, Mapping) and not (result and all(isinstance(part, str) for part in result)):
-        raise WorkflowError(f"the reward {name} gave {result!r:.100}: give a finite number, or a dict of at least one "
-                            "part, a text and its finite number; raise an error where an answer can't be judged")
+        raise WorkflowError(f"the reward {name} gave {result!r:.100}: return a finite number, or a dict from names to "
+                            "finite numbers with at least one; raise an exception if the answer can't be judged")
     if isinstance(result, Mapping) and "reward" in result and len(result) > 1:
         raise WorkflowError(f"the reward {name} gave {result!r:.100}: parts are added up, so a sum among them counts "
-                            "twice: give the sum alone, or the parts without it")
+                            "twice: return the sum alone, or the parts without it")
     parts = {}
     for part, value in (result if isinstance(result, Mapping) else {"reward": result}).items():
         try:
@@ -304,7 +304,7 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
             parts[part] = math.nan
         if not math.isfinite(parts[part]):
             part_name = f" as {part}" if isinstance(result, Mapping) else ""
-            raise WorkflowError(f"the reward {name} gave {repr(value)[:100]}{part_name}: give a finite number, or a "
+            raise WorkflowError(f"the reward {name} gave {repr(value)[:100]}{part_name}: return a finite number, or a "
                                 "dict of finite numbers, which are added")
     return parts
 

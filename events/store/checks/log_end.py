@@ -29,8 +29,8 @@ from trinity_es.events.store.records.recorded import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_of",
-    "require_known", "rewound", "told_less",
+    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_between", "lost_of",
+    "require_known", "rewound",
 ]
 
 SIZE = 2048
@@ -78,10 +78,11 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     return tuple(claim_from_dict(one) for one in data)
 
 
-def told_less(own: Mark | None, answer: Mark | None) -> str | None:
-    """Return why a process with mark `own` must refuse an answer with mark `answer`; None if it need not.
+def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
+    """Return what an answer's log lost of what this process has seen, in words; None if it lost nothing.
 
-    Marks of two generations don't compare: only the log shows whether one follows from the other.
+    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations don't compare: only the log
+    shows whether one follows from the other.
     """
     if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None

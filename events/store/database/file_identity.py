@@ -46,7 +46,7 @@ class Place:
         self._beside: dict[str, tuple[FileId, int]] = {}
 
     def connect(self, *, read_only: bool) -> sqlite3.Connection:
-        """Open the file, and make it if this object opened none before. Raises LogReplaced, sqlite3.Error."""
+        """Open the file; the first call creates it if it is missing. Raises LogReplaced, sqlite3.Error."""
         try:
             self._reading = read_only
             if self._file is not None:
@@ -111,7 +111,7 @@ class Place:
                 self._beside[name] = _file_id(sidecar), sidecar.st_size
 
     def is_replaced(self) -> bool:
-        """Return True if another file has this path now, False also if none has."""
+        """Return True if the path now leads to another file; False also if it leads to none."""
         try:
             return self._file is not None and _file_id(os.stat(self.path)) != self._file
         except OSError:
@@ -131,10 +131,10 @@ class Place:
         return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
 
     def gone_error(self, cause: BesideGone) -> LogReplaced:
-        """Return the error for content of a lost file that could not be saved yet."""
+        """Return the error to raise while the content of a write-ahead log that lost its name is not saved yet."""
         return LogReplaced(
-            f"{cause} while the log was in use; nothing was acknowledged. What it held is still in this process, and "
-            "is moved into the log as soon as no process reads there; leave this process alone until then",
+            f"{cause} while the log was in use; nothing was acknowledged. This process still has its content, and "
+            "moves it into the log as soon as no other process reads the log: do not end this process before",
             path=str(self.path)
         )
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.faults import rewind
 from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
-from trinity_es.events.store.checks.log_end import HERE, SIZE, Claim, Mark, Memory, accepted, told_less
+from trinity_es.events.store.checks.log_end import HERE, SIZE, Claim, Mark, Memory, accepted, lost_between
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import RewindAccepted
@@ -106,13 +106,13 @@ class TestAgainstTheLog:
 
 def test_who_knows_more_refuses_who_tells_less() -> None:
     mark = Mark("g", 5, b"five", "one life")
-    assert told_less(None, mark) is None
-    assert told_less(mark, None) is None
-    assert told_less(mark, mark._replace(teller="another life")) is None
-    assert told_less(mark, Mark("g", 6, b"six")) is None
-    assert told_less(mark, Mark("another generation", 1, b"one")) is None
-    assert "position 5, and the answer says that the log ends at 4" in str(told_less(mark, Mark("g", 4, b"four")))
-    assert "another event at position 5" in str(told_less(mark, Mark("g", 5, b"other")))
+    assert lost_between(None, mark) is None
+    assert lost_between(mark, None) is None
+    assert lost_between(mark, mark._replace(teller="another life")) is None
+    assert lost_between(mark, Mark("g", 6, b"six")) is None
+    assert lost_between(mark, Mark("another generation", 1, b"one")) is None
+    assert "position 5, and the answer says that the log ends at 4" in str(lost_between(mark, Mark("g", 4, b"four")))
+    assert "another event at position 5" in str(lost_between(mark, Mark("g", 5, b"other")))
 
 
 class TestMemory:

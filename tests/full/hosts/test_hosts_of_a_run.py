@@ -338,7 +338,7 @@ def test_what_can_t_be_joined_is_refused_with_the_way_out(
     start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = join_says(f"sqlite:///{tmp_path / 'log.sqlite'}", "--name", "b")
-    assert "SQLite file, which is one host's" in said
+    assert "SQLite file, which only one host can use" in said
     assert "PostgreSQL" in said
     assert "--name" in join_says("postgresql://nowhere/x", "--name", "two words")
     head = start_head()

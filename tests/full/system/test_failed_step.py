@@ -78,7 +78,7 @@ def require_sentence(code: int, err: str) -> None:
     assert line.startswith("error: step 2 gave nothing to train on: each of its 6 runs failed, 4 of them with ")
     assert "KeyError: 'stok' (rewards.py:8 in broken). See `trinity-es why 2`" in line
     ways = r"`trinity-es resume \S+log\.sqlite` \(`trinity-es resume CONFIG` if .+\)"
-    assert re.search(rf"mend it, and {ways} generates the step again$", line)
+    assert re.search(rf"fix it, and {ways} generates the step again$", line)
 
 
 @pytest.fixture(scope="module")

@@ -134,8 +134,9 @@ def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over(
 
 
 @pytest.mark.parametrize(("section", "said"), [
-    ({"synchronizer": {"sync_method": "nccl"}, "store": {"url": "postgresql://db/run"}}, "no group is made with"),
-    ({}, "SQLite file, which is one host's"),
+    ({"synchronizer": {"sync_method": "nccl"}, "store": {"url": "postgresql://db/run"}},
+     "engines on other hosts can't join an NCCL group"),
+    ({}, "SQLite file, which only one host can use"),
     ({"store": {"url": "postgresql://db/run"}, "hosts": {"address": "10.0.0.1"}}, "an address of this host and a port"),
 ])
 def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], said: str) -> None:

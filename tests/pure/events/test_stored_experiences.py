@@ -192,14 +192,14 @@ def test_without_raw_ones_and_of_delivered_ones_a_payload_stands_for_itself() ->
 def test_a_raw_payload_that_is_lost_or_wrong_is_named_with_the_one_that_needs_it() -> None:
     store, [raw], found, data = raw_in(made(2))
     [ref] = write_delivered(store, found, data)
-    with pytest.raises(CorruptPayload, match="refers to others"):
+    with pytest.raises(CorruptPayload, match="only the differences from experiences in another payload"):
         Experience.deserialize_many(store.held[ref.digest])
     store.held[raw.digest] = Experience.serialize_many(made(1))
     with pytest.raises(CorruptPayload, match=raw.digest) as corrupt:
         read_experiences(store, [ref])
     assert corrupt.value.details["digest"] == raw.digest
     store.held[raw.digest] = store.held[ref.digest]  # of its digest, say: a payload that refers to others itself
-    with pytest.raises(CorruptPayload, match=rf"{raw.digest}.*refers to others"):
+    with pytest.raises(CorruptPayload, match=rf"{raw.digest}.*in another payload"):
         read_experiences(store, [ref])
     del store.held[raw.digest]
     with pytest.raises(PayloadNotFound, match=rf"{raw.digest}.*to which payload {ref.digest} refers"):

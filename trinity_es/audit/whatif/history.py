@@ -230,7 +230,8 @@ def _config(log: Log, first: int) -> dict[str, Any]:
     """Return the config at the first submission. Raises DataError if the log has none."""
     config = log.config(first)[1]
     if "explorer" not in config:
-        raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are not known")
+        raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are unknown: only "
+                        "runs that were started with a config can be simulated")
     explorer = config["explorer"]
     if [key for key in NEEDED if key not in explorer]:
         from trinity_es.actors.config.schema import ExplorerConfig  # rare, and 0.1 s to import

@@ -8,9 +8,9 @@ the same state (`projections.batch`). Runners, trainer and network behave as in 
 - An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
   attempt), its time is drawn from the recorded ones of its batch; if it was cut off, from those that took longer.
 - An attempt that timed out also times out under a longer timeout, since its real end is unknown.
-- A batch is submitted, weights are published, and a runner dies at the recorded delay after the last end of a batch,
-  train step or weights update before it. A train step takes its recorded time. So faster rollouts speed up a run that
-  waits for its rollouts, but not one that waits for its trainer.
+- Submissions of batches, publications of weights and deaths of runners keep their recorded delay from the event that
+  they followed: the last end of a batch, train step or weights update before them. A train step takes its recorded
+  time. So faster rollouts speed up a run that waits for its rollouts, but not one that waits for its trainer.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def show(
         task, run = numbers[0], numbers[1] if len(numbers) > 1 else None
     limit = None if every or as_json else 40
     with common.open_chosen(log, config) as opened:
-        batch_id, task_and_run = _batch_and_run(opened, batch)
+        batch_id, task_and_run = _batch_of_id(opened, batch)
         task = task_and_run[0] if task is None and task_and_run else task
         run = task_and_run[1] if run is None and task_and_run else run
         if run is not None and task is None:
@@ -159,9 +159,9 @@ def show(
 
 
 def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
-    """Return each task's row of its taskset, as `letters 12`; "" without a taskset, [] if the tasks can't be read.
+    """Return the taskset and row of each task, as `letters 12`: "" without a taskset, [] if the tasks can't be read.
 
-    Once `limit` tasks are read, tasks that were added later are not read.
+    It reads no further submissions once it has `limit` tasks.
     """
     indexes: list[dict[str, Any]] = []
     try:
@@ -173,8 +173,8 @@ def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
     return [f"{index['taskset']} {index.get('index', '')}".rstrip() if "taskset" in index else "" for index in indexes]
 
 
-def _batch_and_run(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
-    """Return the batch with this id, and if it is the id of an experience its task and run. Raises BatchNotFound."""
+def _batch_of_id(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
+    """Return the batch of an id; for an experience's id also its task and run, else None. Raises BatchNotFound."""
     parts = text.rsplit("/", 4)
     try:
         return common.find_batch(log, text), None
@@ -262,7 +262,7 @@ def verify(
 
 
 def _memory_folder(config: Path | None, log: str | None) -> str:
-    """Return the folder in which this host remembers the end of the config's log; empty without a config."""
+    """Return the folder where this host records how far the config's log reached; empty without a config."""
     if config is None or log is not None:
         return ""
     from trinity_es.system import remembered_log_end  # slow to import

@@ -89,7 +89,7 @@ def rollout(request: PageRequest) -> Page:
             "batch": batch, "row": row, "found": found, "step": step, "before": before, "after": after,
             "one": one and rollout_values.experience_values(one, decode, source),
             "delivered": one and found.delivered.get(one.eid.uid),
-            "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.MOST_JSON)[0],
+            "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.JSON_CHARACTERS)[0],
             "kept": row.kept and kept_text(row.kept), "commands": rollout_values.commands(request.log.url, row),
             "text_url": request.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
         },
