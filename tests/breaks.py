@@ -102,7 +102,8 @@ BREAKS = (
           "actors/runner/outbox.py", "if anew or now - self._sent[n]", "if now - self._sent[n]",
           "pure/actors/test_outbox.py::test_given_groups_on_their_way_when_another_coordinator_comes_then_it_gets_all_"
           "in_their_order"),
-    Break(5, "A writer whose lease was taken may still append: its epoch is not compared.", "events/store/leases.py",
+    Break(5, "A writer whose lease was taken may still append: its epoch is not compared.",
+          "events/store/writer_lease.py",
           "if epoch != lease.epoch:", "if epoch is None:",
           "main/test_log_contract.py::TestLease::test_who_takes_the_lease_fences_who_had_it[sqlite]"),
     Break(5, "The kernel is not asked to end a worker with its runner.", "events/processes.py",
@@ -200,7 +201,7 @@ BREAKS = (
     Break(13, "The host does not remember the position of an append.", "events/store/log.py", "self.memory.note(mark)",
           "pass", "full/events/test_log_end.py::test_an_append_is_noted_before_it_returns[sqlite]"),
     Break(13, "What a client of an earlier life knows of the log is not looked up.",
-          "actors/coordinator/log_end_checks.py", "if mark is None or mark.teller == self._teller or", "if True or",
+          "actors/coordinator/sender_marks.py", "if mark is None or mark.teller == self._teller or", "if True or",
           "full/actors/test_witnesses.py::test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done"),
     Break(14, "A lease whose attempt is over belongs to it still, and is not released.",
           "actors/coordinator/decisions/lease_decisions.py",
@@ -212,7 +213,7 @@ BREAKS = (
     Break(14, "All leases have one key, so one run is given what another holds.", "actors/rollout/leases.py",
           "uuid.uuid4().hex", "uuid.UUID(int=0).hex",
           "full/actors/test_run_leases.py::test_without_a_system_the_same_workflow_plays"),
-    Break(15, "A key that a table gives a row without a value is a value.", "trinity_es/tasksets/rows.py",
+    Break(15, "A key that a table gives a row without a value is a value.", "trinity_es/tasksets/row_checks.py",
           "for key, inner in value.items() if inner is not None}", "for key, inner in value.items()}",
           "pure/test_rows.py::test_a_key_whose_value_is_null_is_no_key"),
     Break(15, "A row of messages is asked without the system prompt of its taskset.", "trinity_es/workflows/prompts.py",
@@ -230,7 +231,7 @@ BREAKS = (
           "aggregate_task(status.metrics, is_eval, 0)",
           "pure/projections/test_batch.py::test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_"
           "missing"),
-    Break(15, "A copy of a store has the lease of the original.", "events/store/leases.py",
+    Break(15, "A copy of a store has the lease of the original.", "events/store/writer_lease.py",
           'return "" if taken_for.is_same(current) else taken_for.place', 'return ""',
           "main/test_log_contract.py::TestLease::test_nobody_holds_it_in_a_copy_of_the_store[sqlite]"),
 )

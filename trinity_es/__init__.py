@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
     from trinity_es.client.coordinator import RolloutCoordinator
     from trinity_es.client.rollout_client import RolloutClient, connect
-    from trinity_es.client.running import running
     from trinity_es.client.scheduler import Scheduler
+    from trinity_es.client.start_or_join import running
     from trinity_es.config.config import Config, load_config
     from trinity_es.events.errors import TrinityError
     from trinity_es.events.experience import EID, Experience
@@ -54,7 +54,7 @@ _HOMES = {
     "actors.rollout.workflow_runner": "WorkflowRunner",
     "client.coordinator": "RolloutCoordinator",
     "client.rollout_client": "RolloutClient connect",
-    "client.running": "running",
+    "client.start_or_join": "running",
     "client.scheduler": "Scheduler",
     "config.config": "Config load_config",
     "events.errors": "TrinityError",

@@ -28,8 +28,8 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from trinity_es.actors.error_lines import sentence
 from trinity_es.actors.requests import Parcel
+from trinity_es.actors.validation_errors import sentence
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource

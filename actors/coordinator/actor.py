@@ -61,8 +61,8 @@ from trinity_es.actors.messages import (
 )
 from trinity_es.actors.orphaned import StoreWatch
 from trinity_es.actors.plugins import look_in
-from trinity_es.actors.reports import clean_report
 from trinity_es.actors.requests import Parcel, Reply, Request
+from trinity_es.actors.storable_text import clean_report
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (

@@ -20,7 +20,7 @@ from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability
-from trinity_es.events.store.database.disk import refusal
+from trinity_es.events.store.database.disk_errors import refusal
 from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["Journals", "Life", "open_journals"]

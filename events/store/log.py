@@ -33,7 +33,7 @@ from trinity_es.events.errors import (
     LogCorrupt,
     LogUnavailable,
 )
-from trinity_es.events.store import leases
+from trinity_es.events.store import writer_lease
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
@@ -178,7 +178,7 @@ class EventLog:
         if earlier_position is not None:
             return self._duplicate(connection, earlier_position, commit_id, drafted)
         if lease is not None:
-            leases.check(lease, epoch)
+            writer_lease.check(lease, epoch)
         self._check_versions(connection, writes)
         step = self._clock_step(connection, head, moment)
         drafts = [drafted] if step is None else [step, drafted]
@@ -279,15 +279,15 @@ class EventLog:
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
         """Take the lease from any holder: from now on no earlier holder can append. `owner` is plain JSON."""
-        return leases.acquire(self._db, name, owner)
+        return writer_lease.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
         """Return the lease, or None if it was never taken. A released one, or a copy's, has an empty `owner`."""
-        return leases.read(self._db, name)
+        return writer_lease.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:
         """Give the lease back, unless another writer took it meanwhile; its epoch stays."""
-        leases.release(self._db, lease)
+        writer_lease.release(self._db, lease)
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def read(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.config.config import Config
-from trinity_es.environments import installed
+from trinity_es.environments import installs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.store.payloads.payloads import open_payloads
@@ -117,14 +117,14 @@ def test_what_a_killed_engine_left_in_shared_memory_is_removed_without_a_word(tm
 
 
 def test_a_check_of_an_environment_is_quiet_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = installed.Installed(name="sums", distribution="sums", packages=[], versions={}, folder=Path("x"))
+    found = installs.Installed(name="sums", distribution="sums", packages=[], versions={}, folder=Path("x"))
     seen: list[str | None] = []
 
     def choose(*args: object) -> None:
         seen.extend(os.environ.get(name) for name in ("TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"))
         raise TasksetError("far enough")
 
-    monkeypatch.setattr(installed, "find", lambda name: found)
+    monkeypatch.setattr(installs, "find", lambda name: found)
     monkeypatch.setattr(single_task, "choose", choose)
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")

@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.warm_python import WarmPython
-from trinity_es.environments import installed as environments
+from trinity_es.environments import installs as environments
 from trinity_es.events.errors import ConfigError
 
 DATASETS = ["datasets==5.2.0", "pandas==3.1.1", "python-dateutil==4.0.0", "pytz==2026.6", "multiprocess==0.70.19",

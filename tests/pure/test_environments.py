@@ -21,8 +21,8 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import classify
 from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
-from trinity_es.environments import installed, openenv, verifiers_main
-from trinity_es.environments.installed import Installed
+from trinity_es.environments import installs, openenv, verifiers_main
+from trinity_es.environments.installs import Installed
 from trinity_es.environments.openenv import about_action, action_of
 from trinity_es.environments.verifiers_tasks import environment_config
 from trinity_es.environments.verifiers_workflow import failure_of
@@ -275,17 +275,17 @@ def test_environments_lie_where_the_user_says_or_in_his_data_folder(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv("TRINITY_ES_ENVIRONMENTS", raising=False)
-    assert installed.environments_folder() == tmp_path / "trinity_es" / "environments"
+    assert installs.environments_folder() == tmp_path / "trinity_es" / "environments"
     monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path / "mine"))
-    assert installed.environments_folder() == tmp_path / "mine"
+    assert installs.environments_folder() == tmp_path / "mine"
 
 
 def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_how_to_get_it(folder: Path) -> None:
-    assert [e.name for e in installed.installed()] == ["gsm8k-v1"]
-    assert installed.find("GSM8K_v1").version == "0.1"
+    assert [e.name for e in installs.installed()] == ["gsm8k-v1"]
+    assert installs.find("GSM8K_v1").version == "0.1"
     with pytest.raises(ConfigError, match="trinity-es env install unfinished"):
-        installed.find("unfinished")
-    installed.remove("gsm8k-v1")
+        installs.find("unfinished")
+    installs.remove("gsm8k-v1")
     assert not (folder / "gsm8k-v1").exists()
 
 
@@ -298,31 +298,31 @@ def test_what_is_no_package_or_no_folder_of_its_own_is_refused_before_anything_i
     folder: Path, package: str, name: str | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        installed.install(package, name=name)
+        installs.install(package, name=name)
     assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
 
 
 def test_without_uv_an_install_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "uv", lambda: None)
+    monkeypatch.setattr(installs, "uv", lambda: None)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-es\[environments\]'"):
-        installed.install("gsm8k-v1")
+        installs.install("gsm8k-v1")
     assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
 
 
 def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the_last_for_who_reads_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installed, "_run", lambda command, say: json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"}))
-    first = installed.install("gsm8k-v1")
+    monkeypatch.setattr(installs, "_run", lambda command, say: json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"}))
+    first = installs.install("gsm8k-v1")
     (first.folder / "task").touch()
 
     def fails(command: Sequence[str], say: Any) -> str:
         raise ConfigError("no network")
 
     with monkeypatch.context() as offline:
-        offline.setattr(installed, "_run", fails)
+        offline.setattr(installs, "_run", fails)
         with pytest.raises(ConfigError, match="no network"):
-            installed.install("gsm8k-v1")
+            installs.install("gsm8k-v1")
 
     def loads_not(command: Sequence[str], say: Any) -> str:
         if "load" in command:
@@ -330,18 +330,18 @@ def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the
         return json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"})
 
     with monkeypatch.context() as misnamed:
-        misnamed.setattr(installed, "_run", loads_not)
+        misnamed.setattr(installs, "_run", loads_not)
         with pytest.raises(ConfigError, match="can't load the taskset 'gsm8k-v1': ModuleNotFoundError: no gsm8k_v1"):
-            installed.install("gsm8k-v1")
-    assert installed.find("gsm8k-v1") == first
-    other = installed.install("gsm8k-v1", name="Mine")
-    assert installed.find("mine") == other
+            installs.install("gsm8k-v1")
+    assert installs.find("gsm8k-v1") == first
+    other = installs.install("gsm8k-v1", name="Mine")
+    assert installs.find("mine") == other
     assert (other.name, other.distribution) == ("mine", "gsm8k-v1")
     assert (first.folder / "task").exists()
-    second = installed.install("gsm8k-v1", name="gsm8k-v1")
-    assert installed.find("gsm8k-v1") == second != first
+    second = installs.install("gsm8k-v1", name="gsm8k-v1")
+    assert installs.find("gsm8k-v1") == second != first
     assert first.folder.exists()
-    third = installed.install("gsm8k-v1")
+    third = installs.install("gsm8k-v1")
     assert set((folder / "gsm8k-v1").glob("install-*")) == {second.folder, third.folder}
 
 
@@ -408,7 +408,7 @@ def test_a_check_shows_each_token_and_which_of_them_the_model_wrote(capsys: pyte
 
 def test_a_removal_of_what_is_not_there_does_not_say_to_install_it(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"gsm8k-v2' is not installed in .* \(there: gsm8k-v1\)$"):
-        installed.remove("gsm8k-v2")
+        installs.remove("gsm8k-v2")
 
 
 async def test_a_run_tells_that_its_server_is_not_there_and_for_how_long_it_waits(

@@ -24,9 +24,9 @@ import trinity_es.actors.coordinator.actor
 import trinity_es.actors.coordinator.handlers.trainer
 import trinity_es.actors.coordinator.handlers.wiring
 import trinity_es.actors.coordinator.live_state
-import trinity_es.actors.coordinator.log_end_checks
 import trinity_es.actors.coordinator.log_session
 import trinity_es.actors.coordinator.log_writer
+import trinity_es.actors.coordinator.sender_marks
 import trinity_es.actors.guardian.actor
 import trinity_es.actors.runner.actor
 import trinity_es.actors.runner.engine_thread
@@ -347,7 +347,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     }),
     (trinity_es.actors.coordinator.handlers.trainer, {"next_delivered": stores.next_delivered}),
     (trinity_es.actors.coordinator.log_writer, {"threading": threads}),
-    (trinity_es.actors.coordinator.log_end_checks, {"threading": threads}),
+    (trinity_es.actors.coordinator.sender_marks, {"threading": threads}),
     (trinity_es.actors.guardian.actor, {
         "os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time,
     }),

@@ -31,7 +31,7 @@ from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.why.answer import counted, resume_command
 from trinity_es.run.explorer import Explorer
-from trinity_es.run.run_process import RunProcess
+from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, said_of

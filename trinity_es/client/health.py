@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trinity_es.client.problems import problems
-from trinity_es.client.unanswered import state_of_runner
+from trinity_es.client.silent_system import state_of_runner
 from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trinity_es.client.unanswered import stopped_processes
+from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
 from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, resume_after_fix, resume_command, span
 from trinity_es.projections.why.runners import coordinator_away, problem

@@ -34,8 +34,8 @@ from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.actors.config.config import RunConfig
 from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.config.section import Section
-from trinity_es.actors.error_lines import Path_, dotted
 from trinity_es.actors.plugins import lacking, load, look_in, registered, way_out
+from trinity_es.actors.validation_errors import Path_, dotted
 from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
 from trinity_es.config.error_lines import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved

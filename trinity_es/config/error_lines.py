@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from trinity_es.actors.error_lines import Path_, dotted, error_path, quoted, sentence, written
+from trinity_es.actors.validation_errors import Path_, dotted, error_path, quoted, sentence, written
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.events.event_docs import documented_fields
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_es.actors.error_lines import Path_
+from trinity_es.actors.validation_errors import Path_
 from trinity_es.events.secrets import Secret, is_reference, is_secret_key, marked_text
 
 __all__ = ["converted", "escaped", "resolved"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trinity_es.actors.error_lines import Path_, dotted, quoted
+from trinity_es.actors.validation_errors import Path_, dotted, quoted
 from trinity_es.events.errors import ConfigError
 
 __all__ = ["apply_overrides", "read_yaml"]

@@ -26,7 +26,7 @@ import orjson
 
 from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
-from trinity_es.environments.installed import Installed, uv
+from trinity_es.environments.installs import Installed, uv
 from trinity_es.events.errors import DataError, EnvironmentFailed
 
 __all__ = ["EnvironmentServer", "environment_variables", "server_of"]

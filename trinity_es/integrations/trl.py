@@ -34,7 +34,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging as logs
 
-from trinity_es.client.progress import tell
+from trinity_es.client.log_or_print import tell
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError, SyncError, UnknownWorkflow

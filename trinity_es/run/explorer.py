@@ -3,7 +3,7 @@
 A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8k` with the weights of step 12 is batch
 "12/gsm8k"; before the first step, "0/gsm8k". How far each taskset was read is recorded in the batch's transaction.
 
-`sync_policy.py` decides when steps are submitted and weights published, `run_process.py` how a run resumes. Steps are
+`sync_policy.py` decides when steps are submitted and weights published, `run_base.py` how a run resumes. Steps are
 finalized in order, and the trainer takes each at once, so it learns from one step while the next is generated.
 """
 
@@ -23,12 +23,12 @@ from trinity_es.events.errors import ConfigError, LogNotFound, SyncError, Workfl
 from trinity_es.events.values import BatchId, BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
+from trinity_es.projections.reading.task_mean_rewards import pass_rates, submitted_tasks
 from trinity_es.projections.why.answer import resume_after_fix, resume_command
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.run.checkpointing import Checkpoints
-from trinity_es.run.run_process import RunProcess
+from trinity_es.run.run_base import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order

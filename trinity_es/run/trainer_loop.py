@@ -14,7 +14,7 @@ from trinity_es.events.values import BatchLifecycleState
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import is_over
-from trinity_es.run.run_process import RunProcess
+from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer import learn
 from trinity_es.run.wait_for_log import when_written
 from trinity_es.system import running_system

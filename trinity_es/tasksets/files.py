@@ -23,7 +23,7 @@ from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file, task
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular
 from trinity_es.events.vocabulary import TasksetSource
-from trinity_es.tasksets.rows import (
+from trinity_es.tasksets.row_checks import (
     RowCheck,
     TableRows,
     named_keys,

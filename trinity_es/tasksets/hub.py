@@ -19,7 +19,7 @@ from typing import Any
 from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.vocabulary import TasksetSource
-from trinity_es.tasksets.rows import CHECKED_ROWS, TableRows
+from trinity_es.tasksets.row_checks import CHECKED_ROWS, TableRows
 
 __all__ = ["HubRows"]
 

@@ -16,7 +16,7 @@ from trinity_es.actors.plugins import registered, resolve
 from trinity_es.events.errors import TasksetError, TrinityError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file
-from trinity_es.tasksets.rows import no_prompt
+from trinity_es.tasksets.row_checks import no_prompt
 
 __all__ = ["open_source"]
 

@@ -14,7 +14,7 @@ from trinity_es.actors.coordinator.decisions import adapter_decisions as adapter
 from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
-from trinity_es.actors.reports import clean_text
+from trinity_es.actors.storable_text import clean_text
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.adapter_versions import current_adapters
 from trinity_es.projections.runner import RunnerState

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from trinity_es.actors.base import kill_group
-from trinity_es.actors.reports import clean_text
+from trinity_es.actors.storable_text import clean_text
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.secrets import masked_text
 from trinity_es.projections.leases import OpenLease

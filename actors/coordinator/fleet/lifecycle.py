@@ -14,7 +14,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.message_sizes import unpack_results
 from trinity_es.actors.messages import EndedRunners, Heartbeat, OutcomeReport, RunnerDied, RunnerStatus, UnitOutcome
-from trinity_es.actors.reports import clean_text
+from trinity_es.actors.storable_text import clean_text
 from trinity_es.events.errors import CorruptPayload, InvalidEvent, PayloadNotFound
 from trinity_es.events.values import FailureKind
 from trinity_es.projections.host_states import host_of

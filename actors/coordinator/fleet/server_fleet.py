@@ -14,8 +14,8 @@ from typing import Any
 from trinity_es.actors.config.schema import ServersConfig
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
+from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
 from trinity_es.projections.servers import leaving

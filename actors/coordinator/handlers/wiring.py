@@ -22,7 +22,6 @@ from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
-from trinity_es.actors.coordinator.handlers.loads import LoadHandlers
 from trinity_es.actors.coordinator.handlers.machines import MachineHandlers
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
@@ -30,6 +29,7 @@ from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
+from trinity_es.actors.coordinator.handlers.weight_commands import LoadHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand

@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events.errors import LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
-from trinity_es.events.store.database.disk import NO_FILE, is_out_of_files, room
+from trinity_es.events.store.database.disk_errors import NO_FILE, is_out_of_files, room
 from trinity_es.events.store.database.retry import NO_ROOM, POOLED, REFUSED, TLS_TROUBLE, Trouble
 from trinity_es.events.store.database.urls import scrubbed
 

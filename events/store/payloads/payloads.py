@@ -23,7 +23,7 @@ from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
-from trinity_es.events.store.database.disk import refusal
+from trinity_es.events.store.database.disk_errors import refusal
 from trinity_es.events.store.database.retry import once
 from trinity_es.events.store.database.urls import parse_url
 

@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.endpoint import CHAT, TOKEN, Recorder, connected, posted, serving, until
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.http_server import most_connections
-from trinity_es.events.store.database.disk import is_out_of_files
+from trinity_es.events.store.database.disk_errors import is_out_of_files
 
 
 def asked(path: str, body: object = CHAT) -> bytes:

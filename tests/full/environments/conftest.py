@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.client_packages import LETTERS, OPENENV, environment, installed
-from trinity_es.environments.installed import Installed
+from trinity_es.environments.installs import Installed
 
 
 @pytest.fixture(scope="package")

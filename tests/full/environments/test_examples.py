@@ -17,7 +17,7 @@ import trinity_es
 from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.openenv_servers import listening
 from tests.helpers.paths import ROOT
-from trinity_es.environments.installed import Installed, install
+from trinity_es.environments.installs import Installed, install
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.systems import StartSystem, pid_of
-from trinity_es.environments.installed import Installed
+from trinity_es.environments.installs import Installed
 from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import wait_until

@@ -27,7 +27,7 @@ from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.environments.installed import Installed, find, remove
+from trinity_es.environments.installs import Installed, find, remove
 from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file
 from trinity_es.events.errors import EngineError, TasksetError
 from trinity_es.events.values import Task

@@ -16,7 +16,7 @@ from tests.helpers.systems import scripted
 from trinity_es import Explorer
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
-from trinity_es.projections.reading.pass_rates import pass_rates
+from trinity_es.projections.reading.task_mean_rewards import pass_rates
 from trinity_es.tasksets.selectors import Selector
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.telemetry.metrics_file import read_metrics

@@ -16,7 +16,7 @@ from tests.helpers.systems import StartSystem, pid_of, play_batch
 from tests.helpers.ways_to_end import WAYS
 from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.guardian.text_logs import MOST_BYTES
+from trinity_es.actors.guardian.log_size_limit import MOST_BYTES
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trinity_es.actors.guardian.text_logs import cut
+from trinity_es.actors.guardian.log_size_limit import cut
 
 
 def test_a_file_that_grew_too_long_is_cut_in_place_and_its_end_is_kept(tmp_path: Path) -> None:

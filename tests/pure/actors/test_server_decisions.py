@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.schema import ServersConfig
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
-from trinity_es.actors.coordinator.fleet import server_list
+from trinity_es.actors.coordinator.fleet import polled_server_list
+from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
-from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.weights import run_command
 from trinity_es.config.config import Config
@@ -260,7 +260,7 @@ def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
 def test_a_command_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_list, "COMMAND_SECONDS", 0.5)
+    monkeypatch.setattr(polled_server_list, "COMMAND_SECONDS", 0.5)
     command = f"sleep 60 & echo $! > {tmp_path}/pid; wait"
     told: list[list[str]] = []
     ServerList(settings_of(command=command), told.append).read()
@@ -274,14 +274,14 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(
 def test_a_list_without_end_changes_nothing_and_fills_no_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_list, "COMMAND_SECONDS", 5.0)
+    monkeypatch.setattr(polled_server_list, "COMMAND_SECONDS", 5.0)
     told: list[list[str]] = []
     file = tmp_path / "servers"
-    file.write_text(f"{A}\n" * (2 * server_list.LIST_BYTES // len(A)))
+    file.write_text(f"{A}\n" * (2 * polled_server_list.LIST_BYTES // len(A)))
     for settings in (settings_of(file=str(file)), settings_of(command=f"cat {file}; sleep 60")):
         caplog.clear()
         ServerList(settings, told.append).read()
-        assert f"it has more than {server_list.LIST_BYTES:,} bytes: a list has a URL a line" in caplog.text
+        assert f"it has more than {polled_server_list.LIST_BYTES:,} bytes: a list has a URL a line" in caplog.text
     assert told == []
 
 

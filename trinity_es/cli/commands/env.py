@@ -14,8 +14,8 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
 from trinity_es.cli.run_in_view import quietly
 from trinity_es.config.config import Config
-from trinity_es.environments import installed as environments
-from trinity_es.environments.installed import Installed
+from trinity_es.environments import installs as environments
+from trinity_es.environments.installs import Installed
 from trinity_es.environments.verifiers_tasks import PREFIX
 from trinity_es.events.experience import Experience
 from trinity_es.run import single_task
@@ -72,7 +72,7 @@ def install(
 @env.command("list")
 def list_installed(as_json: JsonOption = False) -> None:
     """List the installed environments."""
-    installed = environments.installed()
+    installed = environments.installs()
     if as_json:
         print_json([_as_json(one) for one in installed])
         return
