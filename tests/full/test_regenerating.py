@@ -202,7 +202,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with trinity_es.open_log(url) as log:
         rollout = find_rollout(log, 1, 0, 0)
     rollout.experiences = [made_by_nobody]
-    with pytest.raises(DataError, match="asked no model"):
+    with pytest.raises(DataError, match="called no model"):
         regenerate(rollout)
 
 

@@ -172,7 +172,7 @@ def test_what_can_t_be_on_ray_is_refused_with_the_way_out(
         return done.stderr
 
     assert "--hosts N" in refused("--set", "explorer.rollout_model.engine_num=64")
-    assert "Give store.url of a PostgreSQL database" in refused("--set", "store.url=sqlite:///x.sqlite")
+    assert "Set store.url to a PostgreSQL database" in refused("--set", "store.url=sqlite:///x.sqlite")
     with socket.socket() as silent:  # nobody else's: it is bound and does not listen
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setitem(nodes.env, "RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")

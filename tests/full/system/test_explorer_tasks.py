@@ -115,6 +115,6 @@ def test_p50_a_run_that_would_have_no_step_is_refused(tmp_path: Path) -> None:
     data = config.to_dict()
     data["buffer"]["batch_size"] = 14
     explorer = Explorer(trinity_es.Config.from_dict(data))
-    with pytest.raises(ConfigError, match=r"13 tasks in all, fewer than buffer.batch_size 14"):
+    with pytest.raises(ConfigError, match=r"the tasksets have 13 tasks, fewer than buffer.batch_size 14"):
         explorer.locate()
     explorer.release()
