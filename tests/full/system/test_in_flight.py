@@ -22,9 +22,9 @@ TOKENS = 40
 class Noting(ScriptedEngine):
     """Touches a file when a request begins."""
 
-    async def generate(self, prompt: str | list[int], sampling: Sampling, request: str = "") -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         Path(os.environ["BEGAN"]).touch()
-        return await super().generate(prompt, sampling, request)
+        return await super().generate(prompt, sampling)
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         Path(os.environ["BEGAN"]).touch()

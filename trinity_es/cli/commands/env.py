@@ -72,7 +72,7 @@ def install(
 @env.command("list")
 def list_installed(as_json: JsonOption = False) -> None:
     """List the installed environments."""
-    installed = environments.installs()
+    installed = environments.installed()
     if as_json:
         print_json([_as_json(one) for one in installed])
         return
