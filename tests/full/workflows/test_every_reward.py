@@ -46,6 +46,6 @@ async def test_what_is_no_json_is_refused_to_a_reward_that_has_a_process(pool: W
                         reward_fn_args={"grader_timeout": 5.0})
     [(_, kind, message)] = done.failures
     assert kind == "workflow"
-    assert "of_the_answer asks for answer, an Experience" in message
+    assert "of_the_answer takes answer, an Experience" in message
     done = await played(pool, "async_math_rm_workflow", Answers("aab"), raw_task=ROW, reward_fn=of_the_answer)
     assert [result.metrics["reward"] for result in done.results] == [3.0]
