@@ -372,8 +372,6 @@ class UnitAssignment:
     """Seconds that the attempt may take; 0: explorer.max_timeout."""
     kept: str = ""
     """Digest of the payload with what lost attempts had."""
-    kept_seconds: float = 0.0
-    """How long those played, which counts in the time limit."""
 
 
 @dataclass(frozen=True, slots=True)

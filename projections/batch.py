@@ -23,7 +23,7 @@ from trinity_es.projections.metrics import (
 )
 
 __all__ = [
-    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold", "kept_text",
+    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
     "mean_reward", "metric_prefix", "missing_runs",
 ]
 
@@ -441,19 +441,3 @@ def mean_reward(result: dict[str, Any]) -> float | None:
         return float(metrics["rollout/reward/mean"])
     means = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
     return means[max(means)] if means else None
-
-
-def kept_text(event: ev.AttemptKept) -> str:
-    """Return what the next attempt goes on from, which tokens it can't go on from, and who kept them, in words."""
-    def counted(n: int, name: str) -> str:
-        return f"{n:,} {name}{'' if n == 1 else 's'}"
-
-    answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
-    tokens = event.tokens - sum(event.not_kept.values())
-    parts = [f"{counted(tokens, 'token')} of {' and '.join(answers)}"] if answers else []
-    parts += [counted(event.steps, "step result")] if event.steps else []
-    lost = [f"; {counted(n, 'token')} can't go on because of {name}" for name, n in sorted(event.not_kept.items())]
-    if event.possibly_delivered:
-        steps = ", ".join(map(repr, event.possibly_delivered))
-        lost.append(f"; runs start over because step {steps} may have had its effect")
-    return f"{' and '.join(parts) or 'nothing'}, kept by {event.runner} #{event.incarnation}{''.join(lost)}"

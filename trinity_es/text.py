@@ -12,7 +12,7 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
 from trinity_es.events.values import BatchId, batch_stream, local_time
-from trinity_es.projections.batch import kept_text
+from trinity_es.projections.kept_text import kept_text
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded

@@ -9,12 +9,10 @@ from pydantic import Field
 
 from trinity_es.actors.config.buffer import BufferConfig
 from trinity_es.actors.config.hosts import HostsConfig
+from trinity_es.actors.config.models import AuxiliaryModelConfig, ModelConfig, RolloutModelConfig
 from trinity_es.actors.config.schema import (
-    AuxiliaryModelConfig,
     ExplorerConfig,
-    ModelConfig,
     MonitorConfig,
-    RolloutModelConfig,
     StoreConfig,
     SynchronizerConfig,
     SystemConfig,

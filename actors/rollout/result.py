@@ -46,11 +46,18 @@ class UnitResult:
     model_version_end: int = 0
     seconds: float = 0.0
     timeout: float | None = None
-    """Seconds."""
+    """Seconds that an attempt may take, with the lost ones from which it goes on."""
+    spent: float = 0.0
+    """Seconds that the lost attempts took."""
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that belong to no single run: see `RunsFinished`."""
     lacks: bool = False
     """Runs failed because this machine lacks something, such as a module."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that this attempt may take, at least 1; None without a limit."""
+        return None if self.timeout is None else max(self.timeout - self.spent, 1.0)
 
     def add(self, part: UnitResult) -> None:
         self.results += part.results

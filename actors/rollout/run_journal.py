@@ -12,10 +12,12 @@ import asyncio
 import bisect
 import contextlib
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -25,6 +27,8 @@ from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgres
 from trinity_es.events.journal import KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
 
 __all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
+
+_warn_once = lru_cache(maxsize=100)(logging.getLogger(__name__).warning)
 
 MOST_SPLICES = 8
 """Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
@@ -75,7 +79,12 @@ class OpenCall:
         """Return records of the tokens that came since the last call."""
         if not hasattr(self.engine, "partial"):
             return []
-        parts = cast(KeepsProgress, self.engine).partial(self.request, {i: len(t) for i, t in self.recorded.items()})
+        start = {i: len(tokens) for i, tokens in self.recorded.items()}
+        try:
+            parts = cast(KeepsProgress, self.engine).partial(self.request, start)
+        except Exception as e:  # an engine may change inside; its answers are worth more than their journal
+            _warn_once("the tokens of open requests can't be read, and are not kept: %s: %s", type(e).__name__, str(e))
+            return []
         return [record for index, part in parts.items() if part.token_ids for record in self._record(index, part)]
 
     def end(self, completions: Sequence[Completion]) -> list[bytes]:
@@ -149,9 +158,8 @@ class RunJournal:
 
         `further` are options beyond `sampling`; `forbids` names an option with which a kept part can't be continued.
         """
-        prompt_bytes = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
         options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
-        key = fingerprint(model, prompt_bytes, options)
+        key = fingerprint(model, repr(prompt).encode(), options)  # any prompt: a wrong one is refused by the engine
         nth, self._asked[key] = self._asked[key], self._asked[key] + 1
         return JournaledCall(
             journal=self, engine=engine, prompt=prompt, sampling=sampling, key=(key, nth),

@@ -105,7 +105,7 @@ class WorkflowRunner:
     ) -> UnitResult:
         """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises.
 
-        `journal` returns that of the run with this number.
+        `journal` returns that of the run with this number; the time of its lost attempts counts in `timeout`.
         """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
@@ -122,7 +122,10 @@ class WorkflowRunner:
                 try:
                     with self.played.shown(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as over:
-                            own_journal = None if journal is None else journal(part.start)
+                            own_journal = None
+                            if journal is not None:
+                                own_journal = journal(part.start)
+                                own.spent = own_journal.kept.seconds
                             models = [
                                 self._model(self.engine, task, part.start, own_journal),
                                 *self._auxiliary_models(task, own_journal),
@@ -230,12 +233,12 @@ class WorkflowRunner:
             nonlocal limit
             begun.append(self.clock())
             self.limits.end(limit)  # called again if a worker ended before it took the runs
-            limit = self._limit(out.timeout)
+            limit = self._limit(out.seconds_left)
 
         try:
             done, dead = await self.workers.run(
-                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
-                begun=begin,
+                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models,
+                timeout=out.seconds_left, begun=begin,
             )
         except TimeoutError as e:
             raise outcome.OutOfTime from e
@@ -359,7 +362,7 @@ class WorkflowRunner:
         workflow = context.run(self._build, cls, shown, models)
         if repeats:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
-        experiences = await self._call(workflow, models[0], out.timeout, context)
+        experiences = await self._call(workflow, models[0], out.seconds_left, context)
         seconds = self.clock() - started
         lost: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
         by_run = outcome.grouped_by_run(experiences, runs, cls.__name__, lost) if repeats else {runs.start: experiences}

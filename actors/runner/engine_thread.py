@@ -344,10 +344,7 @@ class EngineThread:
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
-                limit = item.timeout or self.workflows.timeout
-                if limit is not None:
-                    limit = max(limit - item.kept_seconds, 1.0)
-                journal = await self.journal_of(key, item)
+                limit, journal = item.timeout or None, await self.journal_of(key, item)
                 done = await self.workflows.execute(
                     task, item.batch_id, runs, timeout=limit, leases=leases, journal=journal
                 )

@@ -20,8 +20,9 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
-from trinity_es.projections.batch import BatchState, Flight, kept_text
+from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.host_states import host_of
+from trinity_es.projections.kept_text import kept_text
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
 from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
 from trinity_es.projections.why.runners import (

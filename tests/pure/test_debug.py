@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.helpers.handmade import cli
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.run import single_task

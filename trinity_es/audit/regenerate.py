@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.plugins import look_in, resolve

@@ -32,7 +32,7 @@ from sqlalchemy.engine import make_url
 
 from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.actors.config.config import RunConfig
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.config.section import Section
 from trinity_es.actors.plugins import lacking, load, look_in, registered, way_out
 from trinity_es.actors.validation_errors import Path_, dotted

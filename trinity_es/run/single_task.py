@@ -21,7 +21,7 @@ import orjson
 
 from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugins import look_in, resolve

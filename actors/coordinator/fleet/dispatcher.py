@@ -140,7 +140,7 @@ class Dispatcher:
         kept = batch.flights[unit.task, unit.run_id_base].kept
         return UnitAssignment(
             batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout,
-            kept="" if kept is None else kept.payload, kept_seconds=0.0 if kept is None else kept.seconds,
+            kept="" if kept is None else kept.payload,
         )
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:

@@ -137,14 +137,17 @@ class LostJournals:
         data = earlier + b"".join(own)
         if not data:
             return None
-        opened = {number: run.open_steps() for number, run in kept_runs([data]).items() if number in runs}
+        kept = kept_runs([data])
+        opened = {number: run.open_steps() for number, run in kept.items() if number in runs}
         for number, names in opened.items():
             for name in names:
                 _LOG.warning("run %s/%s/%s starts over: step %r began and has no end, and may have had its effect",
                              lost.batch_id, unit.task, number, name)
-        data = without_open_steps(data)
-        kept = [run for number, run in kept_runs([data]).items() if number in runs]
-        answers = [answer for run in kept for of_call in run.calls.values() for answer in of_call.values()]
+        if any(opened.values()):
+            data = without_open_steps(data)
+            kept = kept_runs([data])
+        own_runs = [run for number, run in kept.items() if number in runs]
+        answers = [answer for run in own_runs for of_call in run.calls.values() for answer in of_call.values()]
         not_kept: dict[str, int] = {}
         for answer in answers:
             if answer.forbids and not answer.finish:
@@ -153,8 +156,8 @@ class LostJournals:
             task=unit.task, run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt - 1,
             runner=life[0], incarnation=life[1], payload=self._live.payloads.put(data),
             calls=sum(bool(a.finish) for a in answers), open_calls=sum(not a.finish for a in answers),
-            tokens=sum(len(a.tokens) for a in answers), steps=sum(s.done for run in kept for s in run.steps.values()),
-            seconds=max((run.seconds for run in kept), default=0.0), not_kept=not_kept,
+            tokens=sum(len(a.tokens) for a in answers), steps=sum(s.done for r in own_runs for s in r.steps.values()),
+            seconds=max((run.seconds for run in own_runs), default=0.0), not_kept=not_kept,
             possibly_delivered=sorted({name for names in opened.values() for name in names}),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trinity_es.actors.config.schema import ServersConfig
+from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList

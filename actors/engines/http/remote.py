@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
 from trinity_es.actors.engines.http.pool import Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer

@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import importlib
 import logging
 import math
 import os
@@ -70,7 +69,7 @@ from trinity_es.actors.engines.vllm.values import (
     with_load,
     with_texts,
 )
-from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, short
+from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
@@ -200,7 +199,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             raise ConfigError(
                 f"vLLM's AsyncEngineArgs have no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
             )
-        _check_extension(arguments["worker_extension_cls"])
+        check_extension(arguments["worker_extension_cls"])
         arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
         if self.on_load is None:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -439,17 +438,3 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
         return EngineError(f"vLLM failed: {short(e)}")
-
-
-def _check_extension(name: str) -> None:
-    """Raise ConfigError if a user's extension of vLLM's workers is no subclass of ours, which loads weights."""
-    module, _, attribute = name.replace(":", ".").rpartition(".")
-    try:
-        extension = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(f"engine_args.worker_extension_cls {name} can't be imported: {e}") from e
-    if not (isinstance(extension, type) and issubclass(extension, WorkerExtension)):
-        raise ConfigError(
-            f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
-            f"{WorkerExtension.__qualname__}"
-        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import threading
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, unloadable
-from trinity_es.events.errors import EngineError, SyncError
+from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.processes import process_lives
 
-__all__ = ["WeightChanges", "WorkerExtension", "short"]
+__all__ = ["WeightChanges", "WorkerExtension", "check_extension", "short"]
 
 _WATCH_SECONDS = 0.5
 
@@ -261,3 +262,17 @@ class WorkerExtension:
             info.reset()
         if hasattr(self, "_weight_update_active"):
             self._weight_update_active = False  # a transfer that ended half-way would refuse the next
+
+
+def check_extension(name: str) -> None:
+    """Raise ConfigError if a user's extension of vLLM's workers is no subclass of ours, which loads weights."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        extension = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(f"engine_args.worker_extension_cls {name} can't be imported: {e}") from e
+    if not (isinstance(extension, type) and issubclass(extension, WorkerExtension)):
+        raise ConfigError(
+            f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
+            f"{WorkerExtension.__qualname__}"
+        )

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.helpers.recorded_engine import Recorder
-from trinity_es.actors.config.schema import RolloutModelConfig
+from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.http.pool import AGAIN_SECONDS, REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,13 @@ import pytest
 from tests.helpers.journals import RUN, Steady, Written, ask, cut_off, whole
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.run_journal import RunJournal, starts_over
-from trinity_es.events.journal import KeptAnswer, chunk, kept_runs, step
+from trinity_es.actors.rollout.workflow_runner import GRACE_SECONDS, WorkflowRunner
+from trinity_es.events.errors import EngineError
+from trinity_es.events.experience import Experience
+from trinity_es.events.journal import KeptAnswer, KeptRun, chunk, kept_runs, step
+from trinity_es.events.values import Task
+from trinity_es.testing import ManualClock, SleepWorkflow
+from trinity_es.workflows.workflow import Workflow
 
 PROMPT = [1, 2, 3]
 
@@ -212,6 +218,64 @@ def test_tokens_without_known_weights_or_with_broken_logprobs_are_not_kept() -> 
         engine.next = lambda ids, choice, seed: (97, float("nan"))  # type: ignore[method-assign]
         await whole(engine, RunJournal(RUN, writer), PROMPT, Sampling(max_tokens=3))
         assert writer.data == b""
+
+    play(test)
+
+
+@pytest.mark.parametrize(("spent", "left"), [(0.0, 60.0), (20.0, 40.0), (59.5, 1.0), (900.0, 1.0)])
+def test_the_lives_of_an_attempt_count_together_in_its_time_limit(spent: float, left: float) -> None:
+    class Limit(Workflow):
+        is_async = True
+
+        async def run_async(self) -> list[Experience]:
+            [deadline] = limits
+            raise RuntimeError(f"until {deadline:g}")
+
+    clock, kept = ManualClock(100.0), KeptRun(seconds=spent)
+    player = WorkflowRunner(Steady(), clock=clock, timeout=60.0)  # type: ignore[arg-type]  # it has what is used
+    limits: list[float] = []
+    player.limits.begin = lambda deadline: limits.append(deadline) or 0  # type: ignore[func-returns-value,method-assign,assignment]  # noted
+    journal = RunJournal(RUN, Written(), kept)
+    done = asyncio.run(player.execute(Task(workflow=Limit), 1, range(1), journal=lambda run: journal))
+    assert limits == [100.0 + left + GRACE_SECONDS]
+    assert f"until {limits[0]:g}" in done.failures[0][2]
+
+
+def test_an_attempt_that_runs_out_of_time_in_its_second_life_names_the_limit_of_both() -> None:
+    journal = RunJournal(RUN, Written(), KeptRun(seconds=900.0))
+    player = WorkflowRunner(Steady(), timeout=60.0)  # type: ignore[arg-type]  # it has what is used
+    task = Task(workflow=SleepWorkflow, workflow_args={"seconds": 100})
+    done = asyncio.run(player.execute(task, 1, range(1), journal=lambda run: journal))
+    assert done.failures == [(0, "timeout", "no end after 60.0 s (max_timeout)")]
+
+
+def test_an_engine_that_can_t_show_its_tokens_costs_the_journal_alone() -> None:
+    class Changed(Steady):
+        def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
+            raise AttributeError("'RequestState' object has no attribute 'detokenizer'")
+
+    async def test() -> None:
+        engine, writer, sampling = Changed(), Written(), Sampling(max_tokens=5)
+        await cut_off(engine, RunJournal(RUN, writer), writer, PROMPT, sampling, 3)
+        assert writer.data == b""
+        [answer] = await whole(engine, RunJournal(RUN, writer), PROMPT, sampling)
+        kept = writer.kept()
+        assert kept is not None
+        [[complete]] = [list(answers.values()) for answers in kept.calls.values()]
+        assert complete.tokens == answer.token_ids
+
+    play(test)
+
+
+@pytest.mark.parametrize("prompt", ["a lone \ud800", [2**40, -1], [2**70]])
+def test_a_prompt_that_no_engine_takes_gets_the_engine_s_own_error(prompt: str | list[int]) -> None:
+    class Refuses(Steady):
+        async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+            raise EngineError("this engine takes no such prompt", refused=True)
+
+    async def test() -> None:
+        with pytest.raises(EngineError, match="no such prompt"):
+            await ask(Refuses(), RunJournal(RUN, Written()), prompt, Sampling())
 
     play(test)
 

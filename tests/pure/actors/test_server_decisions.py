@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_es.actors.addresses import checked_url
-from trinity_es.actors.config.schema import ServersConfig
+from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet import polled_server_list
 from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, read_lines

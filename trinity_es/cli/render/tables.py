@@ -17,9 +17,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.batch import BatchState, kept_text
+from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
+from trinity_es.projections.kept_text import kept_text
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, error_line, name_of, plain
 

@@ -1,0 +1,23 @@
+"""Text about what the next attempt goes on from."""
+
+from __future__ import annotations
+
+from trinity_es.events import vocabulary as ev
+
+__all__ = ["kept_text"]
+
+
+def kept_text(event: ev.AttemptKept) -> str:
+    """Return what the next attempt goes on from, which tokens it can't go on from, and who kept them, in words."""
+    def counted(n: int, name: str) -> str:
+        return f"{n:,} {name}{'' if n == 1 else 's'}"
+
+    answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
+    tokens = event.tokens - sum(event.not_kept.values())
+    parts = [f"{counted(tokens, 'token')} of {' and '.join(answers)}"] if answers else []
+    parts += [counted(event.steps, "step result")] if event.steps else []
+    lost = [f"; {counted(n, 'token')} can't go on because of {name}" for name, n in sorted(event.not_kept.items())]
+    if event.possibly_delivered:
+        steps = ", ".join(map(repr, event.possibly_delivered))
+        lost.append(f"; runs start over because step {steps} may have had its effect")
+    return f"{' and '.join(parts) or 'nothing'}, kept by {event.runner} #{event.incarnation}{''.join(lost)}"
