@@ -358,7 +358,7 @@ def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
     """Keep what a lost attempt had. The loss counts for nothing if the attempt got further than those before it."""
     key = event.task, event.run_id_base
     before = state.kept.get(key)
-    if before is None or (event.tokens, event.steps) > (before.tokens, before.steps):
+    if (event.tokens, event.steps) > ((0, 0) if before is None else (before.tokens, before.steps)):
         state.strikes[key] = max(0, state.strikes.get(key, 0) - 1)
     state.lost.pop(key, None)
     state.kept[key] = event

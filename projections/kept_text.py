@@ -13,8 +13,7 @@ def kept_text(event: ev.AttemptKept) -> str:
         return f"{n:,} {name}{'' if n == 1 else 's'}"
 
     answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
-    tokens = event.tokens - sum(event.not_kept.values())
-    parts = [f"{counted(tokens, 'token')} of {' and '.join(answers)}"] if answers else []
+    parts = [f"{counted(event.tokens, 'token')} of {' and '.join(answers)}"] if answers else []
     parts += [counted(event.steps, "step result")] if event.steps else []
     lost = [f"; {counted(n, 'token')} can't go on because of {name}" for name, n in sorted(event.not_kept.items())]
     if event.possibly_delivered:

@@ -93,7 +93,8 @@ class ProgressConfig(Section):
     """Seconds between two records of the tokens that are being generated, so at most that much is generated again. 0:
     no journal; lost runs begin again at their prompts."""
     max_bytes: Positive = 256 * 1024 * 1024
-    """Maximum size of one runner's journal; beyond it the oldest part is dropped."""
+    """Maximum size of one runner's journal. Beyond it the oldest part (4 MiB) is dropped; the newest part always stays.
+    """
 
 
 class ExplorerConfig(Section):

@@ -38,7 +38,8 @@ class RunSteps:
 
     def step(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
         if running_loop() is not None:
-            raise WorkflowError(f"step {name!r} would stop this thread's event loop: await step_async or now_async")
+            raise WorkflowError(f"the blocking {'now()' if fn is time.time else f'step {name!r}'} would stop this "
+                                "thread's event loop: await step_async or now_async")
         return driven(self._play(name, fn, args, idempotent, sync=True))
 
     async def now_async(self) -> float:

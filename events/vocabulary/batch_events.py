@@ -123,7 +123,7 @@ class AttemptFailed(Event, stream="batch/<id>"):
     seconds: float = 0.0
     blamed: bool = True
     """True if this attempt counts against those of the unit; false if the whole system, or an engine on an external
-    server, ended during it."""
+    server, ended during it. An `AttemptKept` that got further than those before takes it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +141,15 @@ class AttemptKept(Event, stream="batch/<id>"):
     payload: str
     """Digest of the payload with the records of the journal."""
     calls: int
-    """Model calls that are answered from it, whole."""
+    """Whole answers of models; a call with `n` answers counts n times."""
     open_calls: int
-    """Model calls that it has in part."""
+    """Partial answers that can go on."""
     tokens: int
-    """Generated tokens that it has."""
+    """Tokens of these answers, which are not generated again."""
     steps: int
     """Steps of workflows that it has with their results."""
     seconds: float
-    """How long the lost attempts played, which counts in the time limit of the next."""
+    """How long the lost attempts had played at the last record, which counts in the time limit of the next."""
     not_kept: dict[str, int] = field(default_factory=dict)
     """Tokens of partial answers that can't go on, by the sampling field that forbids it."""
     possibly_delivered: list[str] = field(default_factory=list)

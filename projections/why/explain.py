@@ -327,7 +327,8 @@ def _on_runner(
     maximum = "" if limit is None else f" of at most {span(limit)}"
     what = _unit_text(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
-    earlier = "" if first is None else f" (before it: {short(first, 120)})"
+    which = "before it" if unit.attempt == 2 else "the task's first failure"
+    earlier = "" if first is None else f" ({which}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
     return Waiting(

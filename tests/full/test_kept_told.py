@@ -44,7 +44,7 @@ def lost(path: Path, *, ended: bool) -> Path:
         ev.AttemptFailed(**who, task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, kind="runner_lost",
                          message="signal 9", retry=True, blamed=False),
         ev.AttemptKept(**who, task=0, run_id_base=0, runs=2, attempt=1, payload=kept, calls=1, open_calls=1,
-                       tokens=3900, steps=0, seconds=12.0, not_kept={"presence_penalty": 60}),
+                       tokens=3840, steps=0, seconds=12.0, not_kept={"presence_penalty": 60}),
         ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0, 2)], model_version=5),
         *([finished(0, digest, attempt=2)] if ended else []),
     ])])
@@ -60,12 +60,12 @@ def test_show_says_what_an_attempt_and_a_run_went_on_from(path: Path) -> None:
     assert f"runner-1 goes on from {KEPT}{LOST} → +" in cli("show", 3, "--log", path).stdout.replace("\n", "")
     assert f"the next attempt goes on from {KEPT}{LOST}" in cli("show", 3, "--task", 0, "--log", path).stdout
     run = cli("show", 3, "--task", 0, "--run", 0, "--log", path).stdout
-    assert f"went on     from {KEPT}{LOST}\n" in run
+    assert f"went on     from {KEPT}{LOST} (all 2 runs of its unit)\n" in run
     assert "spliced before response token 2, 4: there another attempt went on" in run
     assert "spliced" not in cli("show", 3, "--task", 0, "--run", 1, "--log", path).stdout
     document = json.loads(cli("show", 3, "--json", "--log", path).stdout)
     first, second = document["tasks"][0]["attempts"]
-    assert (first["kept"], second["kept"]["tokens"], second["kept"]["runner"]) == (None, 3900, "runner-2")
+    assert (first["kept"], second["kept"]["tokens"], second["kept"]["runner"]) == (None, 3840, "runner-2")
     shown = json.loads(cli("show", 3, "--task", 0, "--run", 0, "--json", "--log", path).stdout)
     assert shown["run"]["kept"]["calls"] == 1
     with open_log(str(path)) as log:

@@ -152,11 +152,12 @@ class LostJournals:
         for answer in answers:
             if answer.forbids and not answer.finish:
                 not_kept[answer.forbids] = not_kept.get(answer.forbids, 0) + len(answer.tokens)
+        usable = [answer for answer in answers if answer.finish or not answer.forbids]
         return ev.AttemptKept(
             task=unit.task, run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt - 1,
             runner=life[0], incarnation=life[1], payload=self._live.payloads.put(data),
-            calls=sum(bool(a.finish) for a in answers), open_calls=sum(not a.finish for a in answers),
-            tokens=sum(len(a.tokens) for a in answers), steps=sum(s.done for r in own_runs for s in r.steps.values()),
+            calls=sum(bool(a.finish) for a in usable), open_calls=sum(not a.finish for a in usable),
+            tokens=sum(len(a.tokens) for a in usable), steps=sum(s.done for r in own_runs for s in r.steps.values()),
             seconds=max((run.seconds for run in own_runs), default=0.0), not_kept=not_kept,
             possibly_delivered=sorted({name for names in opened.values() for name in names}),
         )

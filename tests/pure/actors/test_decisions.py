@@ -295,9 +295,12 @@ class TestRunnerLost:
         assert case.state.is_complete
         assert not case.state.statuses[0].ok
 
-    def test_promise_12_a_loss_counts_only_if_the_attempt_got_no_further_than_those_before(self) -> None:
+    @pytest.mark.parametrize("had", [(10, 20, 30, 30), (0,)])
+    def test_promise_12_a_loss_counts_only_if_the_attempt_got_no_further_than_those_before(
+        self, had: tuple[int, ...]
+    ) -> None:
         history: list[ev.Event] = [submitted(1)]
-        for attempt, tokens in enumerate((10, 20, 30, 30), start=1):
+        for attempt, tokens in enumerate(had, start=1):
             history.append(dispatched(unit(attempt=attempt)))
             history += batches.runner_lost(batch_of(*history), "runner-0", 1, "killed")
             assert batch_of(*history).pending, f"after attempt {attempt}"
@@ -305,9 +308,9 @@ class TestRunnerLost:
                 task=0, run_id_base=0, runs=1, attempt=attempt, runner="runner-0", incarnation=1, payload="", calls=0,
                 open_calls=1, tokens=tokens, steps=0, seconds=1.0,
             ))
-        history.append(dispatched(unit(attempt=5)))
+        history.append(dispatched(unit(attempt=len(had) + 1)))
         history += batches.runner_lost(batch_of(*history), "runner-0", 1, "killed")
-        assert batch_of(*history).is_complete, "the fourth got no further, and there are two attempts"
+        assert batch_of(*history).is_complete, "the last one kept got no further, and there are two attempts"
 
 
 class TestEnd:

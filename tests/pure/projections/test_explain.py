@@ -121,6 +121,7 @@ def test_an_attempt_that_ended_with_its_runner_is_none_of_those_that_count(story
     [unit] = story.why(5).waiting
     assert unit.text.startswith("task 0, runs 0-3, attempt 4 (the 2nd of 3 that count) on runner-0 #1 for ")
     assert (unit.attempt, unit.charged_attempt, unit.max_attempts) == (4, 2, 3)
+    assert " (the task's first failure: runner_lost: " in unit.text
 
 
 def test_a_unit_that_goes_on_says_from_what_and_has_less_time(story: Story) -> None:

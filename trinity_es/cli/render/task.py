@@ -67,7 +67,8 @@ def print_run(
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
                f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.finish_position}")
     if made.kept is not None:
-        _line(out, f"went on     from {plain(kept_text(made.kept), 300)}")
+        whose = f" (all {made.kept.runs} runs of its unit)" if made.kept.runs > 1 else ""
+        _line(out, f"went on     from {plain(kept_text(made.kept), 300)}{whose}")
     for w in weights:
         if w["published_at"] is None:
             origin = "the model that the engine started with"

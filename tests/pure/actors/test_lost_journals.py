@@ -1,0 +1,64 @@
+"""What the coordinator keeps of a lost attempt: the numbers of `AttemptKept`, and the payload that it names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals, _LostUnit
+from trinity_es.events.journal import KeptAnswer, attempt, chunk, kept_runs, step
+from trinity_es.events.store.payloads.payloads import digest_of
+from trinity_es.events.vocabulary import AttemptKept, Unit
+
+UNIT = Unit(task=4, run_id_base=2, runs=2, attempt=2)
+
+
+def answer(
+    run: int, call: str, tokens: int, *, finish: str = "", forbids: str = "", batch: int = 7, s: float = 1.0
+) -> bytes:
+    new = KeptAnswer(tokens=[9] * tokens, spans=[[0, 0, tokens]], finish=finish, forbids=forbids)
+    return chunk((batch, "s", 4, run), s, call, 0, 0, 0, new)
+
+
+def kept(segments: list[bytes], earlier: bytes = b"") -> tuple[AttemptKept | None, bytes]:
+    """Return the event about the unit, and its payload's bytes."""
+    stored = {"d": earlier}
+
+    def put(data: bytes) -> str:
+        stored[digest_of(data)] = data
+        return digest_of(data)
+
+    live: Any = SimpleNamespace(payloads=SimpleNamespace(get=stored.__getitem__, put=put))
+    journals: Any = SimpleNamespace(read=lambda life: segments)
+    reader = LostJournals(live, lambda: journals, set)
+    [event] = reader._stored(("runner-0", 3), [_LostUnit(7, "s", UNIT, "d" if earlier else "")])
+    return event, b"" if event is None else stored[event.payload]
+
+
+def test_the_event_counts_what_is_used_and_names_what_is_not() -> None:
+    segments = [
+        answer(2, "a", 10, finish="stop") + answer(2, "b", 20, s=5.5),
+        answer(3, "a", 40, forbids="json_schema") + answer(3, "c", 7, finish="stop", forbids="json_schema"),
+        answer(5, "a", 100) + answer(2, "a", 100, batch=8),  # of another unit and another batch
+        step((7, "s", 4, 3), 6.25, "pay", 0, done=True, value=1),
+    ]
+    event, data = kept(segments)
+    assert event is not None
+    assert (event.calls, event.open_calls, event.tokens, event.steps) == (2, 1, 37, 1)
+    assert event.not_kept == {"json_schema": 40}
+    assert (event.attempt, event.runs, event.seconds, event.runner, event.incarnation) == (1, 2, 6.25, "runner-0", 3)
+    assert sorted(kept_runs([data])) == [2, 3]
+
+
+def test_a_later_attempt_in_the_same_life_leaves_out_what_failed_before_it_and_adds_to_what_was_kept() -> None:
+    run = (7, "s", 4, 2)
+    more = chunk(run, 2.0, "b", 0, 0, 20, KeptAnswer(tokens=[9] * 5, spans=[[0, 0, 25]]))
+    event, data = kept([answer(2, "x", 50), attempt(run, 2), more], earlier=answer(2, "b", 20))
+    assert event is not None
+    assert (event.open_calls, event.tokens) == (1, 25)
+    assert [len(a.tokens) for answers in kept_runs([data])[2].calls.values() for a in answers.values()] == [25]
+
+
+def test_a_journal_without_the_unit_gives_no_event() -> None:
+    assert kept([answer(9, "a", 5)]) == (None, b"")
+    assert kept([]) == (None, b"")
