@@ -109,7 +109,7 @@ chaos-progress: setup ## kill runners under long answers, and count what is gene
 docs: setup ## print the pages of docs/ that are made from code and tests again
 	@mkdir -p docs; $(PY) -m trinity_es.config.config_docs > docs/CONFIG.md; $(PY) -m trinity_es.events.event_docs > docs/EVENTS.md
 	@$(PY) -m trinity_es.actors.commands.command_docs > docs/COMMANDS.md; $(PY) -m trinity_es.cli.cli_docs > docs/CLI.md
-	@$(PY) -m trinity_es.config.trinity_rft > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
+	@$(PY) -m trinity_es.config.trinity_rft_keys > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
 	@$(PY) -m trinity_es.telemetry.prometheus > docs/METRICS.md; $(PY) -m tests.auditor
 
 screenshots: setup ## take pictures of every page of the dashboard, light and dark (needs chromium and chromedriver)

@@ -14,7 +14,7 @@ import psutil
 from benchmarks.chaos_machine import Disk, SteppedClock
 from tests.helpers.faults import Server
 from trinity_es import Config
-from trinity_es.actors.rollout.workers import template_main as worker_template_main
+from trinity_es.actors.rollout.workers import fork_server_main as worker_template_main
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 

@@ -40,7 +40,7 @@ from tests.helpers.namespaces import Network, Postgres, lacks, made_network, mad
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 
 T = TypeVar("T")
 

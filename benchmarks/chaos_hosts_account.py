@@ -11,7 +11,7 @@ from pathlib import Path
 import trinity_es
 from benchmarks.chaos_account import BAD, Account
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.host_states import Hosts, evolve_hosts, host_of
 
 KNOWN_SECONDS = 5.0

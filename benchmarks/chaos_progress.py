@@ -47,7 +47,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.journal import kept_runs
-from trinity_es.events.store.journals import open_journals
+from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.system import lifecycle, running_system

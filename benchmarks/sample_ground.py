@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database.statements import LockedHead
 from trinity_es.events.store.log import EventLog, Lease, Write
 from trinity_es.events.store.payloads.payloads import PayloadStore
-from trinity_es.events.store.records.recorded import Draft
+from trinity_es.events.store.records.log_values import Draft
 from trinity_es.events.values import BatchId, batch_stream
 
 START = 1_772_352_000.0

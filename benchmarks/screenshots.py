@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sample_log import make
-from trinity_es.dashboard.page import batch_url, link, rollout_url, runner_url
+from trinity_es.dashboard.page_urls import batch_url, link, rollout_url, runner_url
 from trinity_es.dashboard.server import Dashboard
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 
 __all__ = [
     "ADAPTER_EVENTS", "AdapterVersion", "Adapters", "adapter_history", "current_adapters", "evolve_adapters",

@@ -205,7 +205,7 @@ class RestartRunner(Command[RestartedRunner], name="restart_runner", writes=Fals
 
 
 class GetRunnerStates(Command[dict[str, dict[str, Any]]], name="runner_states", writes=False):
-    """Return the current activity of runners by name (`actors/run_activity.py`). Unknown names are left out."""
+    """Return the current activity of runners by name (`actors/runner_activity.py`). Unknown names are left out."""
 
     names: list[ShortText] | None
     """null: all runners."""

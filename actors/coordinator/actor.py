@@ -31,10 +31,10 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_output
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives, listening, place_of_head
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
-from trinity_es.actors.coordinator.fleet.server_fleet import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
@@ -59,8 +59,8 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
-from trinity_es.actors.orphaned import StoreWatch
 from trinity_es.actors.plugins import look_in
+from trinity_es.actors.reasons_to_end import StoreWatch
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
 from trinity_es.actors.system_key import engine_token, read_key

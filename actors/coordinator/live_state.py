@@ -20,7 +20,7 @@ from trinity_es.actors.requests import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore
-from trinity_es.events.store.records.recorded import Write, checked_write
+from trinity_es.events.store.records.log_values import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.adapter_versions import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold
@@ -40,7 +40,7 @@ from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.open_leases import read_open
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches
 from trinity_es.projections.tables.runner_history import runner_states
-from trinity_es.projections.tables.streams import greatest_batch_id, other_streams
+from trinity_es.projections.tables.stream_facts import greatest_batch_id, other_streams
 
 __all__ = ["LiveState", "Loaded"]
 

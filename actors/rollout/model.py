@@ -20,13 +20,13 @@ import orjson
 from trinity_es.actors.engines.http.remote import RemoteEngine
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import is_large, off_the_loop
-from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversation.conversations import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
 from trinity_es.actors.rollout.openai_access import OpenAIAccess
+from trinity_es.actors.rollout.recorded_steps import RunSteps
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.actors.rollout.steps import RunSteps
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience

@@ -27,7 +27,7 @@ from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.actors.run_activity import RunActivity, runner_state
+from trinity_es.actors.runner_activity import RunActivity, runner_state
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, task_to_dict

@@ -19,12 +19,12 @@ from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.plugins import look_in
-from trinity_es.actors.run_activity import runner_state
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
-from trinity_es.actors.runner.reporting import failed
+from trinity_es.actors.runner.unit_reports import failed
+from trinity_es.actors.runner_activity import runner_state
 from trinity_es.actors.serving.http_server import make_app, make_server
 from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.values import BatchId

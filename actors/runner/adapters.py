@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from trinity_es.actors.engines.adapters import checked_adapter, require_same
+from trinity_es.actors.engines.adapter_checks import checked_adapter, require_same
 from trinity_es.actors.engines.interface import Engine, ServesAdapters
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import AdapterPublished

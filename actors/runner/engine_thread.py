@@ -35,13 +35,13 @@ from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
-from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
 from trinity_es.actors.runner.adaptive_places import Places
-from trinity_es.actors.runner.journal import Journal
+from trinity_es.actors.runner.journal_writer import Journal
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
-from trinity_es.actors.runner.reporting import Reporter, runs_of
+from trinity_es.actors.runner.unit_reports import Reporter, runs_of
+from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import (
@@ -54,7 +54,7 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.journal import KeptRun, Run, attempt, kept_runs
 from trinity_es.events.secrets import SecretFile
-from trinity_es.events.store.journals import open_journals
+from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.values import task_from_dict
 
 __all__ = ["EngineThread"]

@@ -31,7 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.engines.sampling import brief
+from trinity_es.actors.engines.sampling_checks import brief
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
 from trinity_es.actors.serving.answer_frames import WANTED, Framed, id_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling import brief
+from trinity_es.actors.engines.sampling_checks import brief
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["ApiError", "StreamPlace", "body_of", "event", "json_object", "refusal", "wrong"]

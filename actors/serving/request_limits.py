@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
 from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain

@@ -17,7 +17,7 @@ from trinity_es.actors.engines.interface import Generation, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import JournaledCall
 from trinity_es.actors.serving.errors import ApiError
-from trinity_es.actors.serving.small_requests import messages_of, template_of, tools_of
+from trinity_es.actors.serving.small_api_requests import messages_of, template_of, tools_of
 from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 

@@ -24,12 +24,12 @@ from uuid import uuid4
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import LARGE, is_large, off_the_loop
-from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS
+from trinity_es.actors.engines.sampling_checks import MOST_TOP_LOGPROBS
 from trinity_es.actors.serving.errors import event, refusal, wrong
 from trinity_es.actors.serving.http_server import json_response, make_app, while_listening
 from trinity_es.actors.serving.request_limits import CHAT, COMPLETIONS, GENERATE
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
-from trinity_es.actors.serving.small_requests import (
+from trinity_es.actors.serving.small_api_requests import (
     check_fields,
     ids_of,
     merged_into,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.sampling import checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import checked_prompt, merged
 from trinity_es.events.errors import DataError
 
 __all__ = ["Ask", "token_id_routes"]

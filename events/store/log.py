@@ -37,15 +37,14 @@ from trinity_es.events.store import writer_lease
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
-from trinity_es.events.store.database.opening import open_schema
+from trinity_es.events.store.database.log_opening import open_schema
 from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_head
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
 from trinity_es.events.store.records import type_index as rare
 from trinity_es.events.store.records.clock import Clock, monotonic
-from trinity_es.events.store.records.positions_by_time import position_at
-from trinity_es.events.store.records.recorded import (
+from trinity_es.events.store.records.log_values import (
     Committed,
     Draft,
     Head,
@@ -56,6 +55,7 @@ from trinity_es.events.store.records.recorded import (
     draft,
     from_row,
 )
+from trinity_es.events.store.records.positions_by_time import position_at
 from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:

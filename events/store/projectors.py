@@ -17,7 +17,7 @@ from trinity_es.events.store.database.statements import (
     LockedHead,
     lock_head,
 )
-from trinity_es.events.store.records.recorded import Projector, Recorded, from_row
+from trinity_es.events.store.records.log_values import Projector, Recorded, from_row
 
 __all__ = ["ReadModels"]
 

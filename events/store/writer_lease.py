@@ -17,7 +17,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.statements import lock_head
 from trinity_es.events.store.database.store_identity import StoreIdentity, identity_of
-from trinity_es.events.store.records.recorded import Lease
+from trinity_es.events.store.records.log_values import Lease
 
 __all__ = ["acquire", "check", "read", "release"]
 

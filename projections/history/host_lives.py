@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.host_states import Host, HostEvent, Hosts, evolve_hosts
 
 __all__ = ["HostLife", "host_lives", "last_lives"]

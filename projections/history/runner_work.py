@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 
 __all__ = ["WORK", "RunnerWork", "work_of"]
 

@@ -20,7 +20,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = [
     "OWN", "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",

@@ -25,14 +25,14 @@ from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_events import LogEvents
 from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
 from trinity_es.projections.tables import host_work, open_leases, read_models, runner_history, serve_answers
-from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
+from trinity_es.projections.tables.batch_queries import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.experience_usage import Usage, read_usage
 from trinity_es.projections.tables.read_models import Totals
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
 from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import Followed, read_situation
+from trinity_es.projections.why.system_state import Followed, read_situation
 
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience

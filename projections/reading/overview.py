@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
-    from trinity_es.projections.tables.batch_list import BatchRow
+    from trinity_es.projections.tables.batch_queries import BatchRow
     from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
 __all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]

@@ -13,7 +13,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import TasksetResolved, TasksetSource
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = ["ResumePoint", "is_over", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
 

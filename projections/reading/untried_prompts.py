@@ -18,7 +18,7 @@ from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFoun
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 

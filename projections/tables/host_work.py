@@ -12,7 +12,7 @@ import orjson
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, func, insert, select, update
 
 from trinity_es.events.store.database import schema
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.host_states import host_of
 
 __all__ = ["FORGET_TYPES", "NAME", "flush", "forget", "metadata", "read_finished"]

@@ -32,7 +32,7 @@ from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
-from trinity_es.projections.verify import remembered
+from trinity_es.projections.verify import remembered_log_end
 from trinity_es.projections.verify.payloads import Needs, Payloads
 from trinity_es.projections.verify.tables import NEWER, REBUILD, UNREADABLE, compare_tables, short
 
@@ -133,12 +133,12 @@ def verify_open(
 ) -> Verification:
     """Check an open log like `verify_log`; `url` leads to its payload store."""
     report = Verification(url=log.url)
-    claims = remembered.claims(log, url, folder)  # read first, since the log may grow meanwhile
+    claims = remembered_log_end.claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
         report.problems += log.verify(progress, fold)
         report.problems += fold.problems.texts()
         report.notes += fold.notes
-        if lost := remembered.lost(log, claims):
+        if lost := remembered_log_end.lost(log, claims):
             report.problems.append(lost)
         report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)

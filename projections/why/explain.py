@@ -35,7 +35,7 @@ from trinity_es.projections.why.runners import (
     serves,
     short,
 )
-from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
+from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["why"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from trinity_es.events.values import local_time
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import Waiting, counted, span
-from trinity_es.projections.why.situation import HostSnapshot, RunnerSnapshot, SystemSnapshot
+from trinity_es.projections.why.system_state import HostSnapshot, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["hosts_now", "idle_hosts", "on_its_host"]
 

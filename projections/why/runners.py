@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_es.events.errors import said_and_where
 from trinity_es.projections.why.answer import Waiting, another_life, span
-from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot
+from trinity_es.projections.why.system_state import RunnerSnapshot, SystemSnapshot
 
 __all__ = [
     "SILENT_SECONDS", "behind", "coordinator_away", "has_no_server", "idle", "problem", "refuses", "serves", "short",

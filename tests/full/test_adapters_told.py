@@ -13,7 +13,7 @@ from tests.helpers.adapters import make_adapter
 from tests.helpers.handmade import write
 from tests.helpers.made_rollouts import record
 from trinity_es import Task
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.audit.regenerate import find_rollout, regenerate
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound

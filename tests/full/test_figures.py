@@ -21,7 +21,7 @@ from tests.helpers.troubled import troubled
 from trinity_es.audit.perfetto import trace_events
 from trinity_es.cli.render.watch import look
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.page import batch_url, rollouts_url
+from trinity_es.dashboard.page_urls import batch_url, rollouts_url
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import Log, open_log

@@ -19,7 +19,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.text import harmless_json, plain
+from trinity_es.safe_text import harmless_json, plain
 
 LONG = "[red]no markup[/red]" + "<script>alert(1)</script>\x1b[31m" * 40_000
 COMMANDS: list[list[object]] = [

@@ -14,10 +14,10 @@ from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.journal import KeptAnswer, chunk
-from trinity_es.events.store.journals import open_journals
+from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.text import summary
+from trinity_es.safe_text import summary
 
 KEPT = "3,840 tokens of 1 whole answer and 1 partial answer, kept by runner-2 #1"
 LOST = "; 60 tokens can't go on because of presence_penalty"

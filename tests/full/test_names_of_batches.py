@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.text import batch_named
+from trinity_es.safe_text import batch_named
 
 IDS: list[BatchId] = [2, "0002", "2", 7, "-0", "оценка ä€😀"]
 

@@ -27,7 +27,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, LogUnavailable
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until

@@ -19,7 +19,7 @@ from trinity_es.events.store.log import Write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.text import sparkline
+from trinity_es.safe_text import sparkline
 
 START = 1_772_352_000.0
 LIFE: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}

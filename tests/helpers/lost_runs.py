@@ -13,7 +13,7 @@ from trinity_es import Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.journals import open_journals
+from trinity_es.events.store.journal_store import open_journals
 from trinity_es.testing import ScriptedEngine
 
 SHORT, LONG = 20, 150

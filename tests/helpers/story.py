@@ -9,7 +9,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import SystemSnapshot, observe
+from trinity_es.projections.why.system_state import SystemSnapshot, observe
 
 T = 1_800_000_000.0
 

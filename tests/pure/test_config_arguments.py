@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.commands.fields import check_tasks
-from trinity_es.client import validation
-from trinity_es.client.validation import encode_tasks
+from trinity_es.client import argument_checks
+from trinity_es.client.argument_checks import encode_tasks
 from trinity_es.config.config import Config, ConfigError
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task, require_batch_id
@@ -184,15 +184,15 @@ def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("value", [True, 10**400, 10**5000, -(10**5000)], ids=["True", "400", "5000", "-5000"])
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(DataError, match=r"^timeout is "):
-        validation.seconds("timeout", value)
+        argument_checks.seconds("timeout", value)
     with pytest.raises(DataError, match=r"^metrics.loss is "):
-        validation.number("metrics.loss", value)
+        argument_checks.number("metrics.loss", value)
     with pytest.raises(DataError, match=r"^step is "):
-        validation.whole("step", value)
+        argument_checks.whole("step", value)
     with pytest.raises(DataError, match=r"^batch_id is "):
         require_batch_id(value)
     with pytest.raises(DataError, match=r"^cursor: "):
-        validation.cursors({"epoch": value})
+        argument_checks.cursors({"epoch": value})
 
 
 def test_so_many_runs_of_a_task_are_refused_with_the_bounds_that_there_are() -> None:

@@ -12,7 +12,7 @@ from tests.helpers.config_files import problems
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config
 from trinity_es.config.config_docs import describe
-from trinity_es.config.trinity_rft import foreign_keys, foreign_values, markdown
+from trinity_es.config.trinity_rft_keys import foreign_keys, foreign_values, markdown
 from trinity_es.events.errors import ConfigError
 
 FOREIGN, FOREIGN_VALUES = foreign_keys(), foreign_values()

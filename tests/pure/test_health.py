@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from trinity_es.cli.common import find_batch
-from trinity_es.cli.render.health import show
+from trinity_es.cli.render.status import show
 from trinity_es.client import health
 from trinity_es.client import problems as of_system
 from trinity_es.config.config import Config

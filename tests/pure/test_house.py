@@ -33,7 +33,7 @@ LINES = 450
 WALLS: dict[str, tuple[str, str | None]] = {
     "events": ("events/vocabulary", "events.store.log"),
     "events/vocabulary": ("events", "events.store.log"),
-    "events/store/database": ("events events/vocabulary", "events.store.records.recorded"),
+    "events/store/database": ("events events/vocabulary", "events.store.records.log_values"),
     "events/store/records": ("events events/vocabulary events/store/database", "events.store.checks.verify"),
     "events/store/payloads": ("events events/vocabulary events/store/database", "events.store.checks.verify"),
     "events/store/checks": (
@@ -60,7 +60,9 @@ WALLS: dict[str, tuple[str, str | None]] = {
         "actors actors/commands actors/config actors/coordinator actors/coordinator/decisions actors/hosts",
         "actors.coordinator.handlers.batches",
     ),
-    "actors/coordinator/delivery": ("actors actors/commands actors/coordinator", "actors.coordinator.fleet.lifecycle"),
+    "actors/coordinator/delivery": (
+        "actors actors/commands actors/coordinator", "actors.coordinator.fleet.runner_reports",
+    ),
     "actors/coordinator/handlers": (
         "actors actors/commands actors/config actors/coordinator actors/coordinator/*", "actors.engines.interface",
     ),

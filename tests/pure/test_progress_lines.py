@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from trinity_es.cli.render.progress import step_reward
-from trinity_es.client.log_or_print import tell
+from trinity_es.client.progress_lines import tell
 
 
 def test_a_program_without_logging_is_told_on_stderr_and_another_by_its_logging(

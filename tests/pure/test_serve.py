@@ -14,7 +14,7 @@ from trinity_es.actors.serving.answer_frames import Framed, Record, frames
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
-from trinity_es.serve.http import conversation_keys, read_object
+from trinity_es.serve.http_messages import conversation_keys, read_object
 from trinity_es.serve.proxy import Proxy
 from trinity_es.serve.recorder import recorded_completion
 from trinity_es.testing import ManualClock

@@ -24,9 +24,9 @@ from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
 from trinity_es.run.trainer_loop import TrainerProcess
+from trinity_es.safe_text import summary
 from trinity_es.tasksets import hub
 from trinity_es.tasksets.taskset import Cursor, Taskset
-from trinity_es.text import summary
 
 COMMIT = "0123456789" * 4
 HUB = {"name": "t", "path": "hub:people/letters", "split": "train"}

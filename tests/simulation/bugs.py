@@ -10,8 +10,8 @@ from unittest import mock
 import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.handlers.router import CommandRouter
+from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
 from trinity_es.projections.experience_queue import QueueState

@@ -30,7 +30,7 @@ import trinity_es.actors.coordinator.sender_marks
 import trinity_es.actors.guardian.actor
 import trinity_es.actors.runner.actor
 import trinity_es.actors.runner.engine_thread
-import trinity_es.actors.runner.reporting
+import trinity_es.actors.runner.unit_reports
 from tests.simulation import store as stores
 from tests.simulation.engine import SimEngine, SimExperience, SimPool, SimWorkflows
 from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_group, process_start_time, threads
@@ -43,7 +43,7 @@ from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
-from trinity_es.actors.runner.reporting import Reporter
+from trinity_es.actors.runner.unit_reports import Reporter
 from trinity_es.events.errors import PipelineError
 from trinity_es.events.store.database.retry import Backoff, is_transient
 from trinity_es.events.vocabulary import PayloadRef
@@ -356,7 +356,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (trinity_es.actors.coordinator.handlers.wiring, {
         "RunnerRegistry": lambda live, sender: RunnerRegistry(live, sender, lambda: EPOCH + world().now),
     }),
-    (trinity_es.actors.runner.reporting, {"Experience": SimExperience}),
+    (trinity_es.actors.runner.unit_reports, {"Experience": SimExperience}),
     (trinity_es.actors.runner.actor, {"os": SimOs, "EngineThread": SimEngineSide}),
     (trinity_es.actors.runner.engine_thread, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),

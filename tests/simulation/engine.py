@@ -12,7 +12,7 @@ import orjson
 from tests.simulation.world import here, world
 from trinity_es.actors.rollout.engine_loop import Limits
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.run_activity import RunActivity
+from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import RunResult
 

@@ -25,7 +25,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.text import event_document, harmless_json
+from trinity_es.safe_text import event_document, harmless_json
 
 __all__ = ["Exported", "experience_rows", "export_file", "write_events", "write_experiences"]
 

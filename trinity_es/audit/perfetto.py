@@ -19,7 +19,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS
-from trinity_es.text import plain, summary
+from trinity_es.safe_text import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 

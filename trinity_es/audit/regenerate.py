@@ -22,10 +22,10 @@ import numpy as np
 
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.engines.sampling_checks import merged
 from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.actors.runner.adapters import serve_adapters
-from trinity_es.audit.rollouts import experiences_of
+from trinity_es.audit.rollout_reader import experiences_of
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience

@@ -117,7 +117,7 @@ class _Group(TyperGroup):
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            from trinity_es.text import plain  # not at the top: --help does not need it
+            from trinity_es.safe_text import plain  # not at the top: --help does not need it
 
             lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # a ConfigError has a line per problem
             print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)

@@ -24,7 +24,7 @@ from trinity_es.events.store.database.urls import masked
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.text import batch_named, harmless_json, name_of
+from trinity_es.safe_text import batch_named, harmless_json, name_of
 
 if TYPE_CHECKING:  # slow to import, and reading a log does not need it
     from trinity_es.config.config import Config

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = ["STEPS", "EngineName", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
 

@@ -28,14 +28,14 @@ from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import missing_runs
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.answer import counted, resume_command
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
+from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, said_of
-from trinity_es.text import sparkline
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
 

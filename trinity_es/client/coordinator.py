@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from trinity_es.client import validation
+from trinity_es.client import argument_checks
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError
@@ -136,5 +136,5 @@ class RolloutCoordinator:
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
         # Not the client's method, because the GPU is that of this thread and not of a thread of the pool.
-        port, make = validation.whole("master_port", master_port), self.client._publisher.make_group
+        port, make = argument_checks.whole("master_port", master_port), self.client._publisher.make_group
         return await self._run(make, master_address, port, state_dict_meta, device=gpu_of())

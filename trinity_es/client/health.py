@@ -24,9 +24,9 @@ from trinity_es.projections.why.answer import (
     Why,
     unread,
 )
-from trinity_es.projections.why.situation import SystemSnapshot, with_live
+from trinity_es.projections.why.system_state import SystemSnapshot, with_live
+from trinity_es.safe_text import does
 from trinity_es.system import remembered_log_end
-from trinity_es.text import does
 
 __all__ = ["explain", "facts", "look"]
 

@@ -10,8 +10,8 @@ from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
 from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, resume_after_fix, resume_command, span
 from trinity_es.projections.why.runners import coordinator_away, problem
-from trinity_es.projections.why.situation import SystemSnapshot, with_live
-from trinity_es.text import plain
+from trinity_es.projections.why.system_state import SystemSnapshot, with_live
+from trinity_es.safe_text import plain
 
 __all__ = ["problems"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from trinity_es.actors import commands
 from trinity_es.actors.requests import Parcel, pack
-from trinity_es.client import validation
+from trinity_es.client import argument_checks
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.system_client import SystemClient
 from trinity_es.config.config import Config
@@ -76,7 +76,7 @@ class RolloutClient(SystemClient):
         """Ids of requests for experiences without an answer in time, by number of experiences and step."""
         if resumed_at is not None:
             try:
-                self._resume(validation.whole("resumed_at", resumed_at))
+                self._resume(argument_checks.whole("resumed_at", resumed_at))
             except BaseException:
                 self.close()
                 raise
@@ -90,14 +90,14 @@ class RolloutClient(SystemClient):
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
-        ref_list = validation.listed("refs", refs, "PayloadRef")
+        ref_list = argument_checks.listed("refs", refs, "PayloadRef")
         if wrong := [ref for ref in ref_list if not isinstance(ref, PayloadRef)]:
             raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
         return read_experiences(self._payloads, ref_list)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Return tasks encoded for a request. Raises TaskNotSerializable, UnknownWorkflow, DataError with the task."""
-        return pack(validation.encode_tasks(tasks, self.config), self._payloads)
+        return pack(argument_checks.encode_tasks(tasks, self.config), self._payloads)
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit_batch(
@@ -113,10 +113,10 @@ class RolloutClient(SystemClient):
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
             raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
-        cursors = validation.cursors(cursor)
-        tasks = validation.listed("tasks", tasks, "tasks")
+        cursors = argument_checks.cursors(cursor)
+        tasks = argument_checks.listed("tasks", tasks, "tasks")
         parcel = self.pack(tasks)
-        least = None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num)
+        least = None if min_wait_num is None else argument_checks.whole("min_wait_num", min_wait_num)
         self._link.call(commands.SubmitBatch(
             batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors,
             sources=list(sources),
@@ -142,7 +142,8 @@ class RolloutClient(SystemClient):
         self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None
     ) -> dict[str, Any]:
         command = commands.FinalizeBatch(
-            batch_id=require_batch_id(batch_id), batch_type=batch_type, timeout=validation.seconds("timeout", timeout)
+            batch_id=require_batch_id(batch_id), batch_type=batch_type,
+            timeout=argument_checks.seconds("timeout", timeout),
         )
         try:
             return self._link.call(command, _patience(timeout))
@@ -156,7 +157,7 @@ class RolloutClient(SystemClient):
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
-        validation.text("reason", reason)
+        argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
         ))
@@ -168,17 +169,17 @@ class RolloutClient(SystemClient):
         is recorded with `reason`. Raises BatchNotFound; DataError for an open or unknown task, and for a batch that
         has ended, whose result is final.
         """
-        numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
-        validation.text("reason", reason)
+        numbers = [tasks] if isinstance(tasks, int) else argument_checks.listed("tasks", tasks, "numbers of tasks")
+        argument_checks.text("reason", reason)
         caller = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         self._link.call(commands.RedoTasks(
-            batch_id=require_batch_id(batch_id), tasks=[validation.whole("tasks", n) for n in numbers],
+            batch_id=require_batch_id(batch_id), tasks=[argument_checks.whole("tasks", n) for n in numbers],
             reason=f"{reason} ({caller})" if reason else caller,
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; return its metrics."""
-        blobs = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
+        blobs = argument_checks.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
         refs = []
@@ -219,8 +220,8 @@ class RolloutClient(SystemClient):
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
         """
         items = self._take(commands.TakeExperiences(
-            n=validation.whole("n", n), timeout=validation.seconds("timeout", timeout),
-            step=None if step is None else validation.whole("step", step),
+            n=argument_checks.whole("n", n), timeout=argument_checks.seconds("timeout", timeout),
+            step=None if step is None else argument_checks.whole("step", step),
         ))
         refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
         experiences = read_experiences(self._payloads, refs)
@@ -258,7 +259,7 @@ class RolloutClient(SystemClient):
 
         These come from `process_experiences` and from commits to the proxy of mode `serve`.
         """
-        for recorded in self.log.read(types=["ExperiencesProcessed"], after=validation.whole("after", after)):
+        for recorded in self.log.read(types=["ExperiencesProcessed"], after=argument_checks.whole("after", after)):
             event = recorded.event
             assert isinstance(event, ExperiencesProcessed)
             yield recorded.position, read_experiences(self._payloads, event.experiences)
@@ -268,11 +269,11 @@ class RolloutClient(SystemClient):
 
         A second call changes nothing. After a redelivery (`resumed_at`) the new use is recorded too.
         """
-        plain = {str(name): validation.number(f"metrics[{name!r}]", value)
-                 for name, value in validation.mapping("metrics", metrics).items()}
+        plain = {str(name): argument_checks.number(f"metrics[{name!r}]", value)
+                 for name, value in argument_checks.mapping("metrics", metrics).items()}
         require_finite(plain, "metrics")
         self._link.call(commands.AcknowledgeBatch(
-            batch_id=require_batch_id(batch_id), step=validation.whole("step", step), metrics=plain
+            batch_id=require_batch_id(batch_id), step=argument_checks.whole("step", step), metrics=plain
         ))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
@@ -281,7 +282,7 @@ class RolloutClient(SystemClient):
         A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is, with the log
         position up to which they cover all batches. Raises TimeoutError.
         """
-        timeout, after = validation.seconds("timeout", timeout), validation.whole("after", after)
+        timeout, after = argument_checks.seconds("timeout", timeout), argument_checks.whole("after", after)
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._redelivered_up_to
         after = max(after, self._redelivered_up_to)
@@ -328,8 +329,8 @@ class RolloutClient(SystemClient):
         `synchronizer.sync_timeout`). The version is the current one all the same: living engines keep their weights,
         and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
-        seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
-        return self._publisher.publish(validation.whole("version", version), weights, seconds)
+        seconds = argument_checks.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(argument_checks.whole("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
         """Record that the current weights were lost from their old place and now lie in `path`."""
@@ -349,13 +350,13 @@ class RolloutClient(SystemClient):
         current one, or if some engine can't load it within `timeout` (seconds, default `synchronizer.sync_timeout`) and
         keeps its earlier version.
         """
-        seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
-        number = validation.whole("version", version)
-        return self._publisher.publish_adapter(validation.text("name", name), number, path, seconds)
+        seconds = argument_checks.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        number = argument_checks.whole("version", version)
+        return self._publisher.publish_adapter(argument_checks.text("name", name), number, path, seconds)
 
     def remove_adapter(self, name: str) -> None:
         """Remove a LoRA adapter: requests that name it are refused. Raises SyncError for an unknown name."""
-        self._publisher.remove_adapter(validation.text("name", name))
+        self._publisher.remove_adapter(argument_checks.text("name", name))
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
         """Return a tensor of the weights that the engines serve now; bfloat16 and float8 as float32.
@@ -377,7 +378,7 @@ class RolloutClient(SystemClient):
         Needed only to choose the address, since `sync_weights` makes a group if there is none. `state_dict_meta`:
         `(name, dtype, shape)` of each tensor, compared with the model's. Raises SyncError.
         """
-        port = validation.whole("master_port", master_port)
+        port = argument_checks.whole("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def shutdown(self) -> int:

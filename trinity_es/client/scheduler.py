@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from trinity_es.actors import commands
-from trinity_es.client import validation
+from trinity_es.client import argument_checks
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
@@ -283,10 +283,10 @@ class Scheduler:
     ) -> tuple[list[Status], list[list[Experience]]]:
         """Wait for results and take them: the statuses, and the experiences of each taken task that `read` returned."""
         require_batch_id(batch_id)
-        least = None if min_num is None else validation.whole("min_num", min_num)
+        least = None if min_num is None else argument_checks.whole("min_num", min_num)
         if least is not None and least < 0:
             raise DataError(f"min_num is {min_num}: use None (all tasks), or 0 or more")
-        limit = validation.seconds("timeout", timeout)
+        limit = argument_checks.seconds("timeout", timeout)
         deadline = math.inf if limit is None else time.monotonic() + limit
         self._mine.add(batch_id)
         return await self._tracked(self._take_results(read, batch_id, least, deadline, clear, partial))
@@ -378,7 +378,7 @@ class Scheduler:
         Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but that of each
         attempt). With `clear_timeout_tasks` the open tasks of every scheduled batch of the store are then cancelled.
         """
-        limit = validation.seconds("timeout", timeout)
+        limit = argument_checks.seconds("timeout", timeout)
         await self._tracked(self._wait_all(limit, clear_timeout_tasks))
 
     async def _wait_all(self, timeout: float | None, clear: bool) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from trinity_es.client.log_or_print import tell
+from trinity_es.client.progress_lines import tell
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config

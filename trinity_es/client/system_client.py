@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from trinity_es.actors.commands import Command, DrainHost, GetRunnerStates, GetStatus, RestartRunner, ScaleServers
-from trinity_es.client import validation
+from trinity_es.client import argument_checks
 from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogRewound, NotRunning, RunnerNotFound, TrinityError, WrongKey
@@ -90,7 +90,7 @@ class SystemClient:
 
         Raises TimeoutError after `patience` seconds.
         """
-        patience = validation.number("patience", patience)
+        patience = argument_checks.number("patience", patience)
         until = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
         rollout = {}
@@ -105,13 +105,13 @@ class SystemClient:
         `RunnerLost` records this caller and `reason`. A runner that failed, was given up or waits for its restart is
         started at once. Raises RunnerNotFound (KeyError), TimeoutError.
         """
-        limit = validation.seconds("timeout", timeout) or 60.0
+        limit = argument_checks.seconds("timeout", timeout) or 60.0
         until = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
         lives = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
-        if validation.text("name", name) not in lives:  # perhaps a runner of another host
+        if argument_checks.text("name", name) not in lives:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))["runners"]
             lives |= {r["runner"]: r["incarnation"] for r in rows if r["runner"] not in lives}
         if name not in lives:
@@ -153,7 +153,7 @@ class SystemClient:
 
     def get_key_state(self, key: str) -> dict[str, Any]:
         """Return one value, such as `workflow_id`, of each runner's state that has it, by the runner's name."""
-        validation.text("key", key)
+        argument_checks.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -174,7 +174,7 @@ class SystemClient:
         """Wait until every engine serves. Raises StartupError with the reason of an engine that can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
-            self.status, validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
+            self.status, argument_checks.seconds("timeout", timeout) or self.config.system.startup_timeout,
             progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
             logs=self.config.system.log_dir,
         )

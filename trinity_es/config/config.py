@@ -37,7 +37,7 @@ from trinity_es.actors.config.section import Section
 from trinity_es.actors.plugins import lacking, load, look_in, registered, way_out
 from trinity_es.actors.validation_errors import Path_, dotted
 from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
-from trinity_es.config.error_lines import config_error, explain
+from trinity_es.config.config_problems import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
@@ -300,7 +300,7 @@ def _validate(
             errors = e.errors(include_url=False)
             if again and _convert(plain, errors, texts):
                 continue
-            from trinity_es.config.trinity_rft import foreign_keys, foreign_values  # it reads a file
+            from trinity_es.config.trinity_rft_keys import foreign_keys, foreign_values  # it reads a file
 
             raise explain(
                 errors, Config, where, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from trinity_es.config.config import Config
-from trinity_es.config.error_lines import key_table
+from trinity_es.config.config_problems import key_table
 
 __all__ = ["describe"]
 

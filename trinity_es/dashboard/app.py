@@ -19,11 +19,11 @@ from typing import Any
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.access import AccessMiddleware
 from trinity_es.dashboard.live import Tail, messages
-from trinity_es.dashboard.page import Attachment, Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Attachment, Page, PageRequest, Route
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events import errors
 from trinity_es.events.store.database.urls import masked
-from trinity_es.text import plain
+from trinity_es.safe_text import plain
 
 __all__ = ["create_app"]
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.history.attempts import BatchTimeline, tell

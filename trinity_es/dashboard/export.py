@@ -15,11 +15,11 @@ from markupsafe import Markup
 
 from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow, chosen, tell
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.text import summary
+from trinity_es.safe_text import summary
 
 __all__ = ["batch_page"]
 

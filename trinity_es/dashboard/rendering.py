@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from markupsafe import Markup
 
-from trinity_es.dashboard import page
+from trinity_es.dashboard import page_urls
 from trinity_es.events.values import BatchId, local_time
 from trinity_es.projections.why.answer import span
-from trinity_es.text import plain, shown
+from trinity_es.safe_text import plain, shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -122,7 +122,7 @@ def json_data(value: Any, ident: str) -> Markup:
 
 
 def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
-    return lambda run: page.rollout_url(batch_id, task, run)
+    return lambda run: page_urls.rollout_url(batch_id, task, run)
 
 
 @cache
@@ -139,9 +139,9 @@ def environment() -> Environment:
         "duration": duration, "state": state, "tail_of": tail_of, "shown": shown,
     }
     env.globals |= {
-        "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
-        "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of,
-        "link": page.link, "json_data": json_data, "percent": percent,
+        "batch_url": page_urls.batch_url, "rollout_url": page_urls.rollout_url, "runner_url": page_urls.runner_url,
+        "rollouts_url": page_urls.rollouts_url, "weights_url": page_urls.weights_url, "rollout_of": _rollout_of,
+        "link": page_urls.link, "json_data": json_data, "percent": percent,
         "none_value": None, "bar": bar, "named": named, "zone": zone,
     }
     return env

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trinity_es.audit import rollouts
-from trinity_es.audit.rollouts import FREED, NOT_KEPT, Found
+from trinity_es.audit import rollout_reader
+from trinity_es.audit.rollout_reader import FREED, NOT_KEPT, Found
 from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
@@ -20,7 +20,7 @@ from trinity_es.events.store.payloads.experiences import ExperienceReader
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.text import cut, shown
+from trinity_es.safe_text import cut, shown
 
 __all__ = [
     "JSON_CHARACTERS", "MESSAGE_CHARACTERS", "TEXT_CHARACTERS", "Message", "as_json", "commands", "experience_values",
@@ -50,7 +50,7 @@ class Message:
 
 def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[Found]:
     """Return the experiences of each of these runs, or why there are none in a sentence for a page."""
-    results = rollouts.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
+    results = rollout_reader.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
         replace(one, missing=_why_missing(row, one), trouble=one.trouble and (
             f"The experiences that the pipeline delivered can't be read: {shown(one.trouble)}"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.events.experience import Experience
-from trinity_es.text import shown
+from trinity_es.safe_text import shown
 
 __all__ = [
     "LEVELS", "MOST_TOKENS", "Decode", "Overlay", "Token", "byte_decode", "decoder", "level", "overlay", "pieces",

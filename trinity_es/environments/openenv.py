@@ -20,7 +20,7 @@ import aiohttp
 from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import DataError, EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience
-from trinity_es.workflows.prompts import chat_of
+from trinity_es.workflows.row_prompts import chat_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["OpenEnvSession", "OpenEnvWorkflow", "about_action", "action_of", "shown"]

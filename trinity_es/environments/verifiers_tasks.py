@@ -19,8 +19,8 @@ from uuid import uuid4
 
 import orjson
 
+from trinity_es.environments.environment_process import environment_variables
 from trinity_es.environments.installs import PROGRAM, Installed, find
-from trinity_es.environments.server import environment_variables
 from trinity_es.events.errors import DataError, TasksetError
 
 __all__ = [

@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from trinity_es.environments.environment_process import server_of
 from trinity_es.environments.installs import PROGRAM, find
-from trinity_es.environments.server import server_of
 from trinity_es.environments.verifiers_tasks import environment_config, environment_named
 from trinity_es.events.errors import EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience

@@ -34,14 +34,14 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging as logs
 
-from trinity_es.client.log_or_print import tell
+from trinity_es.client.progress_lines import tell
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError, SyncError, UnknownWorkflow
 from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
-from trinity_es.integrations.step_weights import missing_version, publish_tensors
+from trinity_es.integrations.step_versions import missing_version, publish_tensors
 from trinity_es.integrations.trl_rows import COLUMNS, require_columns, result_rows, sparing
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold

@@ -34,7 +34,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.integrations.answers import PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import play_batch, submit_batch
-from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
+from trinity_es.integrations.step_versions import missing_version, publish_tensors, step_of
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 

@@ -33,9 +33,9 @@ from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
 from trinity_es.run.wait_for_log import when_written
+from trinity_es.safe_text import error_line
 from trinity_es.system.run_lock import RunLock
 from trinity_es.tasksets.taskset import Cursor
-from trinity_es.text import error_line
 
 if TYPE_CHECKING:
     from trinity_es.serve.proxy import Proxy

@@ -27,7 +27,7 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.client.validation import encode_tasks
+from trinity_es.client.argument_checks import encode_tasks
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience

@@ -48,7 +48,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import EngineError, NotRunning, TrinityError
 from trinity_es.events.experience import LARGEST_REWARD
-from trinity_es.serve.http import (
+from trinity_es.serve.http_messages import (
     api_error,
     conversation_keys,
     error_response,

@@ -19,10 +19,10 @@ from trinity_es.events.errors import StartupError
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.checks.log_end import Claim
+from trinity_es.safe_text import does
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
 from trinity_es.system.running_system import end, processes, wait_gone
-from trinity_es.text import does
 
 __all__ = ["start", "start_here", "stop", "wait_ready"]
 

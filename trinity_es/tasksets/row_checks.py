@@ -18,9 +18,9 @@ import orjson
 from trinity_es.actors.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
 from trinity_es.events.json_values import with_single_keys
-from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
+from trinity_es.workflows.row_prompts import require_prompt_form
 
 __all__ = [
     "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt", "parse_row", "require_named_keys",

@@ -5,10 +5,10 @@ All have `log(metrics, step)` and `close()`; names of metrics have slashes. `jso
 `module:Class`. A monitor that fails never stops a run: the text log names the failure once, and the monitor still gets
 the next steps.
 
-Monitors follow the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_times`), so they
-work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the log, then
-grows line by line. So no step has a metric twice, metrics of steps after the run's checkpoint are left out (these steps
-are trained again), and lines that an earlier process did not write are there. Each line has its log position.
+Monitors follow the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_metrics`), so
+they work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the log,
+then grows line by line. So no step has a metric twice, metrics of steps after the run's checkpoint are left out (these
+steps are trained again), and lines that an earlier process did not write are there. Each line has its log position.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.reading.follow import look_again
+from trinity_es.projections.reading.log_polling import look_again
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.telemetry import explorer_times
+from trinity_es.telemetry import explorer_metrics
 from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
 from trinity_es.telemetry.monitor_services import Monitor
 from trinity_es.telemetry.opentelemetry import start_traces
@@ -42,7 +42,7 @@ CLOSE_SECONDS = 10.0
 """Maximum seconds to wait at the end for slow monitors."""
 LOOK_SECONDS = 0.5
 """Interval between reads of the log."""
-_TYPES = (*explorer_times.TYPES, "BatchTrained")
+_TYPES = (*explorer_metrics.TYPES, "BatchTrained")
 _OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
 """Prefixes of metrics of steps and evals. A trainer's metric with such a prefix gets `trainer/` before it."""
 _SHAPE = "a class with log(metrics, step) and close()"
@@ -75,7 +75,7 @@ class Monitors:
             self._others[name] = monitor
         path = Path(config.run_dir) / settings.monitor_args.get("jsonl", {}).get("path", "metrics.jsonl")
         self._url, self._after = config.store.url, after
-        self._times = explorer_times.ExplorerTimes(
+        self._times = explorer_metrics.ExplorerTimes(
             config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
         )
         self._position: int | None = None
@@ -195,7 +195,7 @@ def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
             metrics = _finite({**result["metrics"], **explorer}, "rollout")
-            step = explorer_times.step_of(result["batch_id"])
+            step = explorer_metrics.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
             own = {f"trainer/{name}" if name.startswith(_OF_STEPS) else name: n for name, n in event.metrics.items()}
             metrics, step = _finite(own, "trainer"), event.step

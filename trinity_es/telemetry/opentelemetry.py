@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
-from trinity_es.projections.reading.follow import look_again
+from trinity_es.projections.reading.log_polling import look_again
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from trinity_es.actors.commands import (
     SyncedWeights,
     SyncWeights,
 )
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes, unloadable
 from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
 from trinity_es.config.config import Config

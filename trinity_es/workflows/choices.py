@@ -9,8 +9,8 @@ from typing import Any
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task
-from trinity_es.workflows.prompts import chat_of, with_question
 from trinity_es.workflows.rewards import RewardFn
+from trinity_es.workflows.row_prompts import chat_of, with_question
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 
 __all__ = ["AsyncMultipleChoiceWorkflow", "MultipleChoiceReward", "MultipleChoiceWorkflow"]

@@ -16,7 +16,7 @@ import numpy as np
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, Task, class_path
-from trinity_es.workflows.prompts import chat_of, plain_text, with_question
+from trinity_es.workflows.row_prompts import chat_of, plain_text, with_question
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_es.workflows.workflow import KNOWN
 

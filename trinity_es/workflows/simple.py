@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.rewards import Reward, RewardFn, known_of, value_of
+from trinity_es.workflows.row_prompts import chat_of
 from trinity_es.workflows.workflow import KNOWN, Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]

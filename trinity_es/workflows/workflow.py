@@ -16,14 +16,14 @@ from random import Random
 from typing import Any, ClassVar
 
 from trinity_es.actors.rollout.leases import Lease
-from trinity_es.actors.rollout.steps import RunSteps
+from trinity_es.actors.rollout.recorded_steps import RunSteps
 from trinity_es.actors.rollout.workers.graders import GRADER_BYTES, GRADER_SECONDS
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
 from trinity_es.workflows.rewards import Reward, as_parts, call_of, known_of, value_of
+from trinity_es.workflows.row_prompts import chat_of
 
 __all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
 

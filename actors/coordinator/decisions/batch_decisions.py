@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions.runner_room import Capacity, Room
+from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.message_sizes import shortened
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev

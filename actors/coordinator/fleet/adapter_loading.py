@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from trinity_es.actors.coordinator.decisions import adapter_decisions as adapters
-from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.actors.storable_text import clean_text
 from trinity_es.events import vocabulary as ev

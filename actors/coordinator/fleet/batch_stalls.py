@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import BatchTimes, HostSnapshot, Key, RunnerSnapshot, SystemSnapshot
+from trinity_es.projections.why.system_state import BatchTimes, HostSnapshot, Key, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["Stalls"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
-from trinity_es.actors.coordinator.decisions.runner_room import Capacity, Room
+from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.message_sizes import grouped
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment

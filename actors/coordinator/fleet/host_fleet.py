@@ -20,7 +20,7 @@ from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.admission import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
-from trinity_es.actors.hosts.check import facts
+from trinity_es.actors.hosts.host_comparison import facts
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.system_key import host_key
 from trinity_es.events import vocabulary as ev

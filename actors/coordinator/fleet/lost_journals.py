@@ -15,7 +15,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.journal import frames, kept_runs, run_of, without_open_steps
-from trinity_es.events.store.journals import Journals, Life
+from trinity_es.events.store.journal_store import Journals, Life
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 

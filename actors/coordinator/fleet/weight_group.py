@@ -7,8 +7,8 @@ over, runners load weights from shared memory, and the trainer forms a new group
 from __future__ import annotations
 
 from trinity_es.actors.commands import JoinWeightGroup
-from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.messages import GroupJoinResult, JoinGroup
 from trinity_es.events.errors import SyncError
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from trinity_es.actors.coordinator.decisions import rolling_update
 from trinity_es.actors.coordinator.decisions import weight_decisions as weights
-from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
 from trinity_es.projections.runner import RunnerState, Weights

@@ -21,8 +21,8 @@ from trinity_es.actors.coordinator.delivery.pipeline import StalenessLimit
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.request_reads import processed_before, submitted_tasks
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint

@@ -15,10 +15,10 @@ from typing import Any
 from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
-from trinity_es.actors.run_activity import runner_state, table
+from trinity_es.actors.runner_activity import runner_state, table
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.projections.runner import RunnerState, newest_life
 

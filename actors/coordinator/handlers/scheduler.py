@@ -25,11 +25,11 @@ from trinity_es.actors.commands import (
     TakeResults,
 )
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.coordinator.decisions import scheduled_batches
+from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.request_reads import submitted_tasks
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.request_inputs import submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
@@ -79,11 +79,11 @@ class SchedulerHandlers:
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open(self, batch_id: BatchId) -> BatchState | None:
-        return scheduled_batches.require_scheduled(self._live.batches.get(batch_id), batch_id)
+        return collect_decisions.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
         self._live.record_batch(batch.batch_id, events)
-        end = scheduled_batches.over(batch)
+        end = collect_decisions.over(batch)
         self._live.record_batch(batch.batch_id, end)
         if end:
             self._dynamic_timeout.ended(batch)
@@ -93,7 +93,7 @@ class SchedulerHandlers:
         """Begin a batch with these tasks, or add them to it; answer with the number of the first one."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
-        events = scheduled_batches.schedule(
+        events = collect_decisions.schedule(
             self._live.find(batch_id),
             batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -116,7 +116,7 @@ class SchedulerHandlers:
         command = request.command
         batch = self._open(command.batch_id)
         if batch is not None and command.resume:
-            self._live.record_batch(command.batch_id, scheduled_batches.resume(batch))
+            self._live.record_batch(command.batch_id, collect_decisions.resume(batch))
 
         def met(progress: BatchProgress) -> bool:
             enough = progress["ready"] >= command.at_least or progress["open"] == 0
@@ -180,7 +180,7 @@ class SchedulerHandlers:
         if partial is None:
             partial = self._explorer.over_rollout.return_partial_tasks
         for batch in selected:
-            events = [] if batch is None else scheduled_batches.drop_rest(batch, reason=reason, return_partial=partial)
+            events = [] if batch is None else collect_decisions.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
                 self._dispatcher.revoke(batch)
                 self._record(batch, events)
@@ -193,7 +193,7 @@ class SchedulerHandlers:
         mine: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
-                events = scheduled_batches.take(batch, command.tasks, request.id)
+                events = collect_decisions.take(batch, command.tasks, request.id)
                 if events:
                     self._record(batch, events)
             mine = [task for task in command.tasks if batch.taken.get(task) == request.id]
@@ -204,11 +204,11 @@ class SchedulerHandlers:
         """Pause the batches of a scheduler that stops; they get no runners until another scheduler resumes them."""
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
-                self._live.record_batch(batch.batch_id, scheduled_batches.pause(batch, "its scheduler was stopped"))
+                self._live.record_batch(batch.batch_id, collect_decisions.pause(batch, "its scheduler was stopped"))
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
         """Let paused batches go on, since a scheduler has started."""
         for batch in self._batches():
-            self._live.record_batch(batch.batch_id, scheduled_batches.resume(batch))
+            self._live.record_batch(batch.batch_id, collect_decisions.resume(batch))
         self._router.reply(request)

@@ -19,8 +19,8 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
-from trinity_es.actors.coordinator.handlers.request_reads import processed_before
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.request_inputs import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events import vocabulary as ev

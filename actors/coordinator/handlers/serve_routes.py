@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 
 __all__ = ["RouteHandlers"]

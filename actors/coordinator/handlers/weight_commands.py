@@ -17,10 +17,10 @@ from trinity_es.actors.commands import (
     SyncWeights,
 )
 from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
-from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
 

@@ -17,7 +17,7 @@ import orjson
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.sampling import SHARED, at_temperature
+from trinity_es.actors.engines.sampling_checks import SHARED, at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trinity_es.actors.engines.adapters import checked_adapter, require_same
+from trinity_es.actors.engines.adapter_checks import checked_adapter, require_same
 from trinity_es.actors.engines.interface import LoRASettings
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError, SyncError

@@ -44,7 +44,7 @@ from trinity_es.actors.engines.interface import (
     Tokenizer,
 )
 from trinity_es.actors.engines.long_texts import prompt_ids
-from trinity_es.actors.engines.sampling import at_temperature, whole_distribution
+from trinity_es.actors.engines.sampling_checks import at_temperature, whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
 from trinity_es.actors.engines.vllm.processes import (

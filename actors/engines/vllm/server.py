@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import CallJournal, Completion, Generation, Recording, Sampling
-from trinity_es.actors.engines.sampling import MOST_ANSWERS, SHARED
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED
 from trinity_es.actors.engines.vllm.values import (
     changed,
     completion_of,

@@ -15,7 +15,7 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, EngineLoad, Sampling
 from trinity_es.actors.engines.long_texts import LARGE, off_the_loop
-from trinity_es.actors.engines.sampling import SHARED
+from trinity_es.actors.engines.sampling_checks import SHARED
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 

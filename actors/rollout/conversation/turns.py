@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.rollout.conversation.given_back import Fit
+from trinity_es.actors.rollout.conversation.answer_comparison import Fit
 
 __all__ = ["Marks", "Turn", "Turns"]
 

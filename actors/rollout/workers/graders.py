@@ -1,6 +1,6 @@
 """Grader processes: each call of a reward function runs in a process of its own, which can be killed.
 
-A grader is forked for one call from a warm template (`workers/templates.py`) that has imported the function's module,
+A grader is forked for one call from a fork server (`workers/fork_servers.py`) that has imported the function's module,
 so no call sees another one's memory, signals or globals. If it exceeds its time or memory, ends its process or raises,
 that is a GraderError: the answer's reward is unknown, so its run fails with kind `grader` instead of a zero.
 
@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 import psutil
 
+from trinity_es.actors.rollout.workers.fork_servers import EXIT_SECONDS, Child, Templates, describe_exit
 from trinity_es.actors.rollout.workers.protocol import LENGTH
-from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, Child, Templates, describe_exit
 from trinity_es.events.errors import GraderError, StartupError, error_from_dict
 
 __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]

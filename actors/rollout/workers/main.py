@@ -27,8 +27,8 @@ from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.leases import RunLeases, driven
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.recorded_steps import RunSteps
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.actors.rollout.steps import RunSteps
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TrinityError, WorkflowError

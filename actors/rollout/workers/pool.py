@@ -1,7 +1,7 @@
 """Pool of worker processes that play sync workflows and can be killed.
 
-A `WorkerPool` forks workers from warm templates (`workers/templates.py`) on demand, up to its `places`, and keeps them.
-A worker (`workers/main.py`) plays the workflows of one module, one run at a time (or all runs of a `can_repeat`
+A `WorkerPool` forks workers from fork servers (`workers/fork_servers.py`) on demand, up to its `places`, and keeps
+them. A worker (`workers/main.py`) plays the workflows of one module, one run at a time (or all runs of a `can_repeat`
 workflow), in its main thread. If its process ends (os._exit, a segfault, kill -9), only that run fails, with kind
 `workflow`. At a timeout, a cancellation, and the end of the pool it is stopped at once and killed, with its
 descendants. It is in the runner's process group, and ends by itself after the runner.
@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.workers.fork_servers import EXIT_SECONDS, START_SECONDS, Child, Templates, describe_exit
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
-from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, describe_exit
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId

@@ -22,7 +22,7 @@ from trinity_es.events.errors import LogCorrupt, LogError, NotALog
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import classify
-from trinity_es.events.store.records.recorded import Head, Recorded
+from trinity_es.events.store.records.log_values import Head, Recorded
 
 __all__ = ["Problems", "Watcher", "check_pages", "raw_text", "verify"]
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, select
 
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.store.database import schema
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.vocabulary import ClockStepped
 
 __all__ = ["clock_note", "position_at"]

@@ -22,8 +22,8 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.handlers import router
-from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
+from trinity_es.actors.coordinator.handlers import command_router
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
@@ -79,7 +79,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "REMEMBERED_ANSWERS", 4)
+    monkeypatch.setattr(command_router, "REMEMBERED_ANSWERS", 4)
     place.submit(1)
     place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))
     for number in range(20):

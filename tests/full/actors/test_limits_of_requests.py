@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.endpoint import HELLO, TOKEN, Recorder, connected, posted, serving
 from trinity_es.actors.engines.http.remote import RemoteEngine
-from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
+from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server

@@ -25,8 +25,8 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.decisions.rolling_update import EngineStatus, next_to_load
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, rewarded
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers

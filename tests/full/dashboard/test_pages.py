@@ -16,7 +16,7 @@ from tests.helpers.pages import Seen
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.batch_cache import BatchCache
-from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
+from trinity_es.dashboard.page_urls import batch_of, batch_ref, batch_url
 from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
 from trinity_es.events import vocabulary as ev

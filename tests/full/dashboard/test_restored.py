@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from tests.helpers.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.dashboard import app, tokens
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.page import PageRequest
+from trinity_es.dashboard.page_urls import PageRequest
 from trinity_es.dashboard.pages import rollouts
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream

@@ -17,7 +17,7 @@ from tests.helpers.engines import Live
 from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.servers import free_port
 from tests.helpers.weight_transfer import state_of
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.checkpoints import tensor_shapes
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm.weight_transfer import WeightSender

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from tests.helpers.endpoint import until
-from trinity_es.environments import server as server_module
+from trinity_es.environments import environment_process as server_module
 from trinity_es.environments import verifiers_tasks
+from trinity_es.environments.environment_process import EnvironmentServer
 from trinity_es.environments.installs import Installed
-from trinity_es.environments.server import EnvironmentServer
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import EnvironmentFailed, TasksetError
 

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from benchmarks.sample_ground import START, TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli
-from trinity_es.client.validation import whole
+from trinity_es.client.argument_checks import whole
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError

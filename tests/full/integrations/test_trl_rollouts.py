@@ -18,7 +18,7 @@ import trinity_es
 from tests.helpers.trl_trainers import EOS, Rows, StandInClient, StandInTrainer, answer
 from trinity_es.errors import AlreadyRunning, ConfigError, DataError, SyncError, UnknownWorkflow, WorkflowError
 from trinity_es.events.vocabulary import WeightsPublished
-from trinity_es.integrations.step_weights import step_version
+from trinity_es.integrations.step_versions import step_version
 from trinity_es.system.run_lock import RunLock
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import Followed, SystemSnapshot, observe
+from trinity_es.projections.why.system_state import Followed, SystemSnapshot, observe
 
 T = 1_800_000_000.0
 BATCHES: tuple[BatchId, ...] = (1, "two", 3)

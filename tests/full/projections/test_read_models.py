@@ -26,9 +26,9 @@ from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import fold
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.overview import throughput
-from trinity_es.projections.tables.batch_list import SORTS, BatchRow
+from trinity_es.projections.tables.batch_queries import SORTS, BatchRow
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.projections.why.situation import Followed, RunnerSnapshot, SystemSnapshot, observe, read_situation
+from trinity_es.projections.why.system_state import Followed, RunnerSnapshot, SystemSnapshot, observe, read_situation
 
 
 @settings(max_examples=15)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.adapters import published
 from tests.helpers.live_log import LiveLog
-from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerDied, RunnerStatus

@@ -16,7 +16,7 @@ from tests.helpers.adapters import MODULES, SHAPES, make_adapter, published, ten
 from trinity_es.actors.coordinator.decisions import adapter_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.handlers.serve_routes import _route
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, LoRASettings, Sampling
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
 from trinity_es.actors.messages import AdaptersLoadResult

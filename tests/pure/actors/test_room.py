@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.coordinator.decisions.batch_decisions import runner_lost
-from trinity_es.actors.coordinator.decisions.runner_room import Capacity, Room
+from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import evolve

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.config.schema import ProgressConfig
-from trinity_es.actors.runner import journal as module
-from trinity_es.actors.runner.journal import Journal
+from trinity_es.actors.runner import journal_writer as module
+from trinity_es.actors.runner.journal_writer import Journal
 from trinity_es.events.errors import LogUnavailable
-from trinity_es.events.store.journals import Life
+from trinity_es.events.store.journal_store import Life
 
 ONE, TWO = (1, "s", 0, 0), (1, "s", 1, 0)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.run_activity import SHOWN_RUNS, RunActivity, runner_state, table
 from trinity_es.actors.runner.actor import BEAT_SECONDS, Runner
+from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, table
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}

@@ -17,9 +17,9 @@ from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet import polled_server_list
+from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.weights import run_command
 from trinity_es.config.config import Config

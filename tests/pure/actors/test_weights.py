@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from tests.helpers.engines import StandIn
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable

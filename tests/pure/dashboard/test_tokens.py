@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trinity_es.dashboard.tokens import LEVELS, byte_decode, decoder, level, overlay, pieces
 from trinity_es.events.experience import Experience
-from trinity_es.text import cut, shown
+from trinity_es.safe_text import cut, shown
 
 
 def one(**fields: object) -> Experience:

@@ -14,7 +14,7 @@ from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.codec import check, decode, encode
 from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogTooNew
-from trinity_es.events.store.records.recorded import from_row
+from trinity_es.events.store.records.log_values import from_row
 from trinity_es.events.vocabulary import EVENTS, Event
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -12,7 +12,7 @@ import pytest
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.records.clock import Clock, boot
-from trinity_es.events.store.records.recorded import Straightener
+from trinity_es.events.store.records.log_values import Straightener
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 

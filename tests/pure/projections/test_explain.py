@@ -16,7 +16,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.answer import span
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import SystemSnapshot, observe
+from trinity_es.projections.why.system_state import SystemSnapshot, observe
 
 
 @pytest.fixture

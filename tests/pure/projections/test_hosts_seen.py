@@ -18,7 +18,7 @@ from trinity_es.projections.host_states import left_reason, lost_reason, went_wi
 from trinity_es.projections.reading.host_list import host_list, read_hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.text import summary
+from trinity_es.safe_text import summary
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.audit.whatif.history import History, episodes, read_past
+from trinity_es.audit.whatif.recorded_durations import History, episodes, read_past
 from trinity_es.audit.whatif.simulation import Settings, Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState

@@ -3,7 +3,7 @@
 Dispatching, retries, finalizing and dropping are decided by the same functions as in a run
 (`coordinator.decisions.batch_decisions`, `coordinator.fleet.dynamic_timeout`, `coordinator.fleet.dispatcher.ahead`) on
 the same state (`projections.batch`). Runners, trainer and network behave as in the record
-(`trinity_es.audit.whatif.history`).
+(`trinity_es.audit.whatif.recorded_durations`).
 
 - An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
   attempt), its time is drawn from the recorded ones of its batch; if it was cut off, from those that took longer.
@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
+from trinity_es.audit.whatif.recorded_durations import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve

@@ -13,8 +13,8 @@ from trinity_es.cli.which_config import settings_of, settings_of_run
 from trinity_es.client.accept_rewind import accept
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError
+from trinity_es.safe_text import plain
 from trinity_es.system import remembered_log_end
-from trinity_es.text import plain
 
 __all__ = ["accept_rewind"]
 

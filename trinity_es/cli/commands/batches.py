@@ -23,9 +23,9 @@ from trinity_es.projections.history.critical_path import segments
 from trinity_es.projections.reading.diff import changes
 from trinity_es.projections.reading.log_reader import Log, canonical
 from trinity_es.projections.tables import read_models
-from trinity_es.projections.tables.batch_list import SORTS, BatchRow
+from trinity_es.projections.tables.batch_queries import SORTS, BatchRow
 from trinity_es.projections.verify.log import verify_log
-from trinity_es.text import plain
+from trinity_es.safe_text import plain
 
 __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 

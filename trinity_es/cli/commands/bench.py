@@ -19,7 +19,7 @@ from trinity_es.run import single_task
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.single_task import PlayedTask
-from trinity_es.text import error_line, plain
+from trinity_es.safe_text import error_line, plain
 
 __all__ = ["bench", "debug", "run_benchmark"]
 

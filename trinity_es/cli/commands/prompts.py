@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.audit.rollouts import task_asked
+from trinity_es.audit.rollout_reader import task_asked
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.events.errors import TasksetError, TrinityError

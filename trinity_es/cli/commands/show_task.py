@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trinity_es.audit.rollouts import read_runs, task_asked
+from trinity_es.audit.rollout_reader import read_runs, task_asked
 from trinity_es.cli.common import print_json
 from trinity_es.cli.render import tables
 from trinity_es.cli.render import task as views_task

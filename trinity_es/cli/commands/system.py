@@ -16,8 +16,8 @@ from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
+from trinity_es.safe_text import does, plain
 from trinity_es.system import lifecycle, running_system
-from trinity_es.text import does, plain
 
 __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
@@ -178,12 +178,12 @@ def up(
 
 
 def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
-    from trinity_es.hosts import on_ray
+    from trinity_es.hosts import run_on_ray
 
     if standby:
         raise typer.BadParameter("--standby is not for --on ray: Ray restarts the head by itself")
     started = time.monotonic()
-    answer = on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
+    answer = run_on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
     answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started}
     if as_json:
         common.print_json(answer)
@@ -233,9 +233,9 @@ def down(
     else:
         settings = settings_of(None, name)
     if on is not None:
-        from trinity_es.hosts import on_ray
+        from trinity_es.hosts import run_on_ray
 
-        was_running = on_ray.down(settings)
+        was_running = run_on_ray.down(settings)
         if as_json:
             common.print_json({"was_running": was_running})
         else:

@@ -14,7 +14,7 @@ from trinity_es.cli.render.tables import columns
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared
-from trinity_es.text import clock, event_line, plain
+from trinity_es.safe_text import clock, event_line, plain
 
 __all__ = ["print_fork", "print_moments", "print_runs"]
 

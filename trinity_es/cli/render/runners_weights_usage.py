@@ -25,7 +25,7 @@ from trinity_es.projections.tables.runner_history import (
     seen,
 )
 from trinity_es.projections.why.answer import counted, span
-from trinity_es.text import error_line, plain
+from trinity_es.safe_text import error_line, plain
 
 __all__ = [
     "MOST", "print_adapters", "print_leases", "print_lives", "print_prompts", "print_runners", "print_usage",

@@ -21,8 +21,8 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
 from trinity_es.projections.kept_text import kept_text
-from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.text import clock, error_line, name_of, plain
+from trinity_es.projections.tables.batch_queries import BatchRow
+from trinity_es.safe_text import clock, error_line, name_of, plain
 
 __all__ = [
     "columns", "console", "counted_text", "fitted", "left_out", "metrics_table", "number", "print_batches",

@@ -13,7 +13,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
 from trinity_es.projections.kept_text import kept_text
-from trinity_es.text import clock, error_line, plain
+from trinity_es.safe_text import clock, error_line, plain
 
 __all__ = ["print_run", "print_task"]
 

@@ -29,10 +29,10 @@ from trinity_es.events.values import batch_stream
 from trinity_es.projections.history.host_lives import HostLife, last_lives
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.reading.log_reader import NOTABLE, Log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
-from trinity_es.projections.why.situation import Followed
-from trinity_es.text import clock, devices, error_line, event_line, name_of, place_of, plain, sparkline
+from trinity_es.projections.why.system_state import Followed
+from trinity_es.safe_text import clock, devices, error_line, event_line, name_of, place_of, plain, sparkline
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from trinity_es.dashboard.page import Nav, Route
+from trinity_es.dashboard.page_urls import Nav, Route
 
 __all__ = ["MODULES", "navigation", "routes"]
 

@@ -10,15 +10,15 @@ import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
 from trinity_es.dashboard.gantt import Lane, Window, busy, cells, drawing, kind_of, lane, rewards_between
-from trinity_es.dashboard.page import Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, known_first
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.text import summary
+from trinity_es.safe_text import summary
 
 __all__ = ["ROUTES", "asof", "batch", "batch_cache", "steps", "tasks_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 
 __all__ = ["NAV", "ROUTES", "batches"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.dashboard.page import Nav, Page, PageRequest, Route, batch_of, batch_ref
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, batch_of, batch_ref
 from trinity_es.events.errors import BatchNotFound, DataError, TrinityError
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, tell

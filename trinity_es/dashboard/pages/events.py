@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trinity_es.dashboard.page import Nav, Page, PageRequest, Route, link, runner_url
-from trinity_es.text import summary
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, link, runner_url
+from trinity_es.safe_text import summary
 
 __all__ = ["NAV", "ROUTES", "events", "where"]
 

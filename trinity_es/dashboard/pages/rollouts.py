@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.audit.rollouts import Found, task_asked
+from trinity_es.audit.rollout_reader import Found, task_asked
 from trinity_es.dashboard import rollout_values, tokens
-from trinity_es.dashboard.page import Attachment, Nav, Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Attachment, Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.batch import batch_cache
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
 from trinity_es.projections.kept_text import kept_text
-from trinity_es.text import cut
+from trinity_es.safe_text import cut
 
 __all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]
 

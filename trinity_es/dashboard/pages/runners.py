@@ -7,9 +7,9 @@ from itertools import islice
 
 import orjson
 
-from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.events.store.records.recorded import Recorded
+from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.host_lives import HostLife
@@ -17,7 +17,7 @@ from trinity_es.projections.history.runner_work import WORK, work_of
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
-from trinity_es.text import devices, summary
+from trinity_es.safe_text import devices, summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 

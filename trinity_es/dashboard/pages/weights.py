@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history

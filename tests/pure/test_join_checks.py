@@ -12,10 +12,10 @@ import pytest
 from tests.helpers.handmade import cli
 from tests.helpers.links import OTHER, Heard, dialer
 from trinity_es.actors.hosts.admission import Admission
-from trinity_es.actors.hosts.check import digest_of, facts
 from trinity_es.actors.hosts.head_dialer import HeadPlace, NotOurs
-from trinity_es.cli import host_checks
-from trinity_es.cli.host_checks import HeadSays, ask_head, compared, folder_finding
+from trinity_es.actors.hosts.host_comparison import digest_of, facts
+from trinity_es.cli import join_checks
+from trinity_es.cli.join_checks import HeadSays, ask_head, compared, folder_finding
 from trinity_es.config.config import Config
 
 MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}
@@ -87,10 +87,10 @@ def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None
 
 def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_ES_KEY", raising=False)
-    monkeypatch.setattr(host_checks, "find_head", lambda url: HeadPlace("127.0.0.1:9", bytes(32)))
+    monkeypatch.setattr(join_checks, "find_head", lambda url: HeadPlace("127.0.0.1:9", bytes(32)))
     store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
     config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
-    [found] = host_checks._head("postgresql://me@db/run", "b", config, "")
+    [found] = join_checks._head("postgresql://me@db/run", "b", config, "")
     assert (found.what, found.verdict) == ("key", "missing")
     assert str(tmp_path) in found.told
     assert "TRINITY_ES_KEY" in found.way_out

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling import SHARED, brief, merged
+from trinity_es.actors.engines.sampling_checks import SHARED, brief, merged
 from trinity_es.actors.serving.errors import ApiError, wrong
 from trinity_es.events.errors import DataError
 

@@ -1,4 +1,4 @@
-"""The runner's side of the template processes (`template_main.py`) of one `WorkerPool`, which start on demand."""
+"""The runner's side of the template processes (`fork_server_main.py`) of one `WorkerPool`, which start on demand."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Templates:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        main = "trinity_es.actors.rollout.workers.template_main"
+        main = "trinity_es.actors.rollout.workers.fork_server_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}

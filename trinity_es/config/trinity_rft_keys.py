@@ -1,6 +1,6 @@
-"""Keys of Trinity-RFT's config that do not exist here, and their replacements (`trinity_rft.yaml`).
+"""Keys of Trinity-RFT's config that do not exist here, and their replacements (`trinity_rft_keys.yaml`).
 
-docs/TRINITY_RFT_KEYS.md is printed by `python -m trinity_es.config.trinity_rft`.
+docs/TRINITY_RFT_KEYS.md is printed by `python -m trinity_es.config.trinity_rft_keys`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def markdown() -> str:
         "# Keys of Trinity-RFT's config\n\nThis page lists the keys that have another name here, or none; all others "
         "mean the same. The error for an unknown key says the same as this page. If a section is listed without its "
         "keys, its line is for all of them. The guide is [FROM_TRINITY_RFT.md](FROM_TRINITY_RFT.md).\n\nThis page is "
-        "printed by `python -m trinity_es.config.trinity_rft`.\n\n"
+        "printed by `python -m trinity_es.config.trinity_rft_keys`.\n\n"
         f"| Trinity-RFT | here |\n|---|---|\n{rows}\n{values}\n"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_es.actors.run_activity import RunActivity
+from trinity_es.actors.runner_activity import RunActivity
 
 
 def test_runs_that_wait_for_something_outside_are_counted_and_the_longest_is_told() -> None:

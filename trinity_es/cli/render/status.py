@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import counted, resume_command, span
-from trinity_es.text import clock, devices, does, plain
+from trinity_es.safe_text import clock, devices, does, plain
 
 __all__ = ["show"]
 

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.text import batch_named
+from trinity_es.safe_text import batch_named
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log

@@ -18,10 +18,10 @@ import pytest
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.workers import templates as worker_templates
+from trinity_es.actors.rollout.workers import fork_servers as worker_templates
+from trinity_es.actors.rollout.workers.fork_servers import Child
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workers.protocol import MOST
-from trinity_es.actors.rollout.workers.templates import Child
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.events.errors import StartupError

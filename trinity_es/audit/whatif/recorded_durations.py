@@ -22,7 +22,7 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = ["Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "episodes", "read_past"]
 

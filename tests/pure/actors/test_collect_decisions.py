@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
-from trinity_es.actors.coordinator.decisions import scheduled_batches
+from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import allowed, measured
 from trinity_es.events import codec
@@ -23,7 +23,7 @@ def schedule(state: BatchState | None, n: int = 2, *, request: str, **changed: A
         "batch_id": 1, "repeat_times": [2] * n, "tasks": [{}] * n, "tasks_digest": None, "evals": [],
         "max_attempts": 2, "runs_per_unit": 1,
     }
-    return scheduled_batches.schedule(state, **{**given, **changed}, request=request)
+    return collect_decisions.schedule(state, **{**given, **changed}, request=request)
 
 
 def opened(*requests: str) -> BatchState:
@@ -74,7 +74,7 @@ def test_p17_what_cant_be_scheduled() -> None:
     with pytest.raises(BatchAlreadyActive):
         schedule(train, request="one")
     with pytest.raises(BatchTypeMismatch, match="finalize_train_batch"):
-        scheduled_batches.require_scheduled(train, 1)
+        collect_decisions.require_scheduled(train, 1)
     with pytest.raises(DataError, match="task 0"):
         schedule(None, request="one", repeat_times=[0, 1])
     train.state = BatchLifecycleState.FINALIZED
@@ -85,15 +85,15 @@ def test_p17_what_cant_be_scheduled() -> None:
 def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
     state = done(opened("one", "two"), 0, 2)
     assert (state.open_task_count, state.ready_tasks()) == (2, [0, 2])
-    [first] = scheduled_batches.take(state, [0, 1, 2], "a")
+    [first] = collect_decisions.take(state, [0, 1, 2], "a")
     assert first == ev.ResultsTaken(tasks=[0, 2], request="a")
     state = evolve(state, first)
-    assert scheduled_batches.take(state, [0, 2], "b") == []
-    assert scheduled_batches.over(state) == []
+    assert collect_decisions.take(state, [0, 2], "b") == []
+    assert collect_decisions.over(state) == []
     state = done(state, 1, 3)
-    assert scheduled_batches.over(state) == []  # nobody has taken them
-    state = fold(scheduled_batches.take(state, [1, 3], "b"), state) or state
-    [end] = scheduled_batches.over(state)
+    assert collect_decisions.over(state) == []  # nobody has taken them
+    state = fold(collect_decisions.take(state, [1, 3], "b"), state) or state
+    [end] = collect_decisions.over(state)
     assert isinstance(end, ev.BatchFinalized)
     assert (len(end.experiences), end.selected) == (8, 8)
     assert end.result["finished_task_count"] == 4
@@ -108,22 +108,22 @@ def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
 @pytest.mark.parametrize("partial", [False, True])
 def test_p22_the_rest_is_dropped_with_or_without_what_it_finished(partial: bool) -> None:
     state = run(done(opened("one", "two"), 0), 1, 0)
-    [event] = scheduled_batches.drop_rest(state, reason="late", return_partial=partial)
+    [event] = collect_decisions.drop_rest(state, reason="late", return_partial=partial)
     assert event == ev.TaskDropped(tasks=[1, 2, 3], reason="late", kept=[1] if partial else [])
     state = evolve(state, event)
     assert state.ready_tasks() == ([0, 1] if partial else [0])
     assert (state.open_task_count, state.pending, state.flights) == (0, {}, {})
-    assert scheduled_batches.drop_rest(state, reason="late", return_partial=partial) == []
-    state = fold(scheduled_batches.take(state, state.ready_tasks(), "a"), state) or state
-    [end] = scheduled_batches.over(state)
+    assert collect_decisions.drop_rest(state, reason="late", return_partial=partial) == []
+    state = fold(collect_decisions.take(state, state.ready_tasks(), "a"), state) or state
+    [end] = collect_decisions.over(state)
     assert isinstance(end, ev.BatchFinalized)
     assert end.selected == (3 if partial else 2)
 
 
 def test_p18_a_batch_of_which_nothing_came_ends_aborted() -> None:
     state = opened("one")
-    state = fold(scheduled_batches.drop_rest(state, reason="late", return_partial=True), state) or state
-    [end] = scheduled_batches.over(state)
+    state = fold(collect_decisions.drop_rest(state, reason="late", return_partial=True), state) or state
+    [end] = collect_decisions.over(state)
     assert isinstance(end, ev.BatchAborted)
     assert end.reason == "late"
 
@@ -131,12 +131,12 @@ def test_p18_a_batch_of_which_nothing_came_ends_aborted() -> None:
 def test_p16_nothing_of_a_paused_batch_is_dispatched() -> None:
     state = opened("one")
     capacity = Capacity(name="r", incarnation=1, model_version=0, places=4, load=0, limit=4)
-    state = fold(scheduled_batches.pause(state, "stopped"), state) or state
-    assert scheduled_batches.pause(state, "stopped") == []
+    state = fold(collect_decisions.pause(state, "stopped"), state) or state
+    assert collect_decisions.pause(state, "stopped") == []
     assert batches.dispatch([state], [capacity]) == []
     assert type(schedule(state, request="two")[0]) is ev.BatchResumed  # who schedules wants it to run
-    state = fold(scheduled_batches.resume(state), state) or state
-    assert scheduled_batches.resume(state) == []
+    state = fold(collect_decisions.resume(state), state) or state
+    assert collect_decisions.resume(state) == []
     [(_, event)] = batches.dispatch([state], [capacity], 1.5)
     assert event.timeout == 1.5
     assert {f.timeout for f in evolve(state, event).flights.values()} == {1.5}

@@ -8,8 +8,8 @@ import pytest
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task
-from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS
+from trinity_es.workflows.row_prompts import chat_of
 from trinity_es.workflows.workflow import Workflow
 
 USER = {"role": "user", "content": "2+3?"}

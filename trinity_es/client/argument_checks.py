@@ -13,7 +13,7 @@ from trinity_es.actors.commands import Cursor
 from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.config.buffer import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.engines.sampling_checks import merged
 from trinity_es.actors.plugins import look_in
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.rollout.conversation.given_back import Fit, fit
+from trinity_es.actors.rollout.conversation.answer_comparison import Fit, fit
 
 PARIS = {"city": "Paris"}
 TO = {"city": "Paris", "to": "Rome"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 from trinity_es.actors.engines.vllm.weights import short
-from trinity_es.text import error_line, plain
+from trinity_es.safe_text import error_line, plain
 
 
 def told(message: str) -> str:
@@ -17,7 +17,7 @@ def told(message: str) -> str:
 
 def test_an_error_is_shown_with_its_last_frame_however_long_it_is() -> None:
     line = error_line(told("no reward for that"), 200)
-    assert line.startswith("ValueError: no reward for that (test_text.py:")
+    assert line.startswith("ValueError: no reward for that (test_safe_text.py:")
     assert line.endswith(" in told)")
     long = error_line(told("x" * 500), 80)
     assert long.startswith("ValueError: xxx")

@@ -19,7 +19,7 @@ from trinity_es.actors.config.schema import ProgressConfig
 from trinity_es.actors.rollout.run_journal import OpenCall
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.events.errors import LogUnavailable
-from trinity_es.events.store.journals import Journals, Life
+from trinity_es.events.store.journal_store import Journals, Life
 
 __all__ = ["Journal"]
 

@@ -17,7 +17,7 @@ from tests.helpers.paths import ROOT
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.journal import KeptAnswer, chunk, kept_runs
 from trinity_es.events.store.database.urls import parse_url
-from trinity_es.events.store.journals import Journals, open_journals
+from trinity_es.events.store.journal_store import Journals, open_journals
 
 ONE, TWO = ("runner-0", 1), ("host/runner-0 b", 12)
 
@@ -48,7 +48,7 @@ def test_each_life_has_its_segments_in_order(store: Journals, store_url: str) ->
 
 WRITER = """
 import os, sys
-from trinity_es.events.store.journals import open_journals
+from trinity_es.events.store.journal_store import open_journals
 store = open_journals(sys.argv[1])
 for i in range(50):
     store.append(("r", 1), 0, b"record %d;" % i, durable=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.records.recorded import Straightener
+from trinity_es.events.store.records.log_values import Straightener
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.host_states import host_of

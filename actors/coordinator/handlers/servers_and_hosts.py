@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.commands import CommandRequest, DrainHost, DrainingHost, ScaledServers, ScaleServers
+from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
-from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events.errors import DataError, HostNotFound
 
