@@ -93,7 +93,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 self._pair[1].send(b"x")
 
     def start_watch(self) -> None:
-        """Open the socket pair. Call it in a handler: the actor gets its address only after `__init__`."""
+        """Open the socket pair by which threads wake the actor. Call it in a handler: `__init__` has no address yet."""
         if self._pair is None:
             self._pair = socket.socketpair()
             for end in self._pair:

@@ -70,12 +70,12 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
         try:
             super().addMore(data)
         except Exception as e:  # the length is not a number
-            raise ValueError("it is not a frame") from e
+            raise ValueError("these bytes are not a frame") from e
         if self._size is None:
             if len(self._buf) >= _LENGTH:
-                raise ValueError("it is not a frame")
+                raise ValueError("these bytes are not a frame")
         elif not HEADER <= self._size <= MAX_FRAME:
-            raise ValueError("it is not a frame")
+            raise ValueError("these bytes are not a frame")
         elif self.port is None and len(self._buf) >= HEADER:
             head, seal = self._buf[: HEADER - 32], self._buf[HEADER - 32 : HEADER]
             fits = [p for p in self._ports if hmac.compare_digest(seal, _seal(self._key, p, self._size, head))]

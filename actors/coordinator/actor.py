@@ -280,7 +280,7 @@ class Coordinator(BaseActor):
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
-        """Answer the held requests with the error of a failed try."""
+        """Answer the requests that wait for the log with the error of the failed attempt to write it."""
         self.unwritten.refuse(error)
 
     def stopped(self, error: LogRewound) -> None:
@@ -343,7 +343,10 @@ class Coordinator(BaseActor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_Retire(self, message: Retire, sender: Any) -> None:
-        """Write the queue and give the lease back; open batches stay open."""
+        """Wait for outputs, leases and the pipeline (at most OUTPUT_SECONDS), then close the session with the log.
+
+        Open batches stay open.
+        """
         self.retiring_since = self.retiring_since or self.now()
         busy = self.running and (
             self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.closed(self.close_problem)

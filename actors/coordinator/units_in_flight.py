@@ -43,7 +43,7 @@ class UnitsInFlight:
         return sorted(self._lives.get(runner, ()))
 
     def evolve(self, batch: BatchState, event: ev.Event) -> None:
-        """Apply one more event of a batch, which is already folded into `batch`."""
+        """Apply one more event of a batch; `batch` is its state after this event."""
         match event:
             case ev.TasksDispatched():
                 for unit in event.units:

@@ -1,9 +1,9 @@
 """The host's end of a pull: copies a folder of the head to this host, or says why it can't.
 
-If the head's path exists on this host with the same or equal files, it is used as it is. Otherwise the files are pulled
-into a folder of this host, which gets the version's name once it is complete. Bytes that arrived before a connection
-broke stay, and the pull continues after them. Each file's SHA-256 is compared with the head's; a file that differs is
-pulled once more.
+If the head's path exists on this host too, on a shared disk or with equal files, the folder is used as it is.
+Otherwise its files are pulled into a folder of this host, which is renamed once it is complete. Bytes that arrived
+before a connection broke stay, and the pull continues after them. Each file's SHA-256 is compared with the head's; a
+file that differs is pulled once more.
 """
 
 from __future__ import annotations

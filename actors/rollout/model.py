@@ -291,7 +291,8 @@ class Model(OpenAIAccess):
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
-            raise WorkflowError("this model has no running event loop: use the methods that end in _async")
+            raise WorkflowError("blocking methods need an event loop in another thread, which this model lacks: use "
+                                "those that end in _async")
         self._must_not_block()
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 

@@ -99,7 +99,7 @@ class RequestRecord:
         return bool(self.generations) and all(g.completions is not None for g in self.generations)
 
     def experiences(self) -> list[Experience]:
-        """Return an experience of each answer, in the order of the prompts; a run's model keeps them.
+        """Return an experience for each answer, in the order of the prompts, and add it to the run's history.
 
         Raises EngineError for an answer that was cut off.
         """

@@ -143,13 +143,16 @@ class Log(LogEvents):
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Return the distributions of these batches, or of the `last` that ended. Raises BatchNotFound."""
+        """Return the distributions of rewards and durations in these batches, or in the `last` that ended.
+
+        Raises BatchNotFound.
+        """
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
                          if row.ended_at is not None]
-        firsts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
+        starts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
         types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-        recorded = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
+        recorded = (r for s, first in starts for r in self._events.read(stream=s, types=types, after=first))
         return distributions(batch_ids, ((r.type, r.data) for r in recorded))
 
     def freed(self) -> dict[str, int]:

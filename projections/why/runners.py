@@ -39,7 +39,7 @@ def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return whether no server should be an engine, by the system's status or else by the log. `gone`: one left."""
+    """Return whether no external server is an engine now: by the status, or without one by the log (`gone`)."""
     servers = (live or {}).get("servers")
     return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 

@@ -172,7 +172,7 @@ async def test_a_blocking_call_on_the_loop_itself_is_an_error_and_no_hang() -> N
 
 
 def test_a_blocking_call_without_a_loop_is_an_error() -> None:
-    with pytest.raises(WorkflowError, match="no running event loop"):
+    with pytest.raises(WorkflowError, match="need an event loop in another thread"):
         Model(Recorder()).generate("x")
 
 

@@ -188,7 +188,7 @@ def _add_live(out: dict[str, Any], live: dict[str, Any]) -> None:
 
 
 def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -> list[dict[str, Any]]:
-    """Return the open batches of `whys`: the log was read after the system answered, so it is ahead of `rows`."""
+    """Return a row for each batch of `whys`. `rows` are older, so a batch may be open there and ended in `whys`."""
     by_id = {row["batch_id"]: row for row in rows}
     return [
         by_id.get(w.batch_id, {}) | {

@@ -50,10 +50,11 @@ def require_local(request: Request) -> None:
     """
     for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
-            raise ApiError(f"{header} {host!r} is not this machine, and no key is asked for", status=403,
-                          code="not_local")
+            raise ApiError(f"{header} {host!r} is another machine, and this proxy asks for no key: set "
+                           "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
     if request.headers.get("sec-fetch-site") == "cross-site":
-        raise ApiError("a page of another site asks, and no key is asked for", status=403, code="not_local")
+        raise ApiError("this proxy asks for no key, so it refuses requests from web pages of other sites: set "
+                       "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
 
 
 def _host(origin: str | None) -> str | None:

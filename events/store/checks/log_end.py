@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A mark, and the process or file that holds it."""
+    """An acknowledged end of the log (`Mark`), and the process or file that remembers it."""
 
     mark: Mark
     by: str

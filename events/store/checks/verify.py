@@ -128,7 +128,7 @@ def verify(
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Read SQLite text that is no UTF-8 with its bytes as \\xff; the driver would raise an error of its own."""
+    """Have the driver show bad bytes in SQLite text that is no UTF-8 (as \\xe9) instead of raising an error."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield

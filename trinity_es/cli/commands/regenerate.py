@@ -75,6 +75,7 @@ def _print(again: Regeneration) -> None:
 
 
 def _comparison(turn: Turn) -> str:
+    """Return a line that compares the recorded tokens of a turn with those generated now."""
     logprobs = "no logprobs to compare"
     if turn.logprob_max is not None:
         logprobs = (f"logprobs of {turn.logprob_tokens} tokens differ by {turn.logprob_max:.2g} at most, "
@@ -82,6 +83,6 @@ def _comparison(turn: Turn) -> str:
     if turn.first_difference is None:
         return f"{len(turn.recorded)} tokens from {turn.start} on, all equal; {logprobs}"
     at = turn.first_difference
-    was, now = (tokens[at] if at < len(tokens) else "its end" for tokens in (turn.recorded, turn.regenerated))
-    return (f"{len(turn.recorded)} tokens from {turn.start} on, again {len(turn.regenerated)}: the first {at} are "
-            f"equal, then {was} was {now}; {turn.agreement:.0%} of positions agree; {logprobs}")
+    recorded, new = (tokens[at] if at < len(tokens) else "its end" for tokens in (turn.recorded, turn.regenerated))
+    return (f"{len(turn.recorded)} tokens from {turn.start} on, {len(turn.regenerated)} generated now: the first {at} "
+            f"are equal, then {recorded} became {new}; {turn.agreement:.0%} of positions agree; {logprobs}")
