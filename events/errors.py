@@ -6,6 +6,7 @@ TrinityError
 ├── BatchNotFound, RunnerNotFound, HostNotFound, WeightNotFound, AnswerNotFound  no such thing (KeyError)
 ├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       wrong state (ValueError)
 ├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
+├── TooFewGroups                                                             nothing is lost, add tasks
 ├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  a part failed
 ├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
 └── LogError
@@ -31,7 +32,7 @@ __all__ = [
     "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent",
     "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog",
     "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound",
-    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError",
+    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TooFewGroups", "TrinityError",
     "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
     "error_from_dict", "error_to_dict", "said_and_where",
 ]
@@ -104,6 +105,13 @@ class BatchTypeMismatch(TrinityError, ValueError):
 
 class FinalizeTimeout(TrinityError, TimeoutError):
     """The batch was not complete within the timeout. Nothing is lost: ask again."""
+
+
+class TooFewGroups(TrinityError):
+    """A batch has fewer usable tasks than its finalize asked for. Nothing is lost: add tasks, or ask for fewer.
+
+    `details` has `missing`, `usable` and `lost`, the numbers of tasks as in the event GroupsMissing.
+    """
 
 
 class TakeTimeout(TrinityError, TimeoutError):

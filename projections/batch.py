@@ -130,6 +130,10 @@ class BatchState:
     """First task id that each request for more tasks added, by request id."""
     partial: set[int] = field(default_factory=set)
     """Dropped tasks whose finished runs are still delivered."""
+    groups: int = 0
+    """Minimum number of tasks with delivered experiences, while the batch is in the pipeline."""
+    missing: ev.GroupsMissing | None = None
+    """Result of the pipeline, until more tasks come, if it left experiences of too few tasks."""
     taken: dict[int, str] = field(default_factory=dict)
     """Id of the request by which a scheduler took the task's results, by task."""
     paused: bool = False
@@ -248,9 +252,11 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.BatchResumed():
             state.paused = False
         case ev.BatchFinalizing():
-            state.state = BatchLifecycleState.FINALIZING
+            state.state, state.groups, state.missing = BatchLifecycleState.FINALIZING, event.groups, None
         case ev.FinalizeFailed():
             state.state = BatchLifecycleState.RUNNING if state.expected_task_count else BatchLifecycleState.PENDING
+        case ev.GroupsMissing():
+            state.state, state.missing = BatchLifecycleState.RUNNING, event
         case ev.BatchFinalized():
             state.state = BatchLifecycleState.FINALIZED
             state.final_result = event.result
@@ -285,7 +291,9 @@ def _add_tasks(state: BatchState, event: ev.TasksAdded) -> None:
     state.tasks += [TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times, first)]
     state.pending |= _new_units(first, event.repeat_times, event.runs_per_unit)
     state.expected_task_count = len(state.tasks)
-    state.additions[event.request] = first
+    state.additions[event.request], state.missing = first, None
+    if state.min_wait_num is not None:
+        state.min_wait_num += len(event.repeat_times)
 
 
 def _new_units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
@@ -408,6 +416,9 @@ def batch_result(
     else:
         metrics |= aggregate_batch(per_task, prefix=prefix)
         missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values()) if form > 3 else 0
+        if state.additions and state.batch_type == "train":
+            added = state.expected_task_count - min(state.additions.values())
+            metrics[f"{prefix}/added_task_count"] = float(added)
     if missing and form > 1:
         metrics[f"{prefix}/missing_run_count"] = float(missing)
     for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():

@@ -10,6 +10,7 @@ __all__ = [  # noqa: F405
     "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent",
     "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog",
     "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound",
-    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError",
+    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TooFewGroups",
+    "TrinityError",
     "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
 ]

@@ -12,7 +12,7 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
 from trinity_es.events.values import BatchId, batch_stream, local_time
-from trinity_es.projections.kept_text import kept_text
+from trinity_es.projections.event_texts import kept_text, missing_text
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
@@ -252,6 +252,8 @@ def summary(event: ev.Event) -> str:
             return f"task {event.task} is run again: {event.reason}"
         case ev.FinalizeFailed():
             return event.error
+        case ev.GroupsMissing():
+            return missing_text(event)
         case ev.BatchFinalized():
             return f"{event.selected} experiences delivered, {event.dropped} filtered out"
         case ev.ExperiencesProcessed():

@@ -24,7 +24,7 @@ from trinity_es.actors.commands.fields import (
 from trinity_es.events.values import BatchId
 
 __all__ = [
-    "AbortBatch", "BatchProgress", "Cursor", "DropOpenTasks", "FinalizeBatch", "GetStatus", "PauseBatches",
+    "AbortBatch", "AddTasks", "BatchProgress", "Cursor", "DropOpenTasks", "FinalizeBatch", "GetStatus", "PauseBatches",
     "PollAllBatches", "PollBatch", "ProcessExperiences", "RedoTasks", "ResumeBatches", "ScheduleTasks",
     "StoreProgress", "SubmitBatch", "TakeResults",
 ]
@@ -61,7 +61,7 @@ class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits
 
     The answer is `batch_id, batch_type, finished_task_count, metrics`, and the same if the command is repeated. Tasks
     that failed after their last attempt are settled too, so `finished_task_count` includes them. Raises BatchNotFound,
-    BatchTypeMismatch, FinalizeTimeout, PipelineError.
+    BatchTypeMismatch, FinalizeTimeout, PipelineError, TooFewGroups.
     """
 
     batch_id: Batch
@@ -69,6 +69,18 @@ class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits
     """Its type in `submit`."""
     timeout: Seconds | None
     """Time until the answer FinalizeTimeout, which loses nothing; null: no limit."""
+    groups: Whole | None = None
+    """Minimum number of tasks of which the pipeline must deliver experiences. With fewer the answer is TooFewGroups,
+    and the batch stays open for `add_tasks`; null: any number."""
+
+
+class AddTasks(Command[int], name="add_tasks", writes=True):
+    """Add tasks to an open batch from `submit`; return the number of the first. Raises BatchNotFound, DataError."""
+
+    batch_id: Batch
+    tasks: Tasks
+    cursor: list[Cursor] | None
+    """Same as in `submit`."""
 
 
 class AbortBatch(Command[None], name="abort", writes=True):

@@ -73,6 +73,16 @@ class OverRolloutConfig(Section):
     """Also deliver tasks with only some runs finished."""
 
 
+class RefillConfig(Section):
+    """Replacement of tasks that gave a train batch nothing to train on."""
+
+    at_most: int = Field(default=0, ge=0)
+    """Maximum number of further tasks of a step. With 1 or more, tasks whose runs all failed, or whose experiences the
+    pipeline dropped (filters, `max_staleness`), are replaced by the next ones of the tasksets, until the pipeline
+    delivers experiences of as many tasks as the step waits for (`buffer.batch_size`, less with `over_rollout.ratio`).
+    """
+
+
 class DynamicTimeoutConfig(Section):
     """A timeout that adapts to the duration of attempts."""
 
@@ -147,6 +157,7 @@ class ExplorerConfig(Section):
     progress: ProgressConfig = Field(default_factory=ProgressConfig)
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
     over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
+    refill: RefillConfig = Field(default_factory=RefillConfig)
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
     auxiliary_models: list[AuxiliaryModelConfig] = Field(default_factory=list)
     """Further models that workflows may call."""

@@ -10,8 +10,8 @@ from trinity_es.events.vocabulary.base import Event, PayloadRef, RunResult, Unit
 
 __all__ = [
     "AttemptFailed", "AttemptKept", "BatchAborted", "BatchFinalized", "BatchFinalizing", "BatchPaused", "BatchResumed",
-    "BatchSubmitted", "BatchTrained", "FinalizeFailed", "RecoveryDecided", "ResultsTaken", "RunsFinished",
-    "StallDetected", "TaskDropped", "TaskFinished", "TaskReopened", "TasksAdded", "TasksDispatched",
+    "BatchSubmitted", "BatchTrained", "FinalizeFailed", "GroupsMissing", "RecoveryDecided", "ResultsTaken",
+    "RunsFinished", "StallDetected", "TaskDropped", "TaskFinished", "TaskReopened", "TasksAdded", "TasksDispatched",
 ]
 
 
@@ -41,7 +41,7 @@ class BatchSubmitted(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksAdded(Event, stream="batch/<id>"):
-    """A scheduler added tasks to an open batch. Their numbers and their places in its queue follow the earlier ones."""
+    """A client added tasks to an open batch. Their numbers and their places in its queue follow the earlier ones."""
 
     repeat_times: list[int]
     tasks: list[dict[str, Any]] | None = None
@@ -232,12 +232,28 @@ class BatchResumed(Event, stream="batch/<id>"):
 class BatchFinalizing(Event, stream="batch/<id>"):
     """The batch has enough settled tasks; its experiences go through the pipeline."""
 
+    groups: int = 0
+    """Minimum number of tasks of which the pipeline must deliver experiences; with fewer the batch is not finalized."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizeFailed(Event, stream="batch/<id>"):
     """The pipeline failed. The batch is RUNNING again and can be finalized again."""
 
     error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsMissing(Event, stream="batch/<id>"):
+    """The pipeline left experiences of too few tasks, so nothing was delivered. The batch is RUNNING and takes more."""
+
+    usable: int
+    """Number of tasks with experiences after the pipeline."""
+    missing: int
+    """Number of further tasks whose experiences are needed."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Tasks without experiences, by the last cause that took one: an operator's name, `unusable` or `max_staleness` as
+    in BatchFinalized, or `failed` if none of their runs succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.event_texts import missing_text
 
 __all__ = [
     "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "known_first", "tell",
@@ -224,6 +225,8 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
             text = "finalizing"
         case ev.FinalizeFailed():
             text = f"finalize failed: {event.error}"
+        case ev.GroupsMissing():
+            text = f"not finalized: {missing_text(event)}"
         case ev.BatchFinalized():
             timeline.ended_at, timeline.finalized_position = at, item.position
             _mark_dropped(timeline, event)

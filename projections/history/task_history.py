@@ -12,8 +12,8 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
+from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
-from trinity_es.projections.kept_text import kept_text
 
 __all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 

@@ -58,7 +58,8 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         for recorded in log.read(stream=f"taskset/{taskset}"):
             event = recorded.event
             if isinstance(event, ev.TasksetAdvanced) and isinstance(event.batch_id, int) and event.batch_id in train:
-                advanced.setdefault(event.batch_id, {})[taskset] = (event.epoch, event.offset)
+                cursors_of_step = advanced.setdefault(event.batch_id, {})
+                cursors_of_step[taskset] = max(cursors_of_step.get(taskset, (0, 0)), (event.epoch, event.offset))
     steps = list(range(1, len(train) + 1))
     if set(train) != set(steps) or set(advanced) != set(steps):
         names = ", ".join(map(repr, tasksets))
@@ -68,7 +69,9 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         )
     cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
     for step in steps:
-        cursors[step] = {**cursors[step - 1], **advanced[step]}
+        before = cursors[step - 1]  # which may be later: tasks are added to a step while later ones are submitted
+        cursors[step] = {name: max(before.get(name, (0, 0)), advanced[step].get(name, (0, 0)))
+                         for name in before | advanced[step]}
     ended = [
         train[step].state == BatchLifecycleState.FINALIZED
         or (train[step].state == BatchLifecycleState.ABORTED and not was_dropped_stale(log, step)) for step in steps
@@ -129,11 +132,13 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     """Return the number of train batches with each row of a taskset, without aborted and replaced submissions."""
     used: dict[str, list[int]] = {}
-    for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
+    for recorded in log.read(types=["BatchSubmitted", "TasksAdded", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
+            used[recorded.stream] = []
+        if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in used:
             indices = [task.get("index", {}) for task in log.tasks_of(event)]
-            used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
+            used[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)
     counts: dict[int, int] = {}

@@ -29,8 +29,8 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
 
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
-    """Return the tasks of the batch's last submission. Raises PayloadNotFound."""
-    return [task for event in log.handed_in(batch_id)[:1] for task in log.tasks_of(event)]
+    """Return the tasks of the batch's last submission, with those that were added. Raises PayloadNotFound."""
+    return [task for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
 
 
 def _mean_reward(state: BatchState, number: int) -> float | None:

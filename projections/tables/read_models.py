@@ -297,7 +297,7 @@ def _gather(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["experiences"] -= event.experiences
         case ev.BatchFinalizing():
             change["state"] = BatchLifecycleState.FINALIZING.value
-        case ev.FinalizeFailed():
+        case ev.FinalizeFailed() | ev.GroupsMissing():
             change["state"] = BatchLifecycleState.RUNNING.value
         case ev.BatchFinalized():
             change["state"], change["ended_at"] = BatchLifecycleState.FINALIZED.value, item.recorded_at

@@ -32,7 +32,8 @@ class Waiting:
       `quarantined`, `lost`, `ended`
     - of a runner that could not load the current weights: `refused`
     - of units without a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`
-    - of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`, `all_failed`, `nothing`
+    - of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `groups_missing`, `training`, `all_failed`,
+      `nothing`
     - of the system: `unwritten` (the log can't be written), `no_system`, `ending`, `restarting`, `no_answer`, `fenced`,
       `no_coordinator`, `unseen` (on another host)
     - of the log: `no_database`
@@ -222,6 +223,7 @@ _WAYS = {
             "with abort_batch",
     "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
     "paused": "start a Scheduler on this store, or ask one for its results: it dispatches the waiting units",
+    "groups_missing": "the trainer calls add_tasks, or finalizes the batch without groups",
     "finalize_failed": "fix the pipeline (buffer.pipeline), then finalize the batch again: it has all its experiences",
     "training": "nothing if there is no trainer; a trainer calls acknowledge(batch_id, step) when it has used a batch "
                 "(TRL's and `trinity-es run` do so by themselves): start it again if it has ended",
@@ -229,7 +231,7 @@ _WAYS = {
 }
 
 
-OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "all_failed", "nothing"}
+OF_TRAINER = {"finalize", "finalize_failed", "groups_missing", "grace", "paused", "training", "all_failed", "nothing"}
 """Causes that are never a stall."""
 
 

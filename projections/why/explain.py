@@ -21,8 +21,8 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.event_texts import kept_text, missing_text
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.kept_text import kept_text
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
 from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
 from trinity_es.projections.why.runners import (
@@ -48,9 +48,9 @@ SLOW_TIMES = 3.0
 
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1,
-    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "away": 3, "unstored": 3, "lost": 4,
-    "slow": 5, "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9,
-    "unseen": 10,
+    "finalizing": 2, "finalize_failed": 2, "groups_missing": 2, "grace": 2, "finalize": 2, "hung": 3, "away": 3,
+    "unstored": 3, "lost": 4, "slow": 5, "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7,
+    "interrupted": 8, "refused": 9, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """Ranks of a runner that gets no units: if no runner does, and if others do."""
@@ -252,6 +252,9 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     if rows.get(state.batch_id, {}).get("waited_for"):
         text = f"{have}; the trainer waits for the rest, at most explorer.over_rollout.wait_after_min seconds"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
+    if state.missing is not None:
+        text = f"{missing_text(state.missing)}, and its trainer has added none yet"
+        return Waiting(cause="groups_missing", what="the trainer", text=text, since=batch.moved_at)
     call = "Scheduler.get_results" if state.batch_type == "collect" else f"finalize_{state.batch_type}_batch"
     text = f"{have}, but {call} has not been called"
     return Waiting(cause="finalize", what="the trainer", text=text, since=batch.moved_at)

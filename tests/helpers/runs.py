@@ -33,9 +33,9 @@ from trinity_es.testing import wait_until
 ROWS = 14
 
 
-def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
+def make_config(folder: Path, *, interval: int = 1, rows: int = ROWS, **sections: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(ROWS)]
+    lines = [json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(rows)]
     (folder / "train.jsonl").write_text("\n".join(lines))
     (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
     common = {"reward_fn": "tests.helpers.runs:early_letters", "rollout_args": {"max_tokens": 8}}
@@ -175,6 +175,11 @@ STEPS = 5
 
 def early_letters(response: str, prompt: str, truth: str | None) -> float:
     return sum(c < "m" for c in response) / max(1, len(response))
+
+
+def odd_question(response: str, prompt: str, truth: str | None) -> float:
+    """Return 1 for every second row: a filter of rewards drops the groups of the others."""
+    return float(int(prompt.split()[-1]) % 2)
 
 
 def kill_run(config: Config, running: subprocess.Popen[str]) -> None:

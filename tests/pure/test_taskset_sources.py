@@ -247,8 +247,8 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
             left = part.locate()
             assert part.step == done
             cursors = part.cursors
-            while tasks := (told := part.next_tasks(done + len(found), cursors, size))[0]:
-                cursors = told[1]
+            while part.has_more(done + len(found), cursors):
+                tasks, cursors = part.mix.read(cursors, size)
                 found.append(([task.index["index"] for task in tasks], cursors["t"]))
             assert part.last_step == done + len(found)
         finally:

@@ -283,6 +283,7 @@ class Invariants:
     def finalize_answered(self, plan: BatchPlan, error: str | None, value: bytes | None) -> None:
         if error is not None:
             fine = error in ("FinalizeTimeout", "LogUnavailable", "PipelineError")
+            fine = fine or (error == "TooFewGroups" and plan.refills)
             self.require(fine, f"finalize of {plan.batch_id}: {error}")
             return
         told = canonical(orjson.loads(value or b""))
@@ -290,6 +291,14 @@ class Invariants:
         self.require(told == logged, f"finalize of {plan.batch_id} said {told!r}, the log says {logged!r} (promise 3)")
         earlier = self.told.setdefault(plan.batch_id, told)
         self.require(told == earlier, f"finalize of {plan.batch_id} said {told!r} after {earlier!r} (promise 3)")
+
+    def add_answered(self, plan: BatchPlan, request: str, error: str | None) -> None:
+        if error is not None:  # an aborted batch takes no tasks
+            self.require(error in ("LogUnavailable", "DataError"), f"tasks for {plan.batch_id}: {error}")
+            return
+        added = [row for row in self.world.store.streams[batch_stream(plan.batch_id)]
+                 if isinstance(row.event, ev.TasksAdded) and row.event.request == request]
+        self.require(len(added) == 1, f"tasks of {request} are {len(added)} times in {plan.batch_id} (promise 1)")
 
     def acknowledge_answered(self, plan: BatchPlan, error: str | None) -> None:
         state = self.batches[batch_stream(plan.batch_id)]

@@ -143,7 +143,7 @@ class Store:
             match event:
                 case ev.BatchFinalizing():
                     batch.state = "FINALIZING"
-                case ev.FinalizeFailed():
+                case ev.FinalizeFailed() | ev.GroupsMissing():
                     batch.state = "RUNNING"
                 case ev.BatchFinalized():
                     batch.state = "FINALIZED"

@@ -18,6 +18,7 @@ from tests.simulation.world import Process, Violation, World
 from trinity_es.actors.commands import (
     AbortBatch,
     AcknowledgeBatch,
+    AddTasks,
     Command,
     DropOpenTasks,
     FinalizeBatch,
@@ -52,6 +53,11 @@ class BatchPlan:
     timeout: float | None = None
     """Timeout of finalize, after which it is repeated."""
     abort_after: float | None = None
+
+    @property
+    def refills(self) -> bool:
+        """True if its trainer asks for one more group than the batch has, and then adds a task."""
+        return self.batch_type == "train" and sum(self.runs) % 3 == 0
 
 
 class Call:
@@ -243,14 +249,18 @@ class Trainer:
         Call(self, command, answered)
 
     def finalize(self, plan: BatchPlan, again: bool = False) -> None:
+        state = self.world.invariants.batches[batch_stream(plan.batch_id)]  # as the log says
         command = FinalizeBatch(
             batch_id=plan.batch_id, batch_type=plan.batch_type, timeout=plan.timeout,  # type: ignore[arg-type]  # as above
+            groups=len(plan.runs) + 1 if plan.refills and not state.additions else None,
         )
 
         def answered(reply: Reply) -> None:
             error = _error(reply)
             self.world.invariants.finalize_answered(plan, error, reply.value.inline)
-            if error is not None:
+            if error == "TooFewGroups":
+                self.add(plan)
+            elif error is not None:
                 self.later(0.2, lambda: self.finalize(plan, again))
             elif not again:
                 self.finalize(plan, again=True)
@@ -260,6 +270,15 @@ class Trainer:
                 self.acknowledge(plan)
 
         Call(self, command, answered)
+
+    def add(self, plan: BatchPlan) -> None:
+        tasks = Parcel(orjson.dumps([{"workflow": "sim:Sim", "repeat_times": 1}]))
+
+        def answered(reply: Reply) -> None:
+            self.world.invariants.add_answered(plan, reply.id, _error(reply))
+            self.later(0.1, lambda: self.finalize(plan))
+
+        Call(self, AddTasks(batch_id=plan.batch_id, tasks=tasks, cursor=None), answered)
 
     def take_from_queue(self, plan: BatchPlan) -> None:
         """Request some experiences from the queue, of any batch."""

@@ -198,6 +198,8 @@ class _Trace:
             case ev.FinalizeFailed():
                 yield from self._finalizing_ended(stream, at, "finalize, failed")
                 yield self._instant("finalize failed", "batch", BATCHES, "p", item)
+            case ev.GroupsMissing():
+                yield from self._finalizing_ended(stream, at, f"{event.missing} groups missing")
             case ev.BatchFinalized():
                 yield from self._finalizing_ended(stream, at, "finalize")
                 yield from self._batch_ended(stream, at, "finalized")

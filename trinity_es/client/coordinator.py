@@ -99,6 +99,7 @@ class RolloutCoordinator:
             self._started = False
 
     submit_batch = _in_thread(RolloutClient.submit_batch)
+    add_tasks = _in_thread(RolloutClient.add_tasks)
     finalize_train_batch = _in_thread(RolloutClient.finalize_train_batch)
     finalize_eval_batch = _in_thread(RolloutClient.finalize_eval_batch)
     abort_batch = _in_thread(RolloutClient.abort_batch)

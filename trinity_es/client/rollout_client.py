@@ -124,26 +124,51 @@ class RolloutClient(SystemClient):
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = batch_id, number
 
-    def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+    def add_tasks(
+        self, batch_id: BatchId, tasks: Sequence[Task],
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> int:
+        """Add tasks to an open train batch, and return the number of the first; `cursor` is as in `submit_batch`.
+
+        A `min_wait_num` grows by as many. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError),
+        TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the pipeline or has ended).
+        """
+        tasks, cursors = argument_checks.listed("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
+        first = self._link.call(commands.AddTasks(
+            batch_id=require_batch_id(batch_id), tasks=self.pack(tasks), cursor=cursors
+        ))
+        for number, task in enumerate(tasks, first):
+            task.batch_id, task.task_id = batch_id, number
+        return first
+
+    def finalize_train_batch(
+        self, batch_id: BatchId, *, timeout: float | None = None, groups: int | None = None
+    ) -> dict[str, Any]:
         """Wait until enough tasks of the batch are settled, run the pipeline, and end the batch.
 
         Returns keys `batch_id, batch_type, finished_task_count, metrics`; a second call returns the same.
         `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only those. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
         PipelineError (the batch is RUNNING again).
+
+        `groups`: number of tasks of which the pipeline must deliver experiences. With fewer, for instance because a
+        filter dropped groups without a difference in reward, it raises TooFewGroups: nothing is delivered, and the
+        batch stays open for `add_tasks`.
         """
-        return self._finalize(batch_id, "train", timeout)
+        return self._finalize(batch_id, "train", timeout, groups)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
         """Finalize an eval batch like a train batch, but without pipeline; metrics are under `eval/<name>`."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(
-        self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None
+        self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None,
+        groups: int | None = None,
     ) -> dict[str, Any]:
         command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type,
             timeout=argument_checks.seconds("timeout", timeout),
+            groups=None if groups is None else argument_checks.whole("groups", groups),
         )
         try:
             return self._link.call(command, _patience(timeout))

@@ -196,10 +196,6 @@ class RunProcess:
         return (f"the tasksets end after step {last}, before total_steps {total}: raise their `epochs` (null: without "
                 "end) to read them more often")
 
-    def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
-        """Return the tasks after this step and its cursors, none if the run ends, and the cursors after them."""
-        return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
-
     def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
         config = self.config
         try:

@@ -28,9 +28,11 @@ from trinity_es.projections.host_states import host_of
 __all__ = [
     "Capacity",
     "abort",
+    "add",
     "dispatch",
     "finalize_failed",
     "finalized",
+    "groups_missing",
     "outcome",
     "recovery",
     "reopen",
@@ -76,9 +78,7 @@ def submit(
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before its id is used again"
         )
-    if any(n < 1 for n in repeat_times):
-        task = next(i for i, n in enumerate(repeat_times) if n < 1)
-        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
+    _require_runs(batch_id, repeat_times)
     if min_wait_num is not None and min_wait_num < 0:
         raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or at least 0")
     return [
@@ -313,10 +313,31 @@ def _open_tasks(batch: BatchState) -> list[int]:
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
-def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
+def add(
+    batch: BatchState, *, repeat_times: list[int], tasks: list[dict[str, Any]] | None, tasks_digest: str | None,
+    runs_per_unit: int | None, request: str,
+) -> list[ev.Event]:
+    """Add tasks to an open batch; the same request again changes nothing. Raises DataError."""
+    if request in batch.additions:
+        return []
+    if batch.state is not BatchLifecycleState.RUNNING:
+        raise DataError(f"batch {batch.batch_id!r} is {batch.state}: tasks are added to a RUNNING batch")
+    _require_runs(batch.batch_id, repeat_times)
+    return [ev.TasksAdded(repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest,
+                          runs_per_unit=runs_per_unit, request=request)]
+
+
+def _require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
+    for task, runs in enumerate(repeat_times):
+        if runs < 1:
+            raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}: at least 1")
+
+
+def start_finalizing(batch: BatchState, return_partial: bool = False, groups: int = 0) -> list[ev.Event]:
     """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
 
-    With `return_partial` the finished runs of dropped tasks go through the pipeline too.
+    With `return_partial` the finished runs of dropped tasks go through the pipeline too. `groups`: as in
+    BatchFinalizing.
     """
     open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
@@ -326,7 +347,7 @@ def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev
         events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
     if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
-    return [*events, ev.BatchFinalizing()]
+    return [*events, ev.BatchFinalizing(groups=groups)]
 
 
 def finalized(
@@ -345,6 +366,13 @@ def finalized(
             model_versions=model_versions or [],
         )
     ]
+
+
+def groups_missing(batch: BatchState, lost: Mapping[str, int], usable: int) -> ev.GroupsMissing:
+    """Record that the pipeline left too few tasks. `lost`: tasks whose experiences it dropped, by cause."""
+    failed = sum(not batch.tasks[number].payloads for number in batch.ready_tasks())
+    causes = {**lost, **({"failed": failed} if failed else {})}
+    return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class PipelineJob:
     """Whether delivered experiences may refer to the payloads of `refs`, which are then kept as long."""
     limit: StalenessLimit | None = None
     """Limit beyond which experiences are dropped before the operators run; None: there is none."""
+    groups: int = 0
+    """Minimum number of tasks in the result; with fewer nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,10 @@ class PipelineDone:
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
     model_versions: list[tuple[int, int]] = field(default_factory=list)
     """`BatchFinalized.model_versions`."""
+    usable: int = 0
+    """Number of tasks in the result."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Tasks of which nothing is in the result, by the last cause in `dropped_by`."""
 
 
 class PipelineThread:
@@ -89,11 +96,15 @@ class PipelineThread:
         if job.prepare is not None:
             job.prepare(experiences)
         experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
+        tasks = {e.eid.uid: e.eid.task for e in experiences}
         result = self._pipeline.run(experiences, time.perf_counter, job.limit)
-        refs = write_delivered(self._payloads, result.experiences, raw)
+        usable = {e.eid.task for e in result.experiences}
+        causes = {tasks[uid]: cause for cause, uids in result.dropped_by.items() for uid in uids if uid in tasks}
+        refs = write_delivered(self._payloads, result.experiences, raw) if len(usable) >= job.groups else []
         return PipelineDone(
             result.metrics, refs, len(result.experiences), result.dropped, result.dropped_by,
-            _versions(result.experiences),
+            _versions(result.experiences), len(usable),
+            dict(Counter(cause for task, cause in causes.items() if task not in usable)),
         )
 
 

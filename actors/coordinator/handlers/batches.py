@@ -8,7 +8,9 @@ from typing import Any
 
 from trinity_es.actors.commands import (
     AbortBatch,
+    AddTasks,
     CommandRequest,
+    Cursor,
     FinalizeBatch,
     ProcessExperiences,
     RedoTasks,
@@ -33,10 +35,12 @@ from trinity_es.events.errors import (
     InvalidEvent,
     PayloadNotFound,
     PipelineError,
+    TooFewGroups,
     TrinityError,
 )
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.event_texts import missing_text
 
 __all__ = ["BatchHandlers"]
 
@@ -69,6 +73,7 @@ class BatchHandlers:
     def handlers(self) -> list[Handled]:
         return [
             handled(SubmitBatch, self.submit),
+            handled(AddTasks, self.add),
             handled(FinalizeBatch, self.finalize),
             handled(AbortBatch, self.abort),
             handled(RedoTasks, self.redo),
@@ -107,14 +112,35 @@ class BatchHandlers:
         if events:
             self.live.record_batch(batch_id, events)
             self.live.keep_tasks(batch_id, parcels)
-            for cursor in command.cursor or ():
-                advanced = ev.TasksetAdvanced(
-                    batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
-                )
-                self.live.record(advanced)
+            self._advance(batch_id, command.cursor)
             for source in command.sources or ():
                 self.live.record(ev.TasksetResolved(batch_id=batch_id, source=source))
         self.router.reply(request)
+
+    def add(self, request: CommandRequest[AddTasks]) -> None:
+        command, batch_id = request.command, request.command.batch_id
+        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train")
+        tasks, parcels = submitted_tasks(self.live, command.tasks)
+        events = batches.add(
+            batch,
+            repeat_times=[task.get("repeat_times", 1) for task in tasks],
+            tasks=tasks if command.tasks.digest is None else None,
+            tasks_digest=command.tasks.digest,
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
+            request=request.id,
+        )
+        if events:
+            self.live.record_batch(batch_id, events)
+            self.live.keep_tasks(batch_id, parcels, more=True)
+            self._advance(batch_id, command.cursor)
+        self.router.reply(request, batch.additions[request.id])
+
+    def _advance(self, batch_id: BatchId, cursors: Sequence[Cursor] | None) -> None:
+        for cursor in cursors or ():
+            advanced = ev.TasksetAdvanced(
+                batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
+            )
+            self.live.record(advanced)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
         """Finalize a batch once it has enough settled tasks, and answer with its result."""
@@ -122,6 +148,9 @@ class BatchHandlers:
         batch = batches.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
+            return
+        if batch.missing is not None and request.command.groups:  # it would go through the pipeline as before
+            self.router.reply(request, error=_too_few(batch_id, batch.missing))
             return
         if timeout is not None:
             self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
@@ -156,12 +185,13 @@ class BatchHandlers:
             if batch.completed_task_count < batches.wanted(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
-            if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
+            if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
             self.dispatcher.revoke(batch)
             partial = self.config.explorer.over_rollout.return_partial_tasks
-            self.live.record_batch(batch_id, batches.start_finalizing(batch, partial))
+            groups = max(w.request.command.groups or 0 for w in waiters)
+            self.live.record_batch(batch_id, batches.start_finalizing(batch, partial, groups))
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
@@ -185,7 +215,7 @@ class BatchHandlers:
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
             refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result), refer=True,
-            limit=self._staleness_limit(),
+            limit=self._staleness_limit(), groups=batch.groups,
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
@@ -220,6 +250,11 @@ class BatchHandlers:
                 error = _with_redo_command(error, batch)
             self.live.record_batch(batch_id, batches.finalize_failed(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
+            return
+        if result.usable < batch.groups:
+            missing = batches.groups_missing(batch, result.lost, result.usable)
+            self.live.record_batch(batch_id, [missing])
+            self._answer_waiters(batch_id, None, _too_few(batch_id, missing))
             return
         events = batches.finalized(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
@@ -289,6 +324,14 @@ class BatchHandlers:
             self.live.then(self.outputs.wake)
 
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
+
+
+def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
+    return TooFewGroups(
+        f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
+        "groups",
+        usable=event.usable, missing=event.missing, lost=event.lost,
+    )
 
 
 def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:

@@ -17,7 +17,7 @@ from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.projections.kept_text import kept_text
+from trinity_es.projections.event_texts import kept_text
 from trinity_es.testing import wait_until
 
 

@@ -30,6 +30,7 @@ EXAMPLES: list[Command[Any]] = [
     commands.RedoTasks(batch_id=1, tasks=[0, 2], reason=""),
     commands.ProcessExperiences(refs=[REF]),
     commands.GetStatus(),
+    commands.AddTasks(batch_id=1, tasks=Parcel(None, "a" * 64), cursor=None),
     commands.GetNextBatch(after=2**62, timeout=None),
     commands.AcknowledgeBatch(batch_id=1, step=3, metrics={"loss": 0.5, "n": 2}),
     commands.ResumeTrainer(step=0),
@@ -89,7 +90,7 @@ def test_a_field_too_many_and_one_too_few_are_named(command: Command[Any]) -> No
         decode(command.name, sent | {"more": 1})
     with pytest.raises(DataError, match=f"request '{command.name}': it must be a mapping of keys"):
         decode(command.name, None)
-    may_be_absent = {"method", "again", "return_partial", "sources"}
+    may_be_absent = {"method", "again", "return_partial", "sources", "groups"}
     for name in sent.keys() - may_be_absent:
         with pytest.raises(DataError, match=f"request '{command.name}': {name} is required"):
             decode(command.name, {key: value for key, value in sent.items() if key != name})
@@ -170,6 +171,7 @@ def test_these_are_refused_at_once_while_the_log_can_not_be_written() -> None:
     """All others read, or wait for runners or for other clients anyway: those ask again."""
     refused = {name for name, command in COMMANDS.items() if command.writes and not command.waits}
     assert refused == {
-        "abort", "acknowledge", "deliver_answers", "drain_host", "drop_rest", "pause", "process_experiences",
-        "record_answers", "redo", "remove_adapter", "resume", "reward_answers", "scale", "schedule", "submit", "take",
+        "abort", "acknowledge", "add_tasks", "deliver_answers", "drain_host", "drop_rest", "pause",
+        "process_experiences", "record_answers", "redo", "remove_adapter", "resume", "reward_answers", "scale",
+        "schedule", "submit", "take",
     }

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
-from trinity_es.projections.kept_text import kept_text
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.safe_text import clock, error_line, name_of, plain
 

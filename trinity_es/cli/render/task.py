@@ -10,9 +10,9 @@ from rich.text import Text
 
 from trinity_es.cli.render.tables import columns, state_text
 from trinity_es.events.experience import Experience
+from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
-from trinity_es.projections.kept_text import kept_text
 from trinity_es.safe_text import clock, error_line, plain
 
 __all__ = ["print_run", "print_task"]

@@ -10,8 +10,8 @@ from trinity_es.dashboard.page_urls import Attachment, Nav, Page, PageRequest, R
 from trinity_es.dashboard.pages.batch import batch_cache
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
-from trinity_es.projections.kept_text import kept_text
 from trinity_es.safe_text import cut
 
 __all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]

@@ -1,10 +1,10 @@
-"""Text about what the next attempt goes on from."""
+"""Texts of events that several views show: what an attempt goes on from, and why a batch was not finalized."""
 
 from __future__ import annotations
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["kept_text"]
+__all__ = ["kept_text", "missing_text"]
 
 
 def kept_text(event: ev.AttemptKept) -> str:
@@ -20,3 +20,10 @@ def kept_text(event: ev.AttemptKept) -> str:
         steps = ", ".join(map(repr, event.possibly_delivered))
         lost.append(f"; runs start over because step {steps} may have had its effect")
     return f"{' and '.join(parts) or 'nothing'}, kept by {event.runner} #{event.incarnation}{''.join(lost)}"
+
+
+def missing_text(event: ev.GroupsMissing) -> str:
+    """Return how many usable groups a batch has and lacks, and what took the others, in words."""
+    lost = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
+    return (f"it has {event.usable} usable groups and needs {event.missing} more"
+            + (f" (lost: {lost})" if lost else ""))

@@ -1,0 +1,104 @@
+"""Steps whose filtered and failed tasks are replaced by the next ones of the tasksets (`explorer.refill`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trinity_es
+from tests.helpers.runs import count, events_of, killed_when, make_config, outcome, went_well
+from tests.helpers.systems import StartSystem
+from trinity_es.config.config import Config, load_config
+from trinity_es.events.errors import BatchNotFound, DataError, TooFewGroups
+from trinity_es.events.values import BatchLifecycleState, Task
+from trinity_es.projections.reading.resume_point import prompts_used
+
+pytestmark = pytest.mark.timeout(240)
+
+ROWS, SIZE, AT_MOST = 40, 4, 12
+REWARD = "tests.helpers.runs:odd_question"
+PIPELINE = {"operators": [{"name": "reward_filter", "args": {"threshold": 1.0}}]}
+
+
+def refilled_run(folder: Path, *, latency: float = 0.0, at_most: int = AT_MOST) -> Path:
+    script = {"latency_seconds": latency}
+    return make_config(
+        folder, rows=ROWS,
+        explorer={"max_concurrency": 4, "refill": {"at_most": at_most},
+                  "rollout_model": {"engine_type": "scripted", "script": script}},
+        buffer={"batch_size": SIZE, "pipeline": PIPELINE, "explorer_input": {"tasksets": [{
+            "name": "questions", "path": "train.jsonl", "repeat_times": 2, "shuffle": True, "reward_fn": REWARD,
+            "rollout_args": {"max_tokens": 8},
+        }]}},
+        trainer={"class": "tests.helpers.runs:SteadyTrainer", "args": {"seconds": 0.0}, "keep_checkpoints": 2},
+    )
+
+
+def require_full_steps(config: Config) -> None:
+    """Every odd row was delivered once, in full steps but the last, and each row was used once."""
+    delivered = [event.selected for _, event in events_of(config, "BatchFinalized")]
+    assert set(delivered[:-1]) == {2 * SIZE}
+    assert sum(delivered) == ROWS
+    with trinity_es.open_log(config.store.url) as log:
+        assert prompts_used(log, "questions") == dict.fromkeys(range(ROWS), 1)
+        assert log.verify() == []
+
+
+@pytest.mark.slow
+def test_a_refilled_run_that_is_killed_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    went_well("run", calm := refilled_run(tmp_path / "calm"), cwd=tmp_path)
+    require_full_steps(load_config(calm))
+    moments: list[tuple[str, Callable[[Config], bool]]] = [
+        ("groups of step 1 are missing", lambda c: count(c, "GroupsMissing", 1) >= 1),
+        ("step 2 got more tasks", lambda c: count(c, "TasksAdded", 2) >= 1),
+        ("step 3 is in the pipeline", lambda c: count(c, "BatchFinalizing", 3) >= 1),
+    ]
+    path = refilled_run(tmp_path / "run", latency=0.05)
+    for moment, reached in moments:
+        config = killed_when(reached, path, moment)
+    went_well("resume", path, "--set", "explorer.rollout_model.script.latency_seconds=0", cwd=tmp_path)
+    require_full_steps(config)
+    assert outcome(config) == outcome(load_config(calm))
+
+
+def test_a_step_ends_with_what_it_has_when_its_further_tasks_are_spent(tmp_path: Path) -> None:
+    went_well("run", path := refilled_run(tmp_path / "run", at_most=1), "--set", "total_steps=2", cwd=tmp_path)
+    config = load_config(path)
+    added = [(stream, len(event.repeat_times)) for stream, event in events_of(config, "TasksAdded")]
+    assert added == [("batch/1", 1), ("batch/2", 1)]
+    for stream, event in events_of(config, "GroupsMissing"):
+        assert event.usable + event.missing == SIZE
+        assert event.lost["reward_filter"] >= event.missing, stream
+    with trinity_es.open_log(config.store.url) as log:
+        assert sum(prompts_used(log, "questions").values()) == 2 * (SIZE + 1)
+
+
+def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(start_system: StartSystem) -> None:
+    client = start_system(explorer={"max_retry_times": 0}, buffer={"pipeline": PIPELINE})
+
+    def task(number: int, **changed: Any) -> Task:
+        return Task(workflow="single_turn", repeat_times=2, raw_task={"prompt": f"question {number}"},
+                    reward_fn=REWARD, **changed)
+
+    client.submit_batch(batch_id=1, batch_type="train", min_wait_num=3, tasks=[
+        task(1), task(2), Task(workflow="single_turn", raw_task={"prompt": "no number"}, reward_fn=REWARD),
+    ])
+    with pytest.raises(TooFewGroups, match=r"needs 2 more \(lost: 1 by failed, 1 by reward_filter\)"):
+        client.finalize_train_batch(1, groups=3, timeout=60)
+    assert client.batch(1).state is BatchLifecycleState.RUNNING
+    assert "it has 1 usable groups and needs 2 more" in client.why(1)
+    with pytest.raises(TooFewGroups) as again:
+        client.finalize_train_batch(1, groups=3, timeout=60)
+    assert again.value.details == {"usable": 1, "missing": 2, "lost": {"failed": 1, "reward_filter": 1}}
+    assert client.add_tasks(1, [task(3), task(5)]) == 3
+    result = client.finalize_train_batch(1, groups=3, timeout=60)
+    assert result["finished_task_count"] == 5
+    assert [e.eid.task for e in client.experiences(1)] == [0, 0, 3, 3, 4, 4]
+    assert client.finalize_train_batch(1, groups=9) == result
+    with pytest.raises(DataError, match="tasks are added to a RUNNING batch"):
+        client.add_tasks(1, [task(7)])
+    with pytest.raises(BatchNotFound):
+        client.add_tasks(2, [task(7)])
