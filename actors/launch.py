@@ -26,13 +26,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent, import_ahead
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
+from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
+from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.system_key import read_key
-from trinity_es.actors.transport import AuthenticatedSystemBase
 from trinity_es.events.processes import open_files
 from trinity_es.events.store.checks.log_end import claims_of
 

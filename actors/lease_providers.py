@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.plugins import build
+from trinity_es.actors.plugin_lookup import build
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.secrets import replaced

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compared import options_of, write_json
-from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller
-from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HeadEnd
 
 KEY = b"k" * 40

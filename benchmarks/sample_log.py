@@ -30,7 +30,7 @@ from trinity_es.events.store.payloads.experiences import write_delivered
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.metrics import aggregate_run
+from trinity_es.projections.metric_aggregation import aggregate_run
 from trinity_es.projections.tables.read_models import projectors
 
 

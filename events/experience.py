@@ -15,9 +15,9 @@ import numpy as np
 
 from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import DataError, NotFinite
+from trinity_es.events.experience_encoding import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of, same_array
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.payload_format import DTYPES, Array, Payload, decoding, encode
-from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of, same_array
 from trinity_es.events.values import shown
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]

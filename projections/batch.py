@@ -15,7 +15,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType, Status
-from trinity_es.projections.metrics import (
+from trinity_es.projections.metric_aggregation import (
     aggregate_batch,
     aggregate_eval_batch,
     aggregate_task,
@@ -391,8 +391,8 @@ def batch_result(
 ) -> dict[str, Any]:
     """Return the result of finalize, computed from the state alone and bit-identical on every machine.
 
-    Keys: `batch_id, batch_type, finished_task_count, metrics`; metrics as `projections.metrics` aggregates them, tasks
-    in order of id. `finished_task_count` and `failed_task_count` both count a task that failed for good. Its completed
+    Keys: `batch_id, batch_type, finished_task_count, metrics`. `metric_aggregation.py` makes the metrics, of tasks in
+    order of id. `finished_task_count` and `failed_task_count` both count a task that failed for good. Its completed
     runs count in the means. `missing_run_count` counts failed runs, which are not zeros in the means, and in an eval
     the unfinished runs of dropped tasks. If some completed runs lack a metric, its mean is over the others and
     `<name>/missing_run_count` counts those. Finished runs of dropped tasks count in the means if they are delivered,

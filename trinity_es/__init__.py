@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from trinity_es import errors
     from trinity_es.actors.coordinator.delivery.operators import ExperienceOperator, ExperienceOperatorV1, Operator
     from trinity_es.actors.coordinator.delivery.outputs import Output
-    from trinity_es.actors.coordinator.handlers.experiences import Candidate
+    from trinity_es.actors.coordinator.handlers.experience_queue import Candidate
     from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-    from trinity_es.client.coordinator import RolloutCoordinator
+    from trinity_es.client.async_client import RolloutCoordinator
     from trinity_es.client.rollout_client import RolloutClient, connect
     from trinity_es.client.scheduler import Scheduler
     from trinity_es.client.start_or_join import running
@@ -50,9 +50,9 @@ __all__ = [
 _HOMES = {
     "actors.coordinator.delivery.operators": "ExperienceOperator ExperienceOperatorV1 Operator",
     "actors.coordinator.delivery.outputs": "Output",
-    "actors.coordinator.handlers.experiences": "Candidate",
+    "actors.coordinator.handlers.experience_queue": "Candidate",
     "actors.rollout.workflow_runner": "WorkflowRunner",
-    "client.coordinator": "RolloutCoordinator",
+    "client.async_client": "RolloutCoordinator",
     "client.rollout_client": "RolloutClient connect",
     "client.start_or_join": "running",
     "client.scheduler": "Scheduler",

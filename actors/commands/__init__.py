@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.actors.commands import batches, serve, servers, trainer
+from trinity_es.actors.commands import batches, serve, servers_and_hosts, trainer
 from trinity_es.actors.commands.base import Command, CommandRequest, encode
 from trinity_es.actors.commands.batches import *
 from trinity_es.actors.commands.fields import read_fields, shown
 from trinity_es.actors.commands.serve import *
-from trinity_es.actors.commands.servers import *
+from trinity_es.actors.commands.servers_and_hosts import *
 from trinity_es.actors.commands.trainer import *
 from trinity_es.events.errors import TrinityError
 
 __all__ = ["COMMANDS", "Command", "CommandRequest", "decode", "encode"]
-__all__ += [*batches.__all__, *trainer.__all__, *serve.__all__, *servers.__all__]
+__all__ += [*batches.__all__, *trainer.__all__, *serve.__all__, *servers_and_hosts.__all__]
 
 COMMANDS: dict[str, type[Command[Any]]] = {cls.name: cls for cls in Command.__subclasses__()}
 """All commands, by their names in messages."""

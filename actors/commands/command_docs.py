@@ -12,7 +12,7 @@ import sys
 from itertools import pairwise
 
 from trinity_es.actors import commands
-from trinity_es.actors.commands import batches, fields, serve, servers, trainer
+from trinity_es.actors.commands import batches, fields, serve, servers_and_hosts, trainer
 from trinity_es.events.event_docs import documented_fields, fields_table
 
 __all__ = ["markdown"]
@@ -34,7 +34,7 @@ a command that waits go on waiting; other commands that write fail at once with 
 
 def markdown() -> str:
     lines, values = [_HEAD], []
-    for module in (batches, trainer, serve, servers):
+    for module in (batches, trainer, serve, servers_and_hosts):
         source = inspect.getsource(module)
         titles = dict(_titles(source))
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:

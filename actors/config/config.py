@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trinity_es.actors.config.buffer import BufferConfig
+from trinity_es.actors.config.data_sections import BufferConfig
 from trinity_es.actors.config.hosts import HostsConfig
 from trinity_es.actors.config.models import AuxiliaryModelConfig, ModelConfig, RolloutModelConfig
-from trinity_es.actors.config.schema import (
+from trinity_es.actors.config.run_sections import (
     ExplorerConfig,
     MonitorConfig,
     StoreConfig,

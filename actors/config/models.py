@@ -10,10 +10,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.section import Args, FileName, Positive, Seconds, Section, Text
 from trinity_es.actors.engines.interface import EngineConfig, LoRASettings
-from trinity_es.actors.plugins import registered
+from trinity_es.actors.plugin_lookup import registered
+from trinity_es.actors.server_addresses import checked_url
 
 __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelConfig", "ServersConfig"]
 

@@ -37,8 +37,8 @@ from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.messages import (
     AdaptersLoadResult,
     CoordinatorUp,
@@ -59,10 +59,10 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
-from trinity_es.actors.plugins import look_in
-from trinity_es.actors.reasons_to_end import StoreWatch
+from trinity_es.actors.plugin_lookup import look_in
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
+from trinity_es.actors.system_end_checks import StoreWatch
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (

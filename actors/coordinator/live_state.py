@@ -40,7 +40,7 @@ from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.open_leases import read_open
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches
 from trinity_es.projections.tables.runner_history import runner_states
-from trinity_es.projections.tables.stream_facts import greatest_batch_id, other_streams
+from trinity_es.projections.tables.stream_queries import greatest_batch_id, other_streams
 
 __all__ = ["LiveState", "Loaded"]
 

@@ -24,12 +24,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from trinity_es.actors.config.schema import StoreConfig
+from trinity_es.actors.config.run_sections import StoreConfig
 from trinity_es.actors.coordinator.live_state import LiveState, Loaded
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
 from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.coordinator.sender_marks import Witnesses
+from trinity_es.actors.coordinator.sender_mark_checks import Witnesses
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, claims_of, rewound

@@ -24,8 +24,8 @@ from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_size_limit import cut, printed_to
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
-from trinity_es.actors.reasons_to_end import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner, import_ahead
+from trinity_es.actors.system_end_checks import end_processes, owner_gone
 from trinity_es.events.store.checks.log_end import Claim
 
 __all__ = ["NAME", "Guardian", "host_agent", "import_ahead"]

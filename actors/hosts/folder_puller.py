@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 from aiohttp import ClientSession
 
 from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, listing
-from trinity_es.actors.hosts.head_dialer import READ_BYTES, HeadDialer, NotOurs, Refused, require_taken
+from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, require_taken
 from trinity_es.events.errors import SyncError, WrongKey
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.retry import Backoff

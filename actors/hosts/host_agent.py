@@ -16,9 +16,9 @@ from typing import Any
 from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
-from trinity_es.actors.hosts.admission import Items
+from trinity_es.actors.hosts.admission_answer import Items
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
-from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.actors.hosts.pulled_loads import PulledLoads
 from trinity_es.actors.system_key import host_key

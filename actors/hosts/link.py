@@ -1,6 +1,6 @@
 """The two ends of the connection between a host and the head, each an event loop in its own thread.
 
-The head is an HTTPS server (`certificate.py`), and the host holds a WebSocket to it (`head_dialer.py`). A client
+The head is an HTTPS server (`certificate.py`), and the host holds a WebSocket to it (`head_client.py`). A client
 without a token of the key gets 401 and nothing else. Messages are pickles: whoever has the key may run code anyway.
 
 Nothing here blocks its actor: outgoing messages go into a queue, and incoming ones to a callable that the actor makes
@@ -29,10 +29,10 @@ from typing import Any
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
 from trinity_es.actors.frames import MAX_FRAME
-from trinity_es.actors.hosts.admission import Admission, Items
+from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_sender import FolderSender
-from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
+from trinity_es.actors.hosts.head_client import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.database.retry import Backoff
 

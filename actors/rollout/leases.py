@@ -3,7 +3,7 @@
 A `Lease` is a context manager for workflows. On entry the run reports a lease under a key that it chose, and waits
 until that is in the log. Only then the provider (`actors/lease_providers.py`) creates the sandbox, in the workflow's
 own process. On exit the provider releases it. If a run ends without that (`RunLeases.close`), or its runner does, the
-coordinator has it released (`actors/coordinator/fleet/lease_fleet.py`). Without a `recorder` nothing is recorded.
+coordinator has it released (`actors/coordinator/fleet/lease_tracker.py`). Without a `recorder` nothing is recorded.
 """
 
 from __future__ import annotations

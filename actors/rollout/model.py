@@ -17,12 +17,12 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import numpy as np
 import orjson
 
-from trinity_es.actors.engines.http.remote import RemoteEngine
+from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Engine, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import is_large, off_the_loop
+from trinity_es.actors.engines.long_text_tokenization import is_large, off_the_loop
 from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.rollout.conversation.conversations import Message, experience_of, plain_messages
+from trinity_es.actors.rollout.conversation.conversation_tokens import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
 from trinity_es.actors.rollout.openai_access import OpenAIAccess
 from trinity_es.actors.rollout.recorded_steps import RunSteps

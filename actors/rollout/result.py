@@ -15,7 +15,7 @@ from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, Task, require_finite, require_metric_names
 from trinity_es.events.vocabulary import RunResult
-from trinity_es.projections.metrics import aggregate_run
+from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
     "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared",

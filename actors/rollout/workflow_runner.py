@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.plugins import load, resolve
+from trinity_es.actors.plugin_lookup import load, resolve
 from trinity_es.actors.rollout import result as outcome
-from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
+from trinity_es.actors.rollout.shared_event_loop import Limits, unit_context
 from trinity_es.actors.runner_activity import RunActivity, runner_state
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience

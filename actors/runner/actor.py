@@ -18,7 +18,7 @@ from typing import Any
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
-from trinity_es.actors.plugins import look_in
+from trinity_es.actors.plugin_lookup import look_in
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports

@@ -3,10 +3,10 @@
 The loop has its own thread. Methods that the actor calls return at once: they read, or leave the work to the loop
 (`_on_loop`). Everything else runs in the loop and reports to the actor's own loop (`tell`).
 
-Workflows share this loop (`engine_loop.py` says what they may do there), so the thread watches every task that the
-engine depends on, at each heartbeat. The reporting task is restarted; if the endpoint or the engine ended, the runner
-ends; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that blocks the
-loop, is failed, and the runner ends without blame for the others.
+Workflows share this loop (`shared_event_loop.py` says what they may do there), so at each heartbeat the thread looks at
+every task that the engine depends on. The reporting task is restarted. If the endpoint or the engine ended, the runner
+ends. A unit that ended without an outcome has failed. A unit that its timeout does not end, or that blocks the loop,
+has failed too, and the runner ends without blame for the other units.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, cast
 import orjson
 
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.engines.finishing import FinishingEngine
-from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
+from trinity_es.actors.engines.draining_engine import FinishingEngine
+from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
 from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
-from trinity_es.actors.plugins import resolve
-from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
+from trinity_es.actors.rollout.shared_event_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters

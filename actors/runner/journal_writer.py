@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from trinity_es.actors.config.schema import ProgressConfig
+from trinity_es.actors.config.run_sections import ProgressConfig
 from trinity_es.actors.rollout.run_journal import OpenCall
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.events.errors import LogUnavailable

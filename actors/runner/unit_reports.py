@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from trinity_es.actors.config.schema import StoreConfig
+from trinity_es.actors.config.run_sections import StoreConfig
 from trinity_es.actors.message_sizes import LARGEST_RESULTS, grouped, outcome_size, pack_results, shortened
 from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult

@@ -11,7 +11,7 @@ that are the duties of a runner:
 - Bodies, prompts, answers and tokens have limits.
 - Each answer has the header `x-model-version`, the version served when the request came.
 - A request is aborted in the engine when its client disconnects.
-- The proxy of mode `serve` gets the record of an answer beside it (`answer_frames.py`).
+- The proxy of mode `serve` gets the record of an answer beside it (`recorded_answer_frames.py`).
 
 Starlette and uvicorn are imported in `start`, not here.
 """
@@ -34,7 +34,6 @@ from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.engines.sampling_checks import brief
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
-from trinity_es.actors.serving.answer_frames import WANTED, Framed, id_in
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, body_of, refusal
 from trinity_es.actors.serving.http_server import (
     Gone,
@@ -49,6 +48,7 @@ from trinity_es.actors.serving.http_server import (
     url_of,
     while_listening,
 )
+from trinity_es.actors.serving.recorded_answer_frames import WANTED, Framed, id_in
 from trinity_es.actors.serving.request_limits import (
     CHATS,
     RESPONSES,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import LARGE, is_large, off_the_loop
+from trinity_es.actors.engines.long_text_tokenization import LARGE, is_large, off_the_loop
 from trinity_es.actors.engines.sampling_checks import MOST_TOP_LOGPROBS
 from trinity_es.actors.serving.errors import event, refusal, wrong
 from trinity_es.actors.serving.http_server import json_response, make_app, while_listening

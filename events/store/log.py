@@ -42,7 +42,7 @@ from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_h
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
-from trinity_es.events.store.records import type_index as rare
+from trinity_es.events.store.records import rare_event_queries as rare
 from trinity_es.events.store.records.clock import Clock, monotonic
 from trinity_es.events.store.records.log_values import (
     Committed,

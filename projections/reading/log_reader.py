@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.type_index import RARE
+from trinity_es.events.store.records.rare_event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at

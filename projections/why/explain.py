@@ -24,7 +24,7 @@ from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.event_texts import kept_text, missing_text
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
-from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
+from trinity_es.projections.why.host_waits import hosts_now, idle_hosts, on_its_host
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
     behind,

@@ -14,7 +14,7 @@ from tests.helpers.handmade import cli, history, write
 from trinity_es.audit.perfetto import trace_events
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.experience_table import COLUMNS
+from trinity_es.events.experience_rows import COLUMNS
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream

@@ -26,7 +26,7 @@ from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.run.wait_for_log import when_written
+from trinity_es.run.writable_log_wait import when_written
 from trinity_es.telemetry.metrics_file import JsonlMonitor, read_metrics
 from trinity_es.telemetry.monitors import Monitors
 from trinity_es.testing import wait_until

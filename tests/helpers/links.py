@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.certificate import Certificate
-from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HeadEnd, HostEnd
 from trinity_es.testing import wait_until
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
-from trinity_es.actors.config.schema import ProgressConfig
+from trinity_es.actors.config.run_sections import ProgressConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm.server import _FURTHER, _STATEFUL
 from trinity_es.actors.rollout.run_journal import MOST_SPLICES, starts_over

@@ -26,7 +26,7 @@ lead to them.
 """
 HEAVY = {"torch", "vllm", "transformers"}
 MAY_BE_HEAVY = {
-    "actors/engines/vllm/engine.py", "actors/engines/vllm/gloo.py", "trinity_es/integrations/trl.py",
+    "actors/engines/vllm/engine.py", "actors/engines/vllm/gloo_weight_transfer.py", "trinity_es/integrations/trl.py",
     "trinity_es/integrations/trl_async.py",
 }
 LINES = 450
@@ -108,8 +108,8 @@ WALLS: dict[str, tuple[str, str | None]] = {
         "trinity_es trinity_es/config trinity_es/workflows trinity_es/tasksets trinity_es/system trinity_es/weights "
         "trinity_es/telemetry trinity_es/client trinity_es/serve", "audit.export",
     ),
-    "trinity_es/dashboard": ("trinity_es trinity_es/audit trinity_es/telemetry", "cli.render.tables"),
-    "trinity_es/dashboard/pages": ("trinity_es trinity_es/audit trinity_es/dashboard", "cli.render.tables"),
+    "trinity_es/dashboard": ("trinity_es trinity_es/audit trinity_es/telemetry", "cli.render.batch_tables"),
+    "trinity_es/dashboard/pages": ("trinity_es trinity_es/audit trinity_es/dashboard", "cli.render.batch_tables"),
     "trinity_es/cli": ("trinity_es trinity_es/* trinity_es/cli/*", None),
     "trinity_es/cli/commands": ("trinity_es trinity_es/* trinity_es/audit/whatif trinity_es/cli/render", None),
     "trinity_es/cli/render": ("trinity_es", "cli.common"),

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.handmade import cli
 from tests.helpers.links import OTHER, Heard, dialer
-from trinity_es.actors.hosts.admission import Admission
-from trinity_es.actors.hosts.head_dialer import HeadPlace, NotOurs
+from trinity_es.actors.hosts.admission_answer import Admission
+from trinity_es.actors.hosts.head_client import HeadPlace, NotOurs
 from trinity_es.actors.hosts.host_comparison import digest_of, facts
 from trinity_es.cli import join_checks
 from trinity_es.cli.join_checks import HeadSays, ask_head, compared, folder_finding

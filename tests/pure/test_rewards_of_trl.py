@@ -14,7 +14,7 @@ from tests.helpers.reward_forms import FORMS
 from tests.helpers.reward_forms import ROW as FORMS_ROW
 from tests.helpers.tables import write_parquet
 from trinity_es import AsyncSimpleWorkflow, Experience, SimpleWorkflow, SingleTurnWorkflow
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TasksetError

@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.helpers.tables import write_dataset, write_parquet
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.tasksets.taskset import Taskset
 

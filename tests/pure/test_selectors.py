@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.tasksets.mix import Mix

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from trinity_es.actors.engines.http.pool import SLACK_REQUESTS, EnginePool
-from trinity_es.actors.serving.answer_frames import Framed, Record, frames
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
+from trinity_es.actors.serving.recorded_answer_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.http_messages import conversation_keys, read_object

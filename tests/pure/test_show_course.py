@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from tests.helpers.story import Story, configured
-from trinity_es.cli.render.tables import print_timeline
+from trinity_es.cli.render.batch_tables import print_timeline
 from trinity_es.projections.history.attempts import BatchTimeline, tell_one
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.run.run_progress import RunProgress
+from trinity_es.run.progress_signals import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy, evals_due
 
 

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 import trinity_es
 from tests.helpers.handmade import cli, history, write
 from trinity_es import Explorer
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev

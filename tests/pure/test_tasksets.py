@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.tables import write_dataset, write_parquet
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets import files

@@ -21,12 +21,12 @@ from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
 
 import trinity_es.actors.base
 import trinity_es.actors.coordinator.actor
-import trinity_es.actors.coordinator.handlers.trainer
+import trinity_es.actors.coordinator.handlers.batch_delivery
 import trinity_es.actors.coordinator.handlers.wiring
 import trinity_es.actors.coordinator.live_state
 import trinity_es.actors.coordinator.log_session
 import trinity_es.actors.coordinator.log_writer
-import trinity_es.actors.coordinator.sender_marks
+import trinity_es.actors.coordinator.sender_mark_checks
 import trinity_es.actors.guardian.actor
 import trinity_es.actors.runner.actor
 import trinity_es.actors.runner.engine_thread
@@ -39,7 +39,7 @@ from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.log_writer import LogWriter, UnitOfWork
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
@@ -345,9 +345,9 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
         "greatest_batch_id": stores.greatest_batch_id,
         "read_open": stores.read_open,
     }),
-    (trinity_es.actors.coordinator.handlers.trainer, {"next_delivered": stores.next_delivered}),
+    (trinity_es.actors.coordinator.handlers.batch_delivery, {"next_delivered": stores.next_delivered}),
     (trinity_es.actors.coordinator.log_writer, {"threading": threads}),
-    (trinity_es.actors.coordinator.sender_marks, {"threading": threads}),
+    (trinity_es.actors.coordinator.sender_mark_checks, {"threading": threads}),
     (trinity_es.actors.guardian.actor, {
         "os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time,
     }),

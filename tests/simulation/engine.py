@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from tests.simulation.world import here, world
-from trinity_es.actors.rollout.engine_loop import Limits
 from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.shared_event_loop import Limits
 from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import RunResult

@@ -11,7 +11,7 @@ import orjson
 from tests.simulation.world import Process
 from trinity_es.actors import messages, requests
 from trinity_es.actors.commands import Command, DrainHost, FinalizeBatch, SubmitBatch, encode
-from trinity_es.actors.hosts.admission import Admission, Items
+from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.runner.outbox import Key, Outbox
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.vocabulary import PayloadRef, RunResult

@@ -252,13 +252,13 @@ def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
 
 
 def other_streams(log: LogDouble) -> dict[str, int]:
-    """As `projections.tables.stream_facts.other_streams`."""
+    """As `projections.tables.stream_queries.other_streams`."""
     log.store.require()
     return {name: len(rows) for name, rows in log.store.streams.items() if not name.startswith("batch/")}
 
 
 def greatest_batch_id(log: LogDouble) -> int:
-    """As `projections.tables.stream_facts.greatest_batch_id`."""
+    """As `projections.tables.stream_queries.greatest_batch_id`."""
     log.store.require()
     names = [name.removeprefix("batch/") for name in log.store.streams if name.startswith("batch/")]
     return max((int(name) for name in names if name.isdigit()), default=0)

@@ -19,7 +19,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
+from trinity_es.events.experience_rows import ParquetTable, json_lines, row_of
 from trinity_es.events.store.payloads.experiences import ExperienceReader
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream

@@ -23,7 +23,7 @@ import numpy as np
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling_checks import merged
-from trinity_es.actors.plugins import look_in, resolve
+from trinity_es.actors.plugin_lookup import look_in, resolve
 from trinity_es.actors.runner.adapters import serve_adapters
 from trinity_es.audit.rollout_reader import experiences_of
 from trinity_es.events import vocabulary as ev

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_command_from_info
 from typer.models import CommandInfo
 
-from trinity_es.actors.plugins import registered, resolve
+from trinity_es.actors.plugin_lookup import registered, resolve
 from trinity_es.events.errors import ConfigError, LogRewound, TrinityError
 from trinity_es.events.software_version import VERSION
 
@@ -40,15 +40,15 @@ _COMMANDS = {
     "accept-rewind": ("accept_rewind", "Continue with a log that lost acknowledged events."),
     "run": ("run", "Explore and train with a config, with a live view."),
     "resume": ("run", "Continue a run that was interrupted."),
-    "bench": ("bench", "Evaluate the checkpoints of a run."),
-    "debug": ("bench", "Play one task in this process, and show the result."),
+    "bench": ("bench_and_debug", "Evaluate the checkpoints of a run."),
+    "debug": ("bench_and_debug", "Play one task in this process, and show the result."),
     "serve": ("serve", "Serve an OpenAI-compatible API with the engines."),
     "dashboard": ("dashboard", "Show a log in a browser."),
     "watch": ("events", "Show a live picture of a run."),
-    "batches": ("batches", "List batches."),
-    "show": ("batches", "Show one batch, one task or one rollout."),
+    "batches": ("batches_replay_verify", "List batches."),
+    "show": ("batches_replay_verify", "Show one batch, one task or one rollout."),
     "events": ("events", "Print events, a line each."),
-    "replay": ("batches", "Compute a batch's state from the log, at any moment."),
+    "replay": ("batches_replay_verify", "Compute a batch's state from the log, at any moment."),
     "diff": ("diff", "Show what changed in a batch, or how two logs differ."),
     "runners": ("runners_weights_usage", "Show how often each runner died, and the cost."),
     "leases": ("runners_weights_usage", "List the sandboxes and sessions that runs hold open."),
@@ -56,8 +56,8 @@ _COMMANDS = {
     "usage": ("runners_weights_usage", "Show whether any experience was used twice."),
     "prompts": ("prompts", "Show which prompts were never tried."),
     "export": ("export", "Write experiences, events or a trace to files."),
-    "verify": ("batches", "Check a whole log."),
-    "rebuild": ("batches", "Rebuild a log's tables from its events."),
+    "verify": ("batches_replay_verify", "Check a whole log."),
+    "rebuild": ("batches_replay_verify", "Rebuild a log's tables from its events."),
     "what-if": ("whatif", "Predict recorded batches under other settings."),
     "regenerate": ("regenerate", "Generate a recorded rollout again, and compare tokens."),
     "workflows": ("workflows", "List the workflows and rewards of the package."),

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import Connection, text
 
 from trinity_es.actors.engines.devices import counted
-from trinity_es.actors.hosts.head_dialer import HeadDialer, NotOurs
+from trinity_es.actors.hosts.head_client import HeadDialer, NotOurs
 from trinity_es.actors.hosts.host_comparison import digest_of, facts
 from trinity_es.actors.system_key import host_key, key_place, read_key
 from trinity_es.cli.doctor_findings import Finding

@@ -18,8 +18,8 @@ from typing import Any
 import typer
 
 from trinity_es.cli.common import note
+from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.progress import RunView
-from trinity_es.cli.render.tables import console
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev

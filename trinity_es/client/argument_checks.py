@@ -11,10 +11,10 @@ import numpy as np
 
 from trinity_es.actors.commands import Cursor
 from trinity_es.actors.commands.fields import read_fields
-from trinity_es.actors.config.buffer import FormatConfig
+from trinity_es.actors.config.data_sections import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling_checks import merged
-from trinity_es.actors.plugins import look_in
+from trinity_es.actors.plugin_lookup import look_in
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked

@@ -31,10 +31,10 @@ from trinity_es.actors.frames import PROTOCOL, knock
 from trinity_es.actors.guardian.actor import NAME, Guardian
 from trinity_es.actors.guardian.supervision import ENDED
 from trinity_es.actors.messages import Retire
-from trinity_es.actors.reasons_to_end import owner_gone
 from trinity_es.actors.requests import Reply, Request, Where, WhereReply, unpack
+from trinity_es.actors.sealed_transport import AuthenticatedSystemBase, listens_at
+from trinity_es.actors.system_end_checks import owner_gone
 from trinity_es.actors.system_key import key_place, read_key
-from trinity_es.actors.transport import AuthenticatedSystemBase, listens_at
 from trinity_es.events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from trinity_es.events.processes import process_lives
 from trinity_es.events.store.checks.log_end import Mark, lost_between

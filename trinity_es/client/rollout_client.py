@@ -40,8 +40,8 @@ from trinity_es.events.values import (
 from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.answer import unread
-from trinity_es.weights.published import read_weight
 from trinity_es.weights.publisher import Publisher, gpu_of
+from trinity_es.weights.weights_reader import read_weight
 
 __all__ = ["RolloutClient", "connect"]
 

@@ -22,8 +22,8 @@ from typing import Any, Self, TypeVar
 
 from trinity_es.actors import commands
 from trinity_es.client import argument_checks
+from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.connection import GRACE_SECONDS
-from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout

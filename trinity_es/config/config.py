@@ -30,15 +30,15 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.actors.config.config import RunConfig
+from trinity_es.actors.config.data_sections import SCORER, TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.config.section import Section
-from trinity_es.actors.plugins import lacking, load, look_in, registered, way_out
+from trinity_es.actors.plugin_lookup import lacking, load, look_in, registered, way_out
 from trinity_es.actors.validation_errors import Path_, dotted
-from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
 from trinity_es.config.config_problems import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
+from trinity_es.config.parameter_checks import call_problems, reward_problems, workflow_problems
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.store.database.urls import file_of, file_url
@@ -148,7 +148,7 @@ class Config(RunConfig):
         )
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
-        from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
+        from trinity_es.actors.coordinator.handlers.experience_queue import PRIORITIES, priority_of
         from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, missing_package
 
         problems: list[str] = []

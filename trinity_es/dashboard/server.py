@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-from trinity_es.actors.addresses import is_loopback
+from trinity_es.actors.server_addresses import is_loopback
 from trinity_es.actors.serving.http_server import limited_http, listen, server_class, tls_options, url_of
 from trinity_es.events.errors import ConfigError
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.addresses import past_proxies
+from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.environments.installs import Installed, uv
 from trinity_es.events.errors import DataError, EnvironmentFailed

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.events.errors import DataError, EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.row_prompts import chat_of

@@ -25,7 +25,7 @@ from trinity_es.actors.config.config import HostIdentity
 from trinity_es.actors.engines.devices import lacking, visible
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
-from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.system_key import KEY_VARIABLE, host_key
 from trinity_es.client.connection import Connection, system_gone

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from trinity_es.actors.commands import PollBatch, ScheduleTasks, TakeResults
-from trinity_es.actors.plugins import did_you_mean
+from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, FinalizeTimeout, WorkflowError
 from trinity_es.events.experience import Experience

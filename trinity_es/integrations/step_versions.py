@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.weights.published import current_weights
 from trinity_es.weights.shared_memory import write_memory
+from trinity_es.weights.weights_reader import current_weights
 
 __all__ = ["missing_version", "publish_tensors", "step_of", "step_version"]
 

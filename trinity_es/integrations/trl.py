@@ -42,7 +42,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_versions import missing_version, publish_tensors
-from trinity_es.integrations.trl_rows import COLUMNS, require_columns, result_rows, sparing
+from trinity_es.integrations.trl_result_rows import COLUMNS, require_columns, result_rows, sparing
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS

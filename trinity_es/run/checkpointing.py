@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, PayloadNotFound
 from trinity_es.events.store.database.urls import file_of, place_of

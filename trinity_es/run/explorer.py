@@ -32,7 +32,7 @@ from trinity_es.run.run_base import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
-from trinity_es.run.wait_for_log import when_written
+from trinity_es.run.writable_log_wait import when_written
 from trinity_es.safe_text import error_line
 from trinity_es.system.run_lock import RunLock
 from trinity_es.tasksets.taskset import Cursor

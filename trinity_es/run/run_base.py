@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors import plugins
-from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.actors import plugin_lookup
+from trinity_es.actors.config.data_sections import TasksetConfig
+from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotRunning, TasksetError
@@ -28,10 +28,10 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
 from trinity_es.run.checkpointing import TrainerCheckpoints
-from trinity_es.run.run_progress import RunProgress
+from trinity_es.run.progress_signals import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
-from trinity_es.run.wait_for_log import tell_trouble
+from trinity_es.run.writable_log_wait import tell_trouble
 from trinity_es.system import running_system
 from trinity_es.system.other_settings import require_same_settings
 from trinity_es.system.run_lock import Role, RunLock
@@ -103,7 +103,8 @@ class RunProcess:
         """
         if self._unfinished is None:
             self.unrecorded = []
-            plugins.look_in(self.config.code_path, first=False)  # rows are checked against their rewards' parameters
+            # Rows are checked against the parameters of their rewards, which may be there.
+            plugin_lookup.look_in(self.config.code_path, first=False)
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))
@@ -279,9 +280,9 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        plugins.look_in(self.config.code_path)
+        plugin_lookup.look_in(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
-        cls = plugins.load(self.config.trainer.trainer_class)
+        cls = plugin_lookup.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint
         self._weights.forget_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)

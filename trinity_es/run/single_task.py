@@ -19,13 +19,13 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.addresses import past_proxies
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.plugins import look_in, resolve
+from trinity_es.actors.plugin_lookup import look_in, resolve
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
+from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.client.argument_checks import encode_tasks
 from trinity_es.config.config import Config

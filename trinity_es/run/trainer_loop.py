@@ -16,7 +16,7 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import is_over
 from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer import learn
-from trinity_es.run.wait_for_log import when_written
+from trinity_es.run.writable_log_wait import when_written
 from trinity_es.system import running_system
 from trinity_es.tasksets.taskset import Cursor
 

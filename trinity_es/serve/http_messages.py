@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from trinity_es.actors.addresses import is_loopback
+from trinity_es.actors.server_addresses import is_loopback
 from trinity_es.actors.serving.errors import ApiError, body_of, json_object
 from trinity_es.actors.serving.http_server import json_response
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError

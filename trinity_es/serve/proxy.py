@@ -25,7 +25,6 @@ from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
 from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
-from trinity_es.actors.serving.answer_frames import WANTED, frames, recorded
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
@@ -42,6 +41,7 @@ from trinity_es.actors.serving.http_server import (
     url_of,
     while_listening,
 )
+from trinity_es.actors.serving.recorded_answer_frames import WANTED, frames, recorded
 from trinity_es.actors.serving.request_limits import ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient

@@ -14,7 +14,7 @@ from typing import TypeVar
 from trinity_es.actors.commands import Command, DeliverAnswers, RecordAnswers
 from trinity_es.actors.coordinator.handlers.serve_answers import BATCH
 from trinity_es.actors.engines.http.pool import Backend
-from trinity_es.actors.serving.answer_frames import Record
+from trinity_es.actors.serving.recorded_answer_frames import Record
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, TrinityError
 from trinity_es.events.experience import EID, Experience

@@ -29,9 +29,9 @@ from typing import Any
 
 from trinity_es.actors.frames import knock
 from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
-from trinity_es.actors.reasons_to_end import owner_gone, store_gone
+from trinity_es.actors.sealed_transport import listening
+from trinity_es.actors.system_end_checks import owner_gone, store_gone
 from trinity_es.actors.system_key import read_key
-from trinity_es.actors.transport import listening
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError, WrongKey
 from trinity_es.events.processes import process_lives, process_start_time

@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from trinity_es.actors.reasons_to_end import printing_to
+from trinity_es.actors.system_end_checks import printing_to
 from trinity_es.config.config import Config
 from trinity_es.system import running_system
 

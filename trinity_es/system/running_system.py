@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from trinity_es.actors.reasons_to_end import owner_gone
+from trinity_es.actors.system_end_checks import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogUnavailable, NotRunning
 from trinity_es.events.processes import process_lives

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file, tasks_revision
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.config.buffer import SCORER, TasksetConfig
+from trinity_es.actors.config.data_sections import SCORER, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets import reasoning_gym

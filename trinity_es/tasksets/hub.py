@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.row_checks import CHECKED_ROWS, TableRows

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.config.buffer import FormatConfig, TasksetConfig
+from trinity_es.actors.config.data_sections import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
 from trinity_es.events.json_values import with_single_keys
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS

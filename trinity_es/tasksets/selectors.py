@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.tasksets.files import RowFile
 

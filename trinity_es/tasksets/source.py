@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.config.buffer import TasksetConfig
-from trinity_es.actors.plugins import registered, resolve
+from trinity_es.actors.config.data_sections import TasksetConfig
+from trinity_es.actors.plugin_lookup import registered, resolve
 from trinity_es.events.errors import TasksetError, TrinityError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile

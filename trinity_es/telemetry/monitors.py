@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.plugins import build, find, look_in, registered
+from trinity_es.actors.plugin_lookup import build, find, look_in, registered
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError

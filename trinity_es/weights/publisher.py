@@ -27,12 +27,12 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes, unloadable
-from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.weights.published import current_weights
 from trinity_es.weights.shared_memory import forget_memory, memory_dir, write_memory
+from trinity_es.weights.weights_reader import current_weights
 
 __all__ = ["Publisher", "gpu_of"]
 

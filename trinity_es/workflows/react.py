@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 import pydantic
 
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.rewards import known_of, value_of

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trinity_es.actors.plugins import registered, resolve
+from trinity_es.actors.plugin_lookup import registered, resolve
 from trinity_es.events.errors import UnknownWorkflow
 from trinity_es.events.values import class_path
 

@@ -25,7 +25,7 @@ from trinity_es.actors.coordinator.delivery.advantages import (
 )
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience, group_by
-from trinity_es.projections.metrics import aggregate_batch
+from trinity_es.projections.metric_aggregation import aggregate_batch
 
 __all__ = [
     "OPERATORS",

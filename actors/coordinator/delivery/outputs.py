@@ -25,12 +25,12 @@ from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.plugins import build
+from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.experience_table import ParquetTable, json_lines, require_parquet, row_of
+from trinity_es.events.experience_rows import ParquetTable, json_lines, require_parquet, row_of
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads.experiences import read_experiences

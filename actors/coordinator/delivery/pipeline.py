@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated, Operator
-from trinity_es.actors.plugins import build
+from trinity_es.actors.plugin_lookup import build
 from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
 from trinity_es.events.experience import Experience
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.actors.config.schema import ExplorerConfig
+from trinity_es.actors.config.run_sections import ExplorerConfig
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors.config.hosts import HostsConfig
 from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.hosts.admission import Admission, Items
+from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.host_comparison import facts
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.models import ServersConfig
+from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.private_files import require_regular
 
 __all__ = ["ServerList", "read_lines"]

@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.handlers.command_router import Handled, handl
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand, fingerprint
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,

@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.log_reader import Fetch, NotRead, read_now
 from trinity_es.actors.coordinator.log_writer import Undone
 from trinity_es.actors.coordinator.ports import MessageSender
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.requests import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
 from trinity_es.events.store.checks.log_end import Mark

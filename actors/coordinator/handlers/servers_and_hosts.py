@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.commands import CommandRequest, DrainHost, DrainingHost, ScaledServers, ScaleServers
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
 from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder
+from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.errors import DataError, HostNotFound
 
 __all__ = ["MachineHandlers"]

@@ -15,24 +15,24 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.fleet.lease_fleet import LeaseFleet, Releases
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet, Releases
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
+from trinity_es.actors.coordinator.handlers.batch_delivery import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
-from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
+from trinity_es.actors.coordinator.handlers.experience_queue import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.servers_and_hosts import MachineHandlers
-from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.weight_commands import LoadHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.values import sort_batch_id

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.request import getproxies, proxy_bypass
 
-from trinity_es.actors.addresses import is_loopback
+from trinity_es.actors.server_addresses import is_loopback
 from trinity_es.events.errors import EngineError
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from trinity_es.actors.engines.http.vllm_requests import (
 )
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import prompt_ids
+from trinity_es.actors.engines.long_text_tokenization import prompt_ids
 from trinity_es.actors.engines.sampling_checks import whole_distribution
 from trinity_es.events.errors import ConfigError, EngineError
 

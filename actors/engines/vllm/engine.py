@@ -43,7 +43,7 @@ from trinity_es.actors.engines.interface import (
     Sampling,
     Tokenizer,
 )
-from trinity_es.actors.engines.long_texts import prompt_ids
+from trinity_es.actors.engines.long_text_tokenization import prompt_ids
 from trinity_es.actors.engines.sampling_checks import at_temperature, whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
@@ -222,8 +222,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
             "generation_config": "vllm",  # not the model's own sampling defaults
             "disable_log_stats": True,
             "worker_extension_cls": (
-                "trinity_es.actors.engines.vllm.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
-                else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+                "trinity_es.actors.engines.vllm.gloo_weight_transfer.GlooWorkerExtension"
+                if config.weight_transfer and on_cpu else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
             ),
         }
         if config.max_model_len is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Completion, EngineLoad, Sampling
-from trinity_es.actors.engines.long_texts import LARGE, off_the_loop
+from trinity_es.actors.engines.long_text_tokenization import LARGE, off_the_loop
 from trinity_es.actors.engines.sampling_checks import SHARED
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError

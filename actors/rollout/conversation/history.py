@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversation.answer_comparison import fit
-from trinity_es.actors.rollout.conversation.conversations import Conversing, Message
+from trinity_es.actors.rollout.conversation.conversation_tokens import Conversing, Message
 from trinity_es.actors.rollout.conversation.turns import Turn, Turns
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience

@@ -24,7 +24,7 @@ import sys
 import traceback
 from typing import Any
 
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.workers import grader_main
 from trinity_es.actors.rollout.workers import main as worker_main
 from trinity_es.actors.rollout.workers.protocol import MOST, note

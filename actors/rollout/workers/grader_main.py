@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.workers.protocol import LENGTH
 from trinity_es.events.errors import TrinityError, error_to_dict
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.leases import RunLeases, driven
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.recorded_steps import RunSteps

@@ -24,7 +24,7 @@ from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.statements import LockedHead
 from trinity_es.events.store.database.urls import place_of
-from trinity_es.events.store.records import type_index as rare
+from trinity_es.events.store.records import rare_event_queries as rare
 from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_encoding import bases_of, columns_of, difference, fields_in
 from trinity_es.events.payload_format import Payload, decoding, encode
-from trinity_es.events.payload_items import bases_of, columns_of, difference, fields_in
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 

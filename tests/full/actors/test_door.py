@@ -21,10 +21,10 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
-from trinity_es.actors import system_key, transport
+from trinity_es.actors import sealed_transport, system_key
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
+from trinity_es.actors.sealed_transport import AuthenticatedTransport
 from trinity_es.actors.system_key import KEY_VARIABLE, make_key, read_key
-from trinity_es.actors.transport import AuthenticatedTransport
 from trinity_es.events.errors import WrongKey
 
 KEY = b"k" * 64
@@ -43,7 +43,7 @@ def make_door() -> Iterator[MakeDoor]:
     made: list[AuthenticatedTransport] = []
 
     def make(key: bytes = KEY, address: str = "127.0.0.1") -> AuthenticatedTransport:
-        capabilities = {transport._ADDRESS: address, "Admin Port": 1}
+        capabilities = {sealed_transport._ADDRESS: address, "Admin Port": 1}
         made.append(AuthenticatedTransport(ExternalInterfaceTransportInit(), capabilities, None, None, key=key))
         return made[-1]
 
@@ -184,7 +184,7 @@ def test_half_a_frame_and_a_closed_connection_leave_nothing(make_door: MakeDoor)
 def test_who_shows_no_seal_in_time_is_dropped_however_slowly_he_goes_on(
     make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "STRANGER_SECONDS", 0.4)
+    monkeypatch.setattr(sealed_transport, "STRANGER_SECONDS", 0.4)
     a, b = make_door(), make_door()
     silent, slow = raw(b, b""), raw(b, b"1")
     until = time.monotonic() + 1.0
@@ -202,14 +202,14 @@ def test_who_shows_no_seal_in_time_is_dropped_however_slowly_he_goes_on(
 
 def test_a_frame_of_ours_that_does_not_end_is_dropped_too(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that was overheard may be sent by anybody, with a body that never ends."""
-    monkeypatch.setattr(transport, "FRAME_SECONDS", 0.5)
+    monkeypatch.setattr(sealed_transport, "FRAME_SECONDS", 0.5)
     a, b = make_door(), make_door()
     with raw(b, sealed(b, "x" * 1000)[:-1]) as s:
         listen_until(b, lambda: bool(b._incomingSockets))
         listen_until(b, lambda: not b._incomingSockets)
         assert s.recv(1) == b""
-    monkeypatch.setattr(transport, "FRAME_SECONDS", 30.0)
-    monkeypatch.setattr(transport, "MAX_UNFINISHED", 500_000)
+    monkeypatch.setattr(sealed_transport, "FRAME_SECONDS", 30.0)
+    monkeypatch.setattr(sealed_transport, "MAX_UNFINISHED", 500_000)
     half = sealed(b, "x" * 400_000)[:-100_000]
     with raw(b, half), raw(b, half), raw(b, half):
         listen(b, 0.3)
@@ -260,7 +260,7 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
     ends: list[Any] = []
 
     def tell(port: int) -> None:
-        intent = TransmitIntent(transport._address("127.0.0.1", port), "a message")
+        intent = TransmitIntent(sealed_transport._address("127.0.0.1", port), "a message")
         intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
         a.scheduleTransmit(None, intent)
 
@@ -269,7 +269,7 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
         for _ in range(100):
             tell(port)
         assert send(a, well, "at once") == "at once"
-        monkeypatch.setattr(transport, "SILENT_SECONDS", 0.0)
+        monkeypatch.setattr(sealed_transport, "SILENT_SECONDS", 0.0)
         for _ in range(100):
             tell(port)
         assert ends == [SendStatus.Failed] * 100, "what comes on top is dropped"
@@ -280,16 +280,16 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
 def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
     make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "TRANSMIT_SECONDS", 0.3)
-    monkeypatch.setattr(transport, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(sealed_transport, "TRANSMIT_SECONDS", 0.3)
+    monkeypatch.setattr(sealed_transport, "SILENT_SECONDS", 0.1)
     a, b = make_door(), make_door()
     ends: list[Any] = []
-    for _ in range(transport.MAX_UNTAKEN + 5):
+    for _ in range(sealed_transport.MAX_UNTAKEN + 5):
         intent = TransmitIntent(b.myAddress, "lost")
         intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
         a.scheduleTransmit(None, intent)
         listen(a, 0.01)
-    listen_until(a, lambda: ends == [SendStatus.Failed] * (transport.MAX_UNTAKEN + 5) and not a._untaken)
+    listen_until(a, lambda: ends == [SendStatus.Failed] * (sealed_transport.MAX_UNTAKEN + 5) and not a._untaken)
     while listen(b, 0.3) is not None:
         pass  # it lives again
     assert send(a, b, "well") == "well"
@@ -333,7 +333,7 @@ def test_who_took_the_port_of_a_dead_actor_cannot_say_that_it_got_the_message(wh
     ends: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         squatter.settimeout(5)
-        intent = TransmitIntent(transport._address("127.0.0.1", squatter.getsockname()[1]), "a message")
+        intent = TransmitIntent(sealed_transport._address("127.0.0.1", squatter.getsockname()[1]), "a message")
         intent.addCallback(lambda *_: ends.append("sent"), lambda *_: ends.append("failed"))
         a.scheduleTransmit(None, intent)
         listen(a, 0.1)

@@ -26,7 +26,7 @@ from trinity_es.actors.coordinator.handlers import command_router
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
-from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.actors.requests import Reply, pack, unpack
 from trinity_es.projections.runner import RunnerLife, RunnerState

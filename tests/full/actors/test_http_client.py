@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.helpers.servers import free_port
-from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.engines.http.client import LOOK_BYTES, http_client, up_to
+from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.events.errors import EngineError
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter

@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.live_log import LiveLog
 from trinity_es import open_log
 from trinity_es.actors.coordinator.fleet import lease_releases
-from trinity_es.actors.coordinator.fleet.lease_fleet import LeaseFleet
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.release_main import AT_ONCE

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.endpoint import HELLO, TOKEN, Recorder, connected, posted, serving
-from trinity_es.actors.engines.http.remote import RemoteEngine
+from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.rollout.model import Model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.timers import Timers
-from trinity_es.actors.config.schema import StoreConfig
+from trinity_es.actors.config.run_sections import StoreConfig
 from trinity_es.actors.coordinator.log_session import LogSession, Phase
 from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.events import vocabulary as ev

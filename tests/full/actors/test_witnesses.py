@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.logs import dropped
-from trinity_es.actors.coordinator.sender_marks import Witnesses
+from trinity_es.actors.coordinator.sender_mark_checks import Witnesses
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.store.log import EventLog, Write

@@ -17,7 +17,7 @@ from benchmarks.sample_log import make
 from tests.helpers.browser import Browser, serving
 from tests.helpers.handmade import write
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.export import batch_page
+from trinity_es.dashboard.batch_export import batch_page
 from trinity_es.dashboard.page_urls import batch_url, rollout_url, runner_url
 from trinity_es.dashboard.rendering import HERE
 from trinity_es.events import vocabulary as ev

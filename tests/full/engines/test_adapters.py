@@ -20,7 +20,7 @@ from tests.helpers.weight_transfer import state_of
 from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.checkpoints import tensor_shapes
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError, SyncError

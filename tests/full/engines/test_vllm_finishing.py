@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.endpoint import CHAT, TOKEN, posted, until
 from tests.helpers.engines import Live
-from trinity_es.actors.engines.finishing import FinishingEngine
+from trinity_es.actors.engines.draining_engine import FinishingEngine
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer

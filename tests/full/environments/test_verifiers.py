@@ -23,7 +23,7 @@ import pytest_asyncio
 from tests.helpers.client_packages import LETTERS, environment
 from tests.helpers.endpoint import serving, until
 from tests.helpers.of_the_day import ALL, OTHERS, by_turns
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner

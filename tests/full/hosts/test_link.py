@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.links import HELLO, KEY, OTHER, Heard, dialer, joined, network, taken_in
-from trinity_es.actors.hosts import head_dialer, link
-from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts import head_client, link
+from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.testing import wait_until
 
@@ -81,8 +81,8 @@ def test_who_answers_without_the_head_s_certificate_is_told_nothing(caplog: pyte
 
 def test_a_token_is_of_no_use_to_who_got_it_by_another_certificate() -> None:
     one, other = Heard().certificate, Heard().certificate
-    assert head_dialer.bearer(KEY, one.digest) != head_dialer.bearer(KEY, other.digest)
-    assert KEY.hex() not in head_dialer.bearer(KEY, one.digest)
+    assert head_client.bearer(KEY, one.digest) != head_client.bearer(KEY, other.digest)
+    assert KEY.hex() not in head_client.bearer(KEY, one.digest)
 
 
 def test_a_recorded_connection_is_refused() -> None:

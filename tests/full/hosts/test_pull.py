@@ -15,10 +15,10 @@ import pytest
 
 from tests.helpers.links import OTHER, Heard, Network, dialer, joined, network
 from trinity_es.actors.hosts import folder_puller, folder_sender
-from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, listing
 from trinity_es.actors.hosts.folder_puller import FolderPuller
-from trinity_es.actors.hosts.head_dialer import NotOurs
+from trinity_es.actors.hosts.head_client import NotOurs
 from trinity_es.events.errors import SyncError
 from trinity_es.testing import wait_until
 

@@ -14,7 +14,7 @@ import pytest
 import trinity_es
 from tests.helpers.handmade import cli
 from tests.helpers.hosts import Head, StartHead, host_joins, ready
-from trinity_es.actors.hosts.head_dialer import HeadPlace
+from trinity_es.actors.hosts.head_client import HeadPlace
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.host_list import HostRow, read_hosts
 from trinity_es.testing import wait_until

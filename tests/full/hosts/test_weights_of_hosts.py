@@ -19,7 +19,7 @@ from tests.helpers.weight_files import AskWorkflow, hidden, lacks_mounts, make_w
 from trinity_es import Task
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
-from trinity_es.weights.published import current_weights
+from trinity_es.weights.weights_reader import current_weights
 
 pytestmark = [
     pytest.mark.postgres, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks_mounts()), reason=lacks_mounts())

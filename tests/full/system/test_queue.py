@@ -18,7 +18,7 @@ from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, kill_everybody, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.client import connection
-from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, TakeTimeout, TrinityError

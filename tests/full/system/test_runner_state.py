@@ -16,7 +16,7 @@ from tests.helpers.systems import StartSystem, child, events, finalize_in_thread
 from trinity_es import Task
 from trinity_es.actors.commands import RestartRunner
 from trinity_es.cli import app
-from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import RunnerNotFound

@@ -18,7 +18,7 @@ from tests.helpers.runs import events_of
 from tests.helpers.servers import free_port
 from tests.helpers.systems import StartSystem, play_batch
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
-from trinity_es.actors.engines.vllm.weight_transfer import GlooGroup
+from trinity_es.actors.engines.vllm.weight_sender import GlooGroup
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import SyncError
 from trinity_es.events.values import Task

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import task_to_dict
 from trinity_es.events.vocabulary import TasksetSource

@@ -8,7 +8,7 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets.reasoning_gym import dataset

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.handlers.experiences import Candidate, available, choose, priority_of
+from trinity_es.actors.coordinator.handlers.experience_queue import Candidate, available, choose, priority_of
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.config.schema import ProgressConfig
+from trinity_es.actors.config.run_sections import ProgressConfig
 from trinity_es.actors.runner import journal_writer as module
 from trinity_es.actors.runner.journal_writer import Journal
 from trinity_es.events.errors import LogUnavailable

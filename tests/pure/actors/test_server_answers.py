@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.http.client import LOOK_BYTES
-from trinity_es.actors.engines.http.remote import RemoteEngine
 from trinity_es.actors.engines.http.vllm_api import VLLMServer
 from trinity_es.actors.engines.http.vllm_requests import answers, body, most_bytes
 from trinity_es.actors.engines.interface import Sampling

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet import polled_server_list
@@ -22,6 +21,7 @@ from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, r
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.weights import run_command
+from trinity_es.actors.server_addresses import checked_url
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from trinity_es import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_es.actors.commands import AcknowledgeBatch
 from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import RUNS_AT_ONCE, WorkflowRunner
 from trinity_es.events.errors import DataError, EngineError, UnknownWorkflow

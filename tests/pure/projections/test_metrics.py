@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_es.events.errors import DataError
-from trinity_es.projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_run, aggregate_task
+from trinity_es.projections.metric_aggregation import (
+    aggregate_batch,
+    aggregate_eval_batch,
+    aggregate_run,
+    aggregate_task,
+)
 
 
 # --- P30 ------------------------------------------------------------------------------------------------------------
@@ -82,9 +87,9 @@ def test_p31_times_are_averaged_not_bootstrapped() -> None:
 
 
 def test_p31_the_global_random_state_belongs_to_the_user() -> None:
-    from trinity_es.projections import metrics
+    from trinity_es.projections import metric_aggregation
 
-    metrics._draws.cache_clear()
+    metric_aggregation._draws.cache_clear()
     np.random.seed(7)
     wanted = np.random.random(3).tolist()
     np.random.seed(7)
@@ -95,7 +100,7 @@ def test_p31_the_global_random_state_belongs_to_the_user() -> None:
 def test_p31_every_process_gives_the_same_bits() -> None:
     code = (
         "import numpy as np\n"
-        "from trinity_es.projections.metrics import *\n"
+        "from trinity_es.projections.metric_aggregation import *\n"
         "r = np.random.RandomState(0)\n"
         "m = [[{'a': float(x), 'b:sum': float(y)} for x, y in r.random_sample((16, 2))] for _ in range(20)]\n"
         "t = [aggregate_task(x, True) for x in m]\n"

@@ -20,8 +20,8 @@ from tests.helpers.paths import ROOT
 from trinity_es.events import payload_format
 from trinity_es.events.errors import CorruptPayload, DataError
 from trinity_es.events.experience import EID, CustomField, Experience
+from trinity_es.events.experience_encoding import columns_of, item_of
 from trinity_es.events.payload_format import Column, Payload
-from trinity_es.events.payload_items import columns_of, item_of
 
 
 @given(st.lists(experiences(), max_size=4), st.data())

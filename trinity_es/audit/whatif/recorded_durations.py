@@ -234,7 +234,7 @@ def _config(log: Log, first: int) -> dict[str, Any]:
                         "runs that were started with a config can be simulated")
     explorer = config["explorer"]
     if [key for key in NEEDED if key not in explorer]:
-        from trinity_es.actors.config.schema import ExplorerConfig  # rare, and 0.1 s to import
+        from trinity_es.actors.config.run_sections import ExplorerConfig  # rare, and 0.1 s to import
 
         explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # defaults of keys newer than the run
         for key, value in config["explorer"].items():

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.cli.render import batch_tables
 from trinity_es.cli.render import diff as views_diff
-from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound, LogNotFound
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -69,7 +69,7 @@ def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
         print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(between),
                     "changes": [asdict(c) for c in changes]})
     else:
-        views_diff.print_moments(tables.console(), batch_id, (first, second), changes, between)
+        views_diff.print_moments(batch_tables.console(), batch_id, (first, second), changes, between)
     return bool(changes)
 
 
@@ -96,9 +96,9 @@ def _show_logs(first: str, second: str, as_json: bool) -> bool:
             print_json({"logs": names, "heads": fork.heads, "common": fork.common} |
                        (events if runs is None else _runs_json(runs)))
         elif runs is None:
-            views_diff.print_fork(tables.console(), names, fork)
+            views_diff.print_fork(batch_tables.console(), names, fork)
         else:
-            views_diff.print_runs(tables.console(), names, runs)
+            views_diff.print_runs(batch_tables.console(), names, runs)
     return fork.heads != (fork.common, fork.common) if runs is None else not runs.equal
 
 

@@ -27,7 +27,7 @@ from sqlalchemy import text as sql
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
 from trinity_es.cli.doctor_findings import Finding
-from trinity_es.cli.render.tables import console
+from trinity_es.cli.render.batch_tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.processes import LEAST_FILES

@@ -122,7 +122,7 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
 
 
 def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
-    from trinity_es.dashboard.export import batch_page  # slow: it imports all pages
+    from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
 
     page = batch_page(log, batch_id)
     with export_file(path) as file:

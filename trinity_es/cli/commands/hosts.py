@@ -12,8 +12,8 @@ import orjson
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
+from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.host_tables import print_hosts
-from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import settings_of
 from trinity_es.client import health
 from trinity_es.client.rollout_client import connect

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.audit.rollout_reader import task_asked
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
-from trinity_es.cli.render import runners_weights_usage, tables
+from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.events.errors import TasksetError, TrinityError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.history.task_history import prompt_of
@@ -50,7 +50,7 @@ def prompts(
             "read": {name: {"epoch": e, "offset": offset} for name, (e, offset) in tried.read.items()},
         })
     else:
-        runners_weights_usage.print_prompts(tables.console(), tried, unread, texts)
+        runners_weights_usage.print_prompts(batch_tables.console(), tried, unread, texts)
 
 
 class _EmptyRows:

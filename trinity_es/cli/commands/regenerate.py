@@ -11,7 +11,7 @@ from rich.text import Text
 from trinity_es.audit import regenerate as regenerating
 from trinity_es.audit.regenerate import Regeneration, Turn
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
-from trinity_es.cli.render.tables import console
+from trinity_es.cli.render.batch_tables import console
 from trinity_es.safe_text import plain
 
 __all__ = ["regenerate"]

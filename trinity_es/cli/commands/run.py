@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli import demo_folder
-from trinity_es.cli.commands.bench import run_benchmark
+from trinity_es.cli.commands.bench_and_debug import run_benchmark
 from trinity_es.cli.commands.demo import end_demo
 from trinity_es.cli.common import ConfigArgument, JsonOption, LogOption, SetOption, print_json, read_config
 from trinity_es.cli.render.progress import last_failure

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
-from trinity_es.cli.render import runners_weights_usage, tables
+from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history
 from trinity_es.projections.tables.runner_history import seen
 
@@ -40,9 +40,9 @@ def runners(
     if as_json:
         print_json([asdict(life) | {"how": seen(life, up)} for life in lives])
     elif runner is None:
-        runners_weights_usage.print_runners(tables.console(), lives, up)
+        runners_weights_usage.print_runners(batch_tables.console(), lives, up)
     else:
-        runners_weights_usage.print_lives(tables.console(), lives, up)
+        runners_weights_usage.print_lives(batch_tables.console(), lives, up)
 
 
 def weights(
@@ -64,16 +64,16 @@ def weights(
             if as_json:
                 print_json([asdict(adapter) for adapter in history])
             else:
-                runners_weights_usage.print_adapters(tables.console(), history)
+                runners_weights_usage.print_adapters(batch_tables.console(), history)
             return
         made, total = opened.made(), opened.count_weights()
         versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
     if as_json:
         print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])
     else:
-        runners_weights_usage.print_weights(tables.console(), versions, made, total - len(versions))
+        runners_weights_usage.print_weights(batch_tables.console(), versions, made, total - len(versions))
         if history:
-            runners_weights_usage.print_adapters(tables.console(), history)
+            runners_weights_usage.print_adapters(batch_tables.console(), history)
 
 
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -91,7 +91,7 @@ def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOptio
     if as_json:
         print_json(asdict(counts) | {"more": counts.more})
     else:
-        runners_weights_usage.print_usage(tables.console(), counts)
+        runners_weights_usage.print_usage(batch_tables.console(), counts)
     if counts.twice:
         raise typer.Exit(1)
 
@@ -111,4 +111,4 @@ def leases(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     if as_json:
         print_json([lease.as_dict() for lease in held])
     else:
-        runners_weights_usage.print_leases(tables.console(), held, time.time())
+        runners_weights_usage.print_leases(batch_tables.console(), held, time.time())

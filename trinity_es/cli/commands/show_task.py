@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_es.audit.rollout_reader import read_runs, task_asked
 from trinity_es.cli.common import print_json
-from trinity_es.cli.render import tables
+from trinity_es.cli.render import batch_tables
 from trinity_es.cli.render import task as views_task
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.experience import Experience
@@ -26,7 +26,7 @@ def show_task(
 ) -> None:
     """Print one task, or one of its runs. Raises BatchNotFound if there is no such task, run or experience."""
     history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
-    out = tables.console()
+    out = batch_tables.console()
     if run is None:
         if as_json:
             runs = [_run_json(made) for _, made in sorted(history.made.items())]

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
+from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.status import show
-from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why

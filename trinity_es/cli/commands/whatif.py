@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trinity_es.audit.whatif.forecast import NOT_MODELLED, Figures, Prediction, Settings, predict
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
-from trinity_es.cli.render.tables import columns, console
+from trinity_es.cli.render.batch_tables import columns, console
 from trinity_es.safe_text import plain
 
 __all__ = ["what_if"]

@@ -7,7 +7,7 @@ import inspect
 from rich.table import Table
 
 from trinity_es.cli.common import JsonOption, print_json
-from trinity_es.cli.render import tables
+from trinity_es.cli.render import batch_tables
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, WorkflowRegistry
 
 __all__ = ["workflows"]
@@ -31,7 +31,7 @@ def workflows(as_json: JsonOption = False) -> None:
         table = Table(kind, "", box=None)
         for name, line in lines.items():
             table.add_row(name, line)
-        tables.console().print(table)
+        batch_tables.console().print(table)
 
 
 def _lines(registry: WorkflowRegistry) -> dict[str, str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns
+from trinity_es.cli.render.batch_tables import columns
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, counted_text, fitted, state_text, when
+from trinity_es.cli.render.batch_tables import columns, counted_text, fitted, state_text, when
 from trinity_es.projections.reading.host_list import HostRow
 from trinity_es.projections.why.answer import span
 from trinity_es.safe_text import devices, error_line, plain

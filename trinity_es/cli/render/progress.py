@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from trinity_es.cli.render.tables import rewarded
+from trinity_es.cli.render.batch_tables import rewarded
 from trinity_es.cli.render.watch import PAUSES, look, picture_view
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded

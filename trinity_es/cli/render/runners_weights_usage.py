@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, counted_text, fitted, left_out, state_text, when
+from trinity_es.cli.render.batch_tables import columns, counted_text, fitted, left_out, state_text, when
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapter_versions import AdapterVersion
 from trinity_es.projections.host_states import host_of

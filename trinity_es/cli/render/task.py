@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, state_text
+from trinity_es.cli.render.batch_tables import columns, state_text
 from trinity_es.events.experience import Experience
 from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import RunRow

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, console, counted_text, rewarded, state_text, when
+from trinity_es.cli.render.batch_tables import columns, console, counted_text, rewarded, state_text, when
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded

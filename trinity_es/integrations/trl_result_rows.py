@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from trinity_es.actors.plugins import did_you_mean
+from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.integrations.step_batches import Runs

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from trinity_es.actors.plugins import did_you_mean
+from trinity_es.actors.plugin_lookup import did_you_mean
 
 __all__ = ["call_problems", "reward_problems", "workflow_problems"]
 

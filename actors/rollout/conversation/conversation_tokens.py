@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Tokenizer
-from trinity_es.actors.engines.long_texts import encode, is_large, off_the_loop, refuse_too_long
+from trinity_es.actors.engines.long_text_tokenization import encode, is_large, off_the_loop, refuse_too_long
 from trinity_es.actors.rollout.conversation.turns import Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience

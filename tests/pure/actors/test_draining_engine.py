@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from trinity_es.actors.engines.finishing import FinishingEngine
+from trinity_es.actors.engines.draining_engine import FinishingEngine
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import EngineError, SyncError

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
-from trinity_es.actors.config.buffer import QueueConfig
+from trinity_es.actors.config.data_sections import QueueConfig
 from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.plugins import build
+from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog

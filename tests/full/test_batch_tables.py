@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
-from trinity_es.cli.render import runners_weights_usage, tables
+from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history import attempts
@@ -34,11 +34,11 @@ def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: s
     out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with open_log(dead) as log:
         rows, lives = log.batches(), log.runner_lives()
-        tables.print_batches(out, rows)
+        batch_tables.print_batches(out, rows)
         runners_weights_usage.print_runners(out, lives)
         runners_weights_usage.print_lives(out, lives)
         runners_weights_usage.print_weights(out, log.weights(), log.made(), 0)
-        tables.print_timeline(out, attempts.tell(log.events(4)), [], None)
+        batch_tables.print_timeline(out, attempts.tell(log.events(4)), [], None)
     text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

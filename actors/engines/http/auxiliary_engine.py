@@ -18,7 +18,7 @@ from trinity_es.actors.engines.http.client import http_client, largest_answer, u
 from trinity_es.actors.engines.http.pool import Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling_checks import merged
-from trinity_es.actors.plugins import registered
+from trinity_es.actors.plugin_lookup import registered
 from trinity_es.events.errors import DataError
 
 __all__ = [

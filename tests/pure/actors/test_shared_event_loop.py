@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.rollout.engine_loop import UNIT, WORKFLOW_THREADS, EngineLoop, as_runner, unit_context
+from trinity_es.actors.rollout.shared_event_loop import UNIT, WORKFLOW_THREADS, EngineLoop, as_runner, unit_context
 
 
 def of_unit(name: str) -> contextvars.Context:

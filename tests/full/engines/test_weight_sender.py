@@ -14,7 +14,7 @@ from tests.helpers.engines import Live
 from tests.helpers.servers import free_port
 from tests.helpers.weight_transfer import PROMPT, state_of
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError
 from trinity_es.weights import shared_memory

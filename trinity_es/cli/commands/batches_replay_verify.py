@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from trinity_es.cli import common
-from trinity_es.cli.render import tables
+from trinity_es.cli.render import batch_tables
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType
@@ -87,7 +87,7 @@ def batches(
         return
     if not rows:
         common.note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
-    tables.print_batches(tables.console(), rows, causes)
+    batch_tables.print_batches(batch_tables.console(), rows, causes)
     if skipped:
         print(f"{skipped} earlier ones: --all shows them, --limit and --since choose")
 
@@ -155,7 +155,7 @@ def show(
             entry["row"] = row
         common.print_json(document | {"pieces": [asdict(p) for p in segments(timeline, gaps)]})
         return
-    tables.print_timeline(tables.console(), timeline, rows, limit, gaps)
+    batch_tables.print_timeline(batch_tables.console(), timeline, rows, limit, gaps)
 
 
 def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
@@ -209,11 +209,11 @@ def replay(
     equal = None if stored is None else canonical(stored) == canonical(again)
     if as_json:
         common.print_json({
-            "state": tables.state_json(state), "at": at, "result_equal": equal, "stored_result": stored,
+            "state": batch_tables.state_json(state), "at": at, "result_equal": equal, "stored_result": stored,
             "recomputed_result": again,
         })
     else:
-        tables.print_state(tables.console(), state)
+        batch_tables.print_state(batch_tables.console(), state)
         if equal is None:
             print("the batch has not ended: there is no result to compare")
         elif equal:

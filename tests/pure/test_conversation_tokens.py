@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.recorded_engine import HELLO, TALK, Marked, Recorder
-from trinity_es.actors.rollout.conversation.conversations import plain_messages
+from trinity_es.actors.rollout.conversation.conversation_tokens import plain_messages
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import WorkflowError
 from trinity_es.testing import ByteTokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.recorded_engine import Marked, Recorder
-from trinity_es.actors.engines.long_texts import LARGE, is_large, prompt_ids, refuse_too_long
+from trinity_es.actors.engines.long_text_tokenization import LARGE, is_large, prompt_ids, refuse_too_long
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.server import _RecordingClient
 from trinity_es.actors.rollout.model import Model

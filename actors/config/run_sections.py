@@ -12,7 +12,6 @@ from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.addresses import is_loopback
 from trinity_es.actors.config.hosts import TlsConfig
 from trinity_es.actors.config.models import AuxiliaryModelConfig, RolloutModelConfig
 from trinity_es.actors.config.section import (
@@ -23,6 +22,7 @@ from trinity_es.actors.config.section import (
     Seconds,
     Section,
 )
+from trinity_es.actors.server_addresses import is_loopback
 
 __all__ = [
     "ExplorerConfig", "MonitorConfig", "OverRolloutConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig",

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from trinity_es.actors.engines.vllm.weight_transfer import GlooGroup
+from trinity_es.actors.engines.vllm.weight_sender import GlooGroup
 from trinity_es.actors.engines.vllm.weights import WorkerExtension
 
 __all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_es.actors.commands import AbortBatch, CommandRequest
-from trinity_es.actors.coordinator.requests_in_hand import DEATHS, JOB_DEATHS, RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import DEATHS, JOB_DEATHS, RequestsInHand
 from trinity_es.events.errors import PipelineError, RequestRefused
 
 
