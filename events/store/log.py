@@ -21,18 +21,14 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
 from sqlalchemy import Connection, Engine, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from trinity_es.events.errors import (
-    CommitMismatch,
-    ConcurrencyError,
-    LogCorrupt,
-    LogUnavailable,
-)
+from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
 from trinity_es.events.store.database import schema, statements
@@ -130,9 +126,6 @@ class EventLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<EventLog {self.url}>"
-
     # --- writing ----------------------------------------------------------------------------------------------------
     def append(
         self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
@@ -176,17 +169,17 @@ class EventLog:
         values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
         earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
         if earlier_position is not None:
-            return self._duplicate(connection, earlier_position, commit_id, drafted)
+            return self._earlier_result(connection, earlier_position, commit_id, drafted)
         if lease is not None:
             writer_lease.check(lease, epoch)
         self._check_versions(connection, writes)
         step = self._clock_step(connection, head, moment)
         drafts = [drafted] if step is None else [step, drafted]
         self._place(head, drafts)
-        recorded = [item for one in drafts for item in one.recorded]
+        recorded = [item for commit in drafts for item in commit.recorded]
         last = recorded[-1]
         try:
-            statements.INSERT.change_all(connection, [row for one in drafts for row in one.rows()])
+            statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
@@ -210,7 +203,7 @@ class EventLog:
     ) -> Draft | None:
         """Return an event that says that the clock was set since the last append; None if it was not."""
         slack = clock.STEP_SECONDS
-        if not self._clock.knows() and head.last_position:
+        if self._clock.last is None and head.last_position:
             slack = clock.FIRST_SECONDS
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
@@ -225,13 +218,14 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+        """Give the drafts' events their positions, times and hashes, which follow those of `head`."""
         # Whole microseconds, as in a datetime, so that the displayed time finds the event again.
         recorded_at = round(head.now, 6)
         if drafts[0].recorded[0].stream != CLOCK:  # a slewed clock makes time stand still, never go back
             recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
-        for one in drafts:
-            position, previous = one.place(position, previous, repeat(recorded_at))
+        for commit in drafts:
+            position, previous = commit.place(position, previous, repeat(recorded_at))
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and the claims that it does not hold."""
@@ -246,20 +240,18 @@ class EventLog:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _duplicate(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+    def _earlier_result(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+        """Return the result of the earlier append with this commit id. Raises CommitMismatch."""
         # One more than this commit has, since the earlier one may be longer.
         values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
         earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
-        parts = ("stream", "type", "schema_version", "data")
-        drafts = drafted.recorded
-        if [[getattr(r, k) for k in parts] for r in earlier] != [[getattr(r, k) for k in parts] for r in drafts]:
+        content = attrgetter("stream", "type", "schema_version", "data")
+        if [*map(content, earlier)] != [*map(content, drafted.recorded)]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
             )
-        return Committed(
-            first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True
-        )
+        return Committed(first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True)
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         actual = statements.versions(connection, dict.fromkeys(w.stream for w in writes))
@@ -383,9 +375,10 @@ class EventLog:
         return True
 
     def require_place(self) -> None:
-        """Require that a SQLite file still has its name, so that later commits can be found. Raises LogReplaced, ...
+        """Require that a SQLite file still has its name, so that later commits can be found.
 
-        It costs next to nothing. The content of a write-ahead log that lost its name is moved into the file.
+        Costs next to nothing. Moves the content of a write-ahead log that lost its name into the file. Raises
+        LogReplaced, LogCorrupt, LogUnavailable.
         """
         self._db.require_place()
 

@@ -185,10 +185,8 @@ def _check_name(subject: str, name: str) -> None:
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
 
-@lru_cache(64)
-def _metadata(data: bytes) -> Any:
-    """Decode metadata once for all events of an append, which follow each other."""
-    return orjson.loads(data)
+_metadata = lru_cache(64)(orjson.loads)
+"""Decoder of metadata, which decodes once for all events of an append, since these follow each other."""
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
