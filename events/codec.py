@@ -59,7 +59,7 @@ def _write(event: Event) -> bytes:
     try:
         return orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError
-        raise InvalidEvent(f"{_culprit(event) or cls.__name__} can't be recorded: {e}", event=cls.__name__) from e
+        raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
 
 
 def _require_finite(event: Event, data: bytes) -> None:
@@ -108,10 +108,9 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     try:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
-        first = e.errors(include_url=False)[0] if hasattr(e, "errors") else None
-        path = ".".join(str(part) for part in first["loc"]) if first else "?"
-        problem = first["msg"] if first else str(e)
-        raise InvalidEvent(f"{type_name}.{path}: {problem}", type=type_name, field=path) from e
+        first = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
+        path = ".".join(map(str, first["loc"]))
+        raise InvalidEvent(f"{type_name}.{path}: {first['msg']}", type=type_name, field=path) from e
 
 
 @cache
@@ -129,10 +128,11 @@ def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
     return TypeAdapter(cls).validator.validate_python  # a sixth faster than through the wrapper
 
 
-def _culprit(event: Event) -> str | None:
+def _refused_field(event: Event) -> str:
+    """Return the first field of an event that can't be written as JSON, as `Event.field`."""
     for f in fields(event):
         try:
             orjson.dumps(getattr(event, f.name))
         except TypeError:
             return f"{type(event).__name__}.{f.name}"
-    return None
+    return type(event).__name__

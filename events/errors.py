@@ -23,6 +23,7 @@ other side as the same class. A message names the thing, the value and the way o
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -49,11 +50,7 @@ class TrinityError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.details))
-
-
-def _rebuild(cls: type[TrinityError], message: str, details: dict[str, Any]) -> TrinityError:
-    return cls(message, **details)
+        return partial(type(self), **self.details), (self.message,)
 
 
 # --- input of the user ----------------------------------------------------------------------------------------------

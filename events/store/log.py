@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -151,11 +152,12 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
+        """Keep the mark if it is newer than the last one. Return whether it is."""
         with self._marking:
-            newest = self.acknowledged is None or mark.position > self.acknowledged.position
-            if newest:
+            is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
+            if is_newer:
                 self.acknowledged = mark
-            return newest
+            return is_newer
 
     def _append(
         self, connection: Connection, writes: Sequence[Write], drafted: Draft, commit_id: str, lease: Lease | None,
@@ -198,9 +200,7 @@ class EventLog:
             duplicate=False,
         )
 
-    def _clock_step(
-        self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]
-    ) -> Draft | None:
+    def _clock_step(self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]) -> Draft | None:
         """Return an event that says that the clock was set since the last append; None if it was not."""
         slack = clock.STEP_SECONDS
         if self._clock.last is None and head.last_position:
@@ -298,8 +298,8 @@ class EventLog:
         left, version = limit, 0
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            of_page = values | {"after": after, "version": version, "limit": size}
-            page = self._db.read(lambda c, v=of_page: query.rows(c, v))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            values |= {"after": after, "version": version, "limit": size}
+            page = self._db.read(partial(query.rows, values=values))
             for row in page:
                 position, row_version = row[0], row[2]
                 if types is None:
@@ -332,9 +332,8 @@ class EventLog:
         left = limit
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                c, chosen, after=a, before=b, size=n, descending=descending
-            ))
+            query = partial(rare.page, types=chosen, after=after, before=before, size=size, descending=descending)
+            page = self._db.read(query)
             yield from map(from_row, page)
             if len(page) < size:
                 return
@@ -353,10 +352,8 @@ class EventLog:
 
     def stream_version(self, stream: str) -> int:
         """Return the version of the stream's last event; 0 if the stream does not exist."""
-        s = schema.streams.c
-        return self._db.read(
-            lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
-        )
+        query = select(schema.streams.c.version).where(schema.streams.c.stream == stream)
+        return self._db.read(lambda c: c.execute(query).scalar_one_or_none() or 0)
 
     def streams(self, prefix: str = "") -> list[tuple[str, int]]:
         """Return (stream, version) of the streams whose names begin with `prefix`, by name."""
@@ -406,9 +403,7 @@ class EventLog:
         """Rebuild every read model in one transaction, while writers wait. Return the number of events applied."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
-    def verify(
-        self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
-    ) -> list[str]:
+    def verify(self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None) -> list[str]:
         """Return the problems of the log, each naming its position or stream; [] if it is sound.
 
         Reads every event once and calls `progress(position, last position)` after each page. A `watcher` sees the

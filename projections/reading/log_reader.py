@@ -51,6 +51,8 @@ def open_log(url: str) -> Log:
 
 
 class Log(LogEvents):
+    """Reader of a log's events, tables and folds."""
+
     def _read(self, work: Callable[[Connection], T]) -> T:
         """Query the read models. Raises LogError if they are missing or of another version."""
         try:
@@ -131,10 +133,9 @@ class Log(LogEvents):
     def overview(self, recent: int = 20) -> Overview:
         """Summarize the run, with its `recent` last rare events and stalls."""
         head, rows = self.head().position, self.batches()
-        ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
+        first, last = self.at(min(head, 1)), self.at(head)
         return summarize(
-            head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
-            last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
+            head=head, first_at=first and first.recorded_at, last_at=last and last.recorded_at, rows=rows,
             config=self.config()[1], lives=self.runner_lives(),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self.model_version(), losses=self.losses(),
@@ -143,13 +144,16 @@ class Log(LogEvents):
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Return the distributions of these batches, or of the `last` that ended. Raises BatchNotFound."""
+        """Return durations, rewards, lengths and failures in these batches, or in the `last` that ended.
+
+        Raises BatchNotFound.
+        """
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
                          if row.ended_at is not None]
-        firsts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
+        starts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
         types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-        recorded = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
+        recorded = (r for stream, start in starts for r in self._events.read(stream=stream, types=types, after=start))
         return distributions(batch_ids, ((r.type, r.data) for r in recorded))
 
     def freed(self) -> dict[str, int]:
@@ -158,9 +162,9 @@ class Log(LogEvents):
 
     def was_freed(self, batch_id: BatchId) -> bool:
         """Return whether the experiences of the batch's last submission were freed."""
-        at = self.freed().get(batch_stream(batch_id), 0)
-        return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
-                        default=0)
+        stream = batch_stream(batch_id)
+        submitted = [r.position for r in self.read(stream=stream, types=["BatchSubmitted"])]
+        return self.freed().get(stream, 0) > max(submitted, default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
         """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
@@ -179,9 +183,8 @@ class Log(LogEvents):
         """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
         intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
-            before = self._read(lambda c, start=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                runner_history.before_start(start.position, start.commit_id)).one_or_none())
-            if before is not None:
+            query = runner_history.before_start(start.position, start.commit_id)
+            for before in self._read(lambda c, query=query: list(c.execute(query))):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
                 intervals.append((float(before.recorded_at), start.recorded_at))
         return intervals
 
@@ -236,9 +239,10 @@ class Log(LogEvents):
         the coordinator.
         """
         lease = self._events.read_lease("coordinator")
-        if lease is None or not lease.owner:
-            copied_from = lease.copied_from if lease is not None else ""
-            return {"up": False, "released": lease is not None and not copied_from, "copied_from": copied_from}
+        if lease is None:
+            return {"up": False, "released": False, "copied_from": ""}
+        if not lease.owner:
+            return {"up": False, "released": not lease.copied_from, "copied_from": lease.copied_from}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
         started = admin.get("started")

@@ -6,7 +6,7 @@ It reads one row for each batch, rare events through their index, and for distri
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,9 +55,10 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
+    """Summary of a run."""
 
     head: int
-    """Last position of the log, up to which this summarizes."""
+    """Last position of the log that the summary covers."""
     first_at: float | None
     """Unix seconds of the first event; None if the log is empty."""
     last_at: float | None
@@ -106,19 +107,19 @@ class Distributions:
     rewards: list[float] = field(default_factory=list)
     """Reward of each run that has one."""
     response_tokens: list[int] = field(default_factory=list)
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
     """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
 
-    They are read from the JSON, because building event objects would take most of the time.
+    The JSON is read directly, because building event objects would take most of the time.
     """
     out = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            out.failures[event["kind"]] = out.failures.get(event["kind"], 0) + 1
+            out.failures[event["kind"]] += 1
             if event.get("seconds"):
                 out.failed_seconds.append(event["seconds"])
             continue
@@ -175,17 +176,14 @@ def summarize(
     finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
-    lost: dict[str, dict[str, int]] = {"attempt": {}, "task": {}, "experience": {}}
+    lost: dict[str, Counter[str]] = defaultdict(Counter)
     for (kind, reason), count in losses.items():
-        reason = _NUMBER.sub("N", reason) if kind == "task" else reason
-        lost[kind][reason] = lost[kind].get(reason, 0) + count
+        lost[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
+    sums = {name: sum(getattr(row, name) for row in rows) for name in (
+        "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
         head=head, first_at=first_at, last_at=last_at, config=config,
-        states=dict(Counter(row.state for row in rows)),
-        tasks=sum(r.tasks for r in rows), finished=sum(r.finished for r in rows), failed=sum(r.failed for r in rows),
-        dropped=sum(r.dropped for r in rows), failed_attempts=sum(r.failed_attempts for r in rows),
-        experiences=sum(r.experiences for r in rows), prompt_tokens=sum(r.prompt_tokens for r in rows),
-        response_tokens=sum(r.response_tokens for r in rows),
+        states=dict(Counter(row.state for row in rows)), **sums,
         trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
         runners=dict(Counter({life.runner: life.how for life in lives}.values())),
         runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,

@@ -28,6 +28,8 @@ _FEW = 50
 
 @dataclass(frozen=True, slots=True)
 class Untried:
+    """Prompt that was never tried."""
+
     taskset: str | None
     row: Any
     """Row in its taskset; None for a task without an index."""

@@ -24,8 +24,7 @@ FORGET_TYPES = ("BatchSubmitted", "TaskFinished", "TaskReopened")
 metadata = MetaData()
 
 _work = Table(
-    NAME,
-    metadata,
+    NAME, metadata,
     Column("host", String(255), primary_key=True),
     Column("finished", BigInteger, nullable=False),  # tasks, counting each batch since its last submission
     sqlite_with_rowid=False,

@@ -25,8 +25,7 @@ NAME = "rm_lease"
 metadata = MetaData()
 
 _table = Table(
-    NAME,
-    metadata,
+    NAME, metadata,
     Column("lease", String(255), primary_key=True),
     Column("position", BigInteger, nullable=False),  # position of its LeaseTaken
     Column("data", Text, nullable=False),  # the `OpenLease` as JSON
@@ -54,7 +53,7 @@ def _adapter() -> TypeAdapter[OpenLease]:
 
 
 def _decode(data: str) -> OpenLease:
-    return _adapter().validate_python(orjson.loads(data))
+    return _adapter().validate_json(data)
 
 
 def read_open(connection: Connection) -> OpenLeases:

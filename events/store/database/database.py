@@ -43,8 +43,7 @@ Tell = Callable[[Exception], None]
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Bytes (roughly) that a writer adds to SQLite's write-ahead log before it moves them into the database file."""
 MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
-"""Size from which a write-ahead log is truncated. It grows beyond that while a reader keeps SQLite from restarting it.
-"""
+"""Size from which a write-ahead log is truncated. A log grows beyond it while a reader keeps SQLite from restarting."""
 TRUNCATION_SECONDS = 1.0
 """Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
@@ -73,8 +72,7 @@ class Database:
         self._lock_file = -1
         self._unflushed = 0  # bytes written since the last checkpoint, roughly
         self._next_truncation = 0.0  # of the write-ahead log, in monotonic seconds
-        self.engine = (
-            self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only))
+        self.engine = self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only)
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
@@ -122,9 +120,7 @@ class Database:
                 self._lock_file = -1
 
     # --- transactions -----------------------------------------------------------------------------------------------
-    def read(
-        self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None
-    ) -> T:
+    def read(self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None) -> T:
         """Run `work` in one reading transaction. Retries passing trouble, reported to `tell`. Raises LogUnavailable."""
         self._check_process()
 
@@ -165,17 +161,14 @@ class Database:
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
+        require = (lambda: None) if self._place is None else self._place.require
         with connection:
             with connection.begin():
-                self._require_place()
+                require()
                 result = work(connection)
-                self._require_place()
-            self._require_place()  # if the file lost its name during the commit, the commit must not be acknowledged
+                require()
+            require()  # if the file lost its name during the commit, the commit must not be acknowledged
         return result
-
-    def _require_place(self) -> None:
-        if self._place is not None:
-            self._place.require()
 
     def require_place(self) -> None:
         """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
@@ -225,11 +218,11 @@ class Database:
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
         making = path.with_name(f"{path.name}.making")
-        beside = [making, *(Path(f"{making}{more}") for more in ("-wal", "-shm", "-journal", ".lock"))]
+        temporary = [Path(f"{making}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
         with self._thread_lock, self._file_lock():
             if path.exists():
                 return False
-            for name in beside:
+            for name in temporary:
                 name.unlink(missing_ok=True)  # left by a process that died
             new = Database(str(making), durability=self.durability, patience=self.patience)
             try:
@@ -242,7 +235,7 @@ class Database:
                 raise LogUnavailable(f"{path} can't be made: {e.strerror}; this user needs to write there") from e
             finally:
                 new.close()
-                for name in beside:
+                for name in temporary:
                     name.unlink(missing_ok=True)
             sync(path.parent)
         return True
@@ -321,27 +314,25 @@ class Database:
     def _wait_for_lock(self) -> None:
         """Wait for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and releases the lock if it is
-        late.
+        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and gives the lock back if this
+        call has ended by then.
         """
-        fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
-        arrived = threading.Event()
+        fd, gate, locked, late = self._lock_file, threading.Lock(), threading.Event(), threading.Event()
 
-        def queue() -> None:
+        def wait_in_line() -> None:
             fcntl.flock(fd, fcntl.LOCK_EX)
             with gate:
-                if state["late"]:
+                if late.is_set():
                     os.close(fd)  # ends the lock as well
-                    return
-                state["done"] = True
-            arrived.set()
+                else:
+                    locked.set()
 
-        threading.Thread(target=queue, daemon=True, name="es-write-lock").start()
-        arrived.wait(self.patience)
+        threading.Thread(target=wait_in_line, daemon=True, name="es-write-lock").start()
+        locked.wait(self.patience)
         with gate:
-            if state["done"]:
+            if locked.is_set():
                 return
-            state["late"] = True
+            late.set()
             self._lock_file = -1  # the file belongs to that thread now
             lock_holder = holder(fd)
         raise LogUnavailable(
@@ -350,9 +341,8 @@ class Database:
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
-    def _patiently(
-        self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None
-    ) -> T:
+    def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
+        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds. Raises LogError."""
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:

@@ -147,9 +147,7 @@ class Draft:
         ]
 
 
-def draft(
-    writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
-) -> Draft:
+def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
     """Return the events of these writes, checked. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
