@@ -7,8 +7,10 @@ Payloads are named, not read.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from trinity_es.events import vocabulary as ev
@@ -129,12 +131,15 @@ class BatchTimeline:
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """(time, text) of each event of the batch as a whole."""
-    versions: dict[int, int] = field(default_factory=dict)
-    """Number of tasks by the newest weights version among their tokens."""
 
     @property
     def batch_id(self) -> BatchId:
         return self.state.batch_id
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Number of tasks by the newest weights version among their tokens."""
+        return dict(Counter(t.version for t in self.tasks if t.version is not None))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -155,7 +160,7 @@ def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) ->
 
 
 def tell_one(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
-    """Fold one event into the timeline, in place."""
+    """Fold one event into the timeline, in place; the first event of a batch makes a new timeline."""
     event = item.event
     state = evolve(None if timeline is None else timeline.state, event)
     if isinstance(event, ev.BatchSubmitted):
@@ -210,9 +215,8 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
             text = f"{len(event.tasks)} tasks dropped: {event.reason}"
         case ev.TaskReopened():
             task = timeline.tasks[event.task]
-            _forget_version(timeline, task)
             task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"
-            task.rewards, task.response_tokens = [], 0
+            task.rewards, task.response_tokens, task.version = [], 0, None
             timeline.rows = [row for row in timeline.rows if row.task != event.task]
             text = f"task {event.task} is run again: {event.reason}"
         case ev.StallDetected():
@@ -248,14 +252,16 @@ def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinis
         attempt.completed_runs += len(event.runs)
         if attempt.completed_runs == attempt.runs:
             attempt.outcome = "finished"
-    _update_version(timeline, task, event.model_version_end)
-    first = 0 if event.payload is None else event.payload.first
-    counts_match = event.payload is not None and sum(r.experiences for r in event.runs) == event.payload.count
+    newest = event.model_version_end  # units of a task may finish in any order
+    task.version = newest if task.version is None else max(newest, task.version)
+    whole = event.payload
+    first = 0 if whole is None else whole.first
+    counts_match = whole is not None and sum(r.experiences for r in event.runs) == whole.count
     fields = _unit_fields(timeline, item, event, attempt)
     for result in event.runs:
-        payload = event.payload
-        if event.payload is not None and counts_match:
-            payload = ev.PayloadRef(digest=event.payload.digest, first=first, count=result.experiences)
+        payload = whole
+        if whole is not None and counts_match:
+            payload = ev.PayloadRef(digest=whole.digest, first=first, count=result.experiences)
             first += result.experiences
         timeline.rows.append(RunRow(
             run=result.run, outcome="finished", reward=result.metrics.get("reward"), metrics=result.metrics,
@@ -279,7 +285,7 @@ def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFail
     if not event.retry:
         fields = _unit_fields(timeline, item, event, attempt)
         timeline.rows += [RunRow(run=run, outcome=event.kind, message=event.message, **fields)
-                       for run in event.failed_runs]
+                          for run in event.failed_runs]
     _update_unfinished(timeline, task, item.recorded_at)
 
 
@@ -304,30 +310,9 @@ def _unit_fields(
     return fields
 
 
-def _update_version(timeline: BatchTimeline, task: TaskTimeline, version: int) -> None:
-    """Keep the newest weights version of a task. Its units may finish in any order."""
-    if task.version is not None:
-        if version <= task.version:
-            return
-        _forget_version(timeline, task)
-    task.version = version
-    timeline.versions[version] = timeline.versions.get(version, 0) + 1
-
-
-def _forget_version(timeline: BatchTimeline, task: TaskTimeline) -> None:
-    if task.version is not None:
-        timeline.versions[task.version] -= 1
-        if timeline.versions[task.version] == 0:
-            del timeline.versions[task.version]
-    task.version = None
-
-
 def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
-    key = (event.run_id_base, event.attempt, event.runner, event.incarnation)
-    for attempt in reversed(task.attempts):
-        if (attempt.run_id_base, attempt.attempt, attempt.runner, attempt.incarnation) == key:
-            return attempt
-    return None
+    key = attrgetter("run_id_base", "attempt", "runner", "incarnation")
+    return next((attempt for attempt in reversed(task.attempts) if key(attempt) == key(event)), None)
 
 
 def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:

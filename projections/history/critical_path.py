@@ -60,11 +60,9 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
 def held_up(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> Segment | None:
     """Return the longest segment with a fault if it is at least a quarter of the time, else the longest of all."""
     parts = segments(timeline, outages)
-    if not parts:
-        return None
     total = sum(p.seconds for p in parts)
     faults = [p for p in parts if p.fault and p.seconds >= total / 4]
-    return max(faults or parts, key=lambda p: p.seconds)
+    return max(faults or parts, key=lambda p: p.seconds, default=None)
 
 
 def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> float | None:

@@ -277,15 +277,22 @@ def _pending_text(batch: BatchTimes) -> str:
     return text + (f" and {counted(more, 'more unit')}" if more else "")
 
 
-def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
+def _of_unit(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
+    """Return a `Waiting` for a unit on a runner, with these fields and those that the flight has."""
     unit, state = flight.unit, batch.state
-    what = _unit_text(state, unit, flight.strikes)
-    text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
     return Waiting(
-        cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
+        what=_unit_text(state, unit, flight.strikes), task=unit.task, attempt=unit.attempt,
         charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts, runner=flight.runner,
-        incarnation=flight.incarnation, since=batch.flying_since.get((unit.task, unit.run_id_base)),
+        incarnation=flight.incarnation, **fields,
     )
+
+
+def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
+    unit = flight.unit
+    text = (f"{_unit_text(batch.state, unit, flight.strikes)} was on {flight.runner} #{flight.incarnation} when the "
+            "system ended")
+    since = batch.flying_since.get((unit.task, unit.run_id_base))
+    return _of_unit(batch, flight, cause="interrupted", text=text, since=since)
 
 
 def _on_runner(
@@ -331,12 +338,8 @@ def _on_runner(
     earlier = "" if first is None else f" ({which}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
-    return Waiting(
-        cause=cause, what=what, text=text,
-        task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,
-        runner=flight.runner, incarnation=flight.incarnation, since=since,
-        seen=None if runner is None else runner.seen, limit=limit,
-    )
+    return _of_unit(batch, flight, cause=cause, text=text, since=since, limit=limit,
+                    seen=None if runner is None else runner.seen)
 
 
 def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:

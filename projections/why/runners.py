@@ -39,7 +39,10 @@ def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return whether no server should be an engine, by the system's status or else by the log. `gone`: one left."""
+    """Return whether no external server is meant to be an engine, by the system's status or else by the log.
+
+    `gone`: whether a server was removed.
+    """
     servers = (live or {}).get("servers")
     return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 
