@@ -39,8 +39,8 @@ from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_h
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
-from trinity_es.events.store.records import type_index as rare
 from trinity_es.events.store.records.clock import Clock, monotonic
+from trinity_es.events.store.records.event_queries import position_at, rare_page, require_rare
 from trinity_es.events.store.records.log_values import (
     Committed,
     Draft,
@@ -52,7 +52,6 @@ from trinity_es.events.store.records.log_values import (
     draft,
     from_row,
 )
-from trinity_es.events.store.records.positions_by_time import position_at
 from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:
@@ -328,11 +327,11 @@ class EventLog:
         In order of position, or the newest first; at most `limit`. An index finds them, so the cost does not grow with
         the log. Raises ValueError for a bulk type.
         """
-        chosen = rare.require_rare(types)
+        chosen = require_rare(types)
         left = limit
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            query = partial(rare.page, types=chosen, after=after, before=before, size=size, descending=descending)
+            query = partial(rare_page, types=chosen, after=after, before=before, size=size, descending=descending)
             page = self._db.read(query)
             yield from map(from_row, page)
             if len(page) < size:

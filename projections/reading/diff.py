@@ -96,8 +96,6 @@ def _task_picture(state: BatchState, number: int, runs: int, open_units: list[st
 # --- two logs with one beginning ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """First difference of two logs."""
-
     common: int
     """Last position at which the logs are equal; 0 if their first events differ."""
     heads: tuple[int, int]
@@ -147,8 +145,6 @@ class BatchDifference:
 
 @dataclass(slots=True, kw_only=True)
 class RunsCompared:
-    """Differences of two runs."""
-
     settings: list[Change]
     same: list[BatchRow] = field(default_factory=list)
     """Equal batches before the first difference; rows of the first run."""

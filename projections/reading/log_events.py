@@ -14,7 +14,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.records.positions_by_time import clock_note
+from trinity_es.events.store.records.event_queries import clock_note
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 
 __all__ = ["LogEvents"]

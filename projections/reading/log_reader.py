@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.type_index import RARE
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
@@ -135,7 +135,8 @@ class Log(LogEvents):
         head, rows = self.head().position, self.batches()
         first, last = self.at(min(head, 1)), self.at(head)
         return summarize(
-            head=head, first_at=first and first.recorded_at, last_at=last and last.recorded_at, rows=rows,
+            head=head, first_at=None if first is None else first.recorded_at,
+            last_at=None if last is None else last.recorded_at, rows=rows,
             config=self.config()[1], lives=self.runner_lives(),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self.model_version(), losses=self.losses(),

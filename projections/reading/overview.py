@@ -55,8 +55,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Summary of a run."""
-
     head: int
     """Last position of the log that the summary covers."""
     first_at: float | None

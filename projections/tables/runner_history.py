@@ -32,8 +32,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerIncarnation:
-    """One life of a runner."""
-
     runner: str
     model: str
     """Model that it serves: `rollout` or the name of an auxiliary model."""

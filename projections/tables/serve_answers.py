@@ -21,8 +21,6 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerState:
-    """An answer, its reward, and whether it was delivered."""
-
     message: str
     payload: ev.PayloadRef | None
     model_version: int

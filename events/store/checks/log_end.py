@@ -24,7 +24,7 @@ from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.statements import LockedHead
 from trinity_es.events.store.database.urls import place_of
-from trinity_es.events.store.records import type_index as rare
+from trinity_es.events.store.records.event_queries import rare_page
 from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
@@ -127,7 +127,7 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 def _given_up_generations(connection: Connection) -> set[str]:
     """Return the generations that the log's current one replaced."""
-    rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False)
+    rows = rare_page(connection, ["RewindAccepted"])
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 

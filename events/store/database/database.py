@@ -161,13 +161,16 @@ class Database:
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
-        require = (lambda: None) if self._place is None else self._place.require
+        place = self._place
         with connection:
             with connection.begin():
-                require()
+                if place is not None:
+                    place.require()
                 result = work(connection)
-                require()
-            require()  # if the file lost its name during the commit, the commit must not be acknowledged
+                if place is not None:
+                    place.require()
+            if place is not None:  # if the file lost its name during the commit, the commit must not be acknowledged
+                place.require()
         return result
 
     def require_place(self) -> None:
