@@ -50,12 +50,11 @@ class Flight:
     timeout: float = 0.0
     """Limit of the attempt in seconds; 0: explorer.max_timeout."""
     kept: ev.AttemptKept | None = None
-    """Record of what lost attempts had, from which this one goes on."""
+    """Record of what was kept of lost attempts, from which this attempt goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskState:
-
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
@@ -109,7 +108,7 @@ class BatchState:
     lost: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """Runner and incarnation whose journal may have the beginning of a pending unit, by (task, first run)."""
     kept: dict[tuple[int, int], ev.AttemptKept] = field(default_factory=dict)
-    """Record of what lost attempts at a pending unit had, by (task, first run)."""
+    """Record of what was kept of lost attempts at a pending unit, by (task, first run)."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -341,7 +340,7 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 
 
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
-    """Keep what a lost attempt had. The loss counts for nothing if the attempt got further than those before it."""
+    """Note what was kept of a lost attempt. Its strike is taken back if it got further than the attempts before it."""
     key = event.task, event.run_id_base
     before = state.kept.get(key)
     if (event.tokens, event.steps) > ((0, 0) if before is None else (before.tokens, before.steps)):
@@ -415,7 +414,7 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return how many runs the mean reward of a batch leaves out: failed runs, and runs without a reward."""
+    """Return the number of runs that the mean reward of a batch leaves out: failed runs, and runs without a reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 

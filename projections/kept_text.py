@@ -1,4 +1,4 @@
-"""Text about what the next attempt goes on from."""
+"""Text on what was kept of a lost attempt (`AttemptKept`)."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_st
 
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
-    """Return, for each averaged metric that only some runs have, how many runs lack it. Raises DataError."""
+    """Return the number of runs that lack a metric, for each averaged metric that other runs have. Raises DataError."""
     count, having = 0, Counter[str]()
     for metrics in runs:
         count += 1
@@ -163,9 +163,9 @@ _REDUCTIONS: Final[dict[str, Callable[[list[float]], float]]] = {
 
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """Return, for each of n positions, the draws that contain it, as a bit mask.
+    """Return a bit mask for each of n positions: the draws that contain the position.
 
-    One `choice` of 1000 draws equals 1000 calls. numpy keeps the stream of a RandomState frozen.
+    One `choice` of 1000 draws gives what 1000 calls would. numpy keeps the stream of a RandomState frozen.
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
@@ -176,10 +176,10 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 
 
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Return the mean over the draws of the largest, and of the smallest, value drawn.
+    """Return the mean over the draws of the largest value in a draw, and that of the smallest.
 
-    A value is the largest of the draws that contain it and no larger one, so a count from the largest value down takes
-    n operations on 1000-bit numbers instead of 1000 maxima.
+    A value is the largest in each draw that contains it and no larger value. So a count from the largest value down
+    takes n operations on 1000-bit numbers instead of 1000 maxima.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)

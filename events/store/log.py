@@ -31,7 +31,7 @@ from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
-from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, find_lost, require_known, rewound
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
 from trinity_es.events.store.database.log_opening import open_schema
@@ -228,7 +228,7 @@ class EventLog:
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and the claims that it does not hold."""
-        return self._db.read(lambda c: lost_of(c, claims))
+        return self._db.read(lambda c: find_lost(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""

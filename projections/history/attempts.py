@@ -20,8 +20,8 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
 
 __all__ = [
-    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "known_first", "tell",
-    "tell_one",
+    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "evolve_timeline",
+    "sort_known_first", "tell",
 ]
 
 T = TypeVar("T")
@@ -116,6 +116,8 @@ class RunRow:
 
 @dataclass(slots=True, kw_only=True)
 class BatchTimeline:
+    """Tasks, runs and events of one batch since its last submission."""
+
     state: BatchState
     submitted_at: float
     first_position: int
@@ -153,13 +155,13 @@ class BatchTimeline:
 def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
     """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
     for item in recorded:
-        timeline = tell_one(timeline, item)
+        timeline = evolve_timeline(timeline, item)
     if timeline is None:
         raise BatchNotFound("the batch has no events")
     return timeline
 
 
-def tell_one(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
+def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
     """Fold one event into the timeline, in place; the first event of a batch makes a new timeline."""
     event = item.event
     state = evolve(None if timeline is None else timeline.state, event)
@@ -353,10 +355,11 @@ def chosen(
     """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
     selected = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    return known_first(selected, lambda r: r.task * 1e6 + r.run if sort == "task" else getattr(r, column), descending)
+    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run
+    return sort_known_first(selected, value, descending)
 
 
-def known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
+def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
     """Sort rows by a value; rows without one come last in both directions."""
     pairs = [(row, value(row)) for row in rows]
     valued = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)

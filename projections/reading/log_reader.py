@@ -19,7 +19,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 from trinity_es.projections.history.host_lives import HostLife, host_lives
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_events import LogEvents
@@ -159,7 +159,7 @@ class Log(LogEvents):
 
     def freed(self) -> dict[str, int]:
         """Return the position at which a batch's experiences were last freed, by batch stream."""
-        return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        return freed_positions(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
         """Return whether the experiences of the batch's last submission were freed."""

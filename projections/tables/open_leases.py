@@ -1,6 +1,6 @@
 """Unreleased leases, the fold of stream `leases`, in a table of the read models.
 
-It has one row for each open lease, so reading it takes no longer however many leases there ever were.
+The table has one row for each open lease, so a read of it takes no longer as old leases accumulate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read models: tables that hold the fold of the whole log on batches, runners, weights and losses.
 
-They change in the transaction of each append (an `events.store` Projector), so they are always current, and recovery
-reads only what is open. `rebuild` makes them again from the log.
+The tables change in the transaction of each append (an `events.store` Projector), so they are always current, and
+recovery reads only what is open. `rebuild` makes them again from the log.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.attempt_lost(connection, item, event, self._dispatched, self._system_ends)
+                runner_history.add_lost_attempt(connection, item, event, self._dispatched, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
@@ -201,7 +201,7 @@ class _Group:
                 if sum(counts):
                     delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
                     change["staleness"] = runner_history.published_so_far(self.new) - delivered
-                    runner_history.made(self.new, item, event)
+                    runner_history.add_deliveries(self.new, item, event)
         for (what, why), count in lost.items():
             self._losses[item.stream, what, runner_history.stored(why, 200)] += count
 
@@ -333,8 +333,8 @@ def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, 
 def untrained_since(connection: sa.Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
     """Return the train batches that a trainer back at `step` has yet to use, as (batch id, first and last position).
 
-    First those trained after `step`, in the order of their steps, then the untrained ones that were finalized up to
-    `position`, in that order.
+    Batches trained after `step` come first, in the order of their steps. Then come the untrained batches that were
+    finalized up to `position`, in the order in which they ended.
     """
     c = batches.c
     rows = connection.execute(

@@ -1,7 +1,7 @@
 """Runners' lives and weights versions, from streams `runner/...` and `weights`, in tables of the read models.
 
-There is one row for each life, publication, load, and version in a batch's delivery. The only events of tasks that
-change these tables are the attempts lost with a runner.
+The tables have one row for each life, publication, load, and version in a batch's delivery. The only events of tasks
+that change them are the attempts lost with a runner.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.projections.host_states import went_with_host
 
 __all__ = [
-    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
-    "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural",
-    "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
+    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "add_deliveries",
+    "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation",
+    "metadata", "natural", "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states",
+    "seen", "stored",
 ]
 
 
@@ -256,7 +257,7 @@ def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
         _write_life(connection, item, event, how=how, reason=stored(reason) or life.reason)
 
 
-def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
+def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
     """Add the number of a batch's delivered experiences by weights version."""
     counts = Counter[int]()
     for count, version in event.model_versions:
@@ -270,7 +271,7 @@ Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 """(stream version, unix seconds) of each dispatch in a batch, by (runner, incarnation, task, first run, attempt)."""
 
 
-def attempt_lost(
+def add_lost_attempt(
     connection: sa.Connection, item: Recorded, event: ev.AttemptFailed,
     dispatches: dict[tuple[str, str, int], Dispatched], system_ends: dict[str, float | None],
 ) -> None:
@@ -304,7 +305,7 @@ def attempt_lost(
 
 
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return the time of a system's last event, if this loss is in the commit of the next coordinator's start."""
+    """Return the time of a system's last event if the next coordinator recorded this loss at its start, else None."""
     e = schema.events.c
     start = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position

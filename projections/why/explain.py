@@ -24,7 +24,7 @@ from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.kept_text import kept_text
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
-from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
+from trinity_es.projections.why.hosts import current_hosts, hosts_without_units, with_host_state
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
     behind,
@@ -148,11 +148,11 @@ def _waits_of_open(
         host, pid = facts["host"], facts.get("pid")
         text = f"its system last ran on {host} (coordinator pid {pid}); this machine can't see whether it still runs"
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
-    usual = statistics.median(batch.took) if batch.took else None
-    hosts = hosts_now(snapshot, live, now)
+    usual = statistics.median(batch.durations) if batch.durations else None
+    hosts = current_hosts(snapshot, live, now)
     for flight in state.flights.values():
         w = _on_runner(snapshot, batch, flight, lives, now, usual)
-        yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
+        yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
         if r.state == "ready" and refuses(snapshot, r):
@@ -173,7 +173,7 @@ def _waits_of_open(
         yield ranked(Waiting(cause="paused", what=units, text=text))
         return
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
-    of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
+    of_hosts = [*hosts_without_units(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
     serving = [r for r in lives.values() if serves(snapshot, r)]
     if serving:

@@ -38,7 +38,7 @@ class BatchTimes:
     """Unix seconds of its last event other than StallDetected."""
     pending_since: dict[Key, float] = field(default_factory=dict)
     flying_since: dict[Key, float] = field(default_factory=dict)
-    took: list[float] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
     """Seconds of finished units."""
     finalizing_since: float | None = None
     error: str = ""
@@ -220,7 +220,7 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
             for unit in event.units:
                 batch.flying_since[unit.task, unit.run_id_base] = at
         case ev.RunsFinished():  # or its subclass TaskFinished
-            batch.took.append(event.seconds)
+            batch.durations.append(event.seconds)
             batch.finished_at[event.runner, event.incarnation] = at
             _note_progress(snapshot, event.runner, event.incarnation, at)
         case ev.AttemptFailed():

@@ -29,7 +29,7 @@ from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_between", "lost_of",
+    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
     "require_known", "rewound",
 ]
 
@@ -89,7 +89,7 @@ def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
 
 
 # --- against the log --------------------------------------------------------------------------------------------------
-def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
+def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
     """Return the end of the log, and the claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
