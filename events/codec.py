@@ -18,48 +18,35 @@ from trinity_es.events.errors import DataError, InvalidEvent, LogTooNew
 from trinity_es.events.values import require_finite
 from trinity_es.events.vocabulary import EVENTS, Event
 
-__all__ = ["UPCASTERS", "check", "decode", "encode"]
+__all__ = ["UPCASTERS", "check", "decode"]
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """(event type, schema version) -> function that turns the fields of this schema version into those of the next."""
 
 
-def encode(event: Event) -> bytes:
-    """Return the event's fields as JSON bytes, the same bytes for equal events.
-
-    Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers beyond 64
-    bits, and text that is no UTF-8.
-    """
-    data = _write(event)
-    _require_finite(event, data)
-    return data
-
-
 def check(event: Event) -> tuple[bytes, Event]:
-    """Return the event's bytes, and the event as later readers will decode it. Raises InvalidEvent.
+    """Return the event's fields as JSON bytes, and the event as later readers will decode it.
 
-    Live state is folded from the decoded event, so that it can't differ from replayed state.
+    Equal events have the same bytes. Live state is folded from the decoded event, so that it can't differ from replayed
+    state. Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers
+    beyond 64 bits, and text that is no UTF-8.
     """
-    data = _write(event)
+    cls = type(event)
+    if EVENTS.get(cls.__name__) is not cls:
+        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
+    names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     try:
-        back = decode(type(event).__name__, event.schema_version, data)
+        data = orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
+    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
+        raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
+    try:
+        back = decode(cls.__name__, event.schema_version, data)
     except InvalidEvent:
         _require_finite(event, data)  # if this is the reason, its message says more
         raise
     if b"null" in data and back != event:  # an event that reads back equal held no NaN
         _require_finite(event, data)
     return data, back
-
-
-def _write(event: Event) -> bytes:
-    cls = type(event)
-    if EVENTS.get(cls.__name__) is not cls:
-        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
-    names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
-    try:
-        return orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
-    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
-        raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
 
 
 def _require_finite(event: Event, data: bytes) -> None:

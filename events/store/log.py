@@ -89,11 +89,9 @@ class EventLog:
         Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
         """
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
-        log = cls(database, () if read_only else projectors)
+        log = cls(database, projectors)
         try:
-            open_schema(
-                database, create and not read_only, log._read_models.prepare if log._read_models.projectors else None
-            )
+            open_schema(database, create, log._read_models.prepare if projectors else None)
         except BaseException:
             database.close()
             raise
