@@ -30,7 +30,7 @@ from sqlalchemy.engine import make_url
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.log_append import GROUPS, Appended, a_run, append_all, check_log, groups_of
 from benchmarks.replay import replay_all
-from trinity_es.events.codec import encode
+from trinity_es.events.codec import check
 
 PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
 REPEATS, AHEAD = 7, 1.0
@@ -55,7 +55,7 @@ class Library:
     """Process with the library."""
 
     def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
-        lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(encode(e))]) for stream, e in run]
+        lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(check(e)[0])]) for stream, e in run]
         file.write_bytes(b"\n".join(lines))
         script = Path(__file__).with_name("eventsourcing_child.py")
         self.process = subprocess.Popen(

@@ -18,48 +18,35 @@ from trinity_es.events.errors import DataError, InvalidEvent, LogTooNew
 from trinity_es.events.values import require_finite
 from trinity_es.events.vocabulary import EVENTS, Event
 
-__all__ = ["UPCASTERS", "check", "decode", "encode"]
+__all__ = ["UPCASTERS", "check", "decode"]
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """(event type, schema version) -> function that turns the fields of this schema version into those of the next."""
 
 
-def encode(event: Event) -> bytes:
-    """Return the event's fields as JSON bytes, the same bytes for equal events.
-
-    Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers beyond 64
-    bits, and text that is no UTF-8.
-    """
-    data = _write(event)
-    _require_finite(event, data)
-    return data
-
-
 def check(event: Event) -> tuple[bytes, Event]:
-    """Return the event's bytes, and the event as later readers will decode it. Raises InvalidEvent.
+    """Return the event's fields as JSON bytes, and the event as later readers will decode it.
 
-    Live state is folded from the decoded event, so that it can't differ from replayed state.
+    Equal events have the same bytes. Live state is folded from the decoded event, so that it can't differ from replayed
+    state. Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers
+    beyond 64 bits, and text that is no UTF-8.
     """
-    data = _write(event)
+    cls = type(event)
+    if EVENTS.get(cls.__name__) is not cls:
+        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
+    names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     try:
-        back = decode(type(event).__name__, event.schema_version, data)
+        data = orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
+    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
+        raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
+    try:
+        back = decode(cls.__name__, event.schema_version, data)
     except InvalidEvent:
         _require_finite(event, data)  # if this is the reason, its message says more
         raise
     if b"null" in data and back != event:  # an event that reads back equal held no NaN
         _require_finite(event, data)
     return data, back
-
-
-def _write(event: Event) -> bytes:
-    cls = type(event)
-    if EVENTS.get(cls.__name__) is not cls:
-        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
-    names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
-    try:
-        return orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
-    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
-        raise InvalidEvent(f"{_culprit(event) or cls.__name__} can't be recorded: {e}", event=cls.__name__) from e
 
 
 def _require_finite(event: Event, data: bytes) -> None:
@@ -108,10 +95,9 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     try:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
-        first = e.errors(include_url=False)[0] if hasattr(e, "errors") else None
-        path = ".".join(str(part) for part in first["loc"]) if first else "?"
-        problem = first["msg"] if first else str(e)
-        raise InvalidEvent(f"{type_name}.{path}: {problem}", type=type_name, field=path) from e
+        first = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
+        path = ".".join(map(str, first["loc"]))
+        raise InvalidEvent(f"{type_name}.{path}: {first['msg']}", type=type_name, field=path) from e
 
 
 @cache
@@ -129,10 +115,11 @@ def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
     return TypeAdapter(cls).validator.validate_python  # a sixth faster than through the wrapper
 
 
-def _culprit(event: Event) -> str | None:
+def _refused_field(event: Event) -> str:
+    """Return the first field of an event that can't be written as JSON, as `Event.field`."""
     for f in fields(event):
         try:
             orjson.dumps(getattr(event, f.name))
         except TypeError:
             return f"{type(event).__name__}.{f.name}"
-    return None
+    return type(event).__name__

@@ -24,17 +24,18 @@ other side as the same class. A message names the thing, the value and the way o
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 __all__ = [
-    "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound",
-    "BatchTypeMismatch", "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError",
-    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent",
-    "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog",
-    "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound",
-    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TooFewGroups", "TrinityError",
-    "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
-    "error_from_dict", "error_to_dict", "said_and_where",
+    "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound", "BatchTypeMismatch",
+    "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError", "EngineError",
+    "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent", "LogCorrupt",
+    "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite",
+    "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError", "SyncError",
+    "TakeTimeout", "TaskNotSerializable", "TasksetError", "TooFewGroups", "TrinityError", "UnknownWorkflow",
+    "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict", "error_to_dict",
+    "split_error",
 ]
 
 
@@ -50,11 +51,7 @@ class TrinityError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.details))
-
-
-def _rebuild(cls: type[TrinityError], message: str, details: dict[str, Any]) -> TrinityError:
-    return cls(message, **details)
+        return partial(type(self), **self.details), (self.message,)
 
 
 # --- input of the user ----------------------------------------------------------------------------------------------
@@ -289,7 +286,7 @@ def error_from_dict(data: dict[str, Any]) -> Exception:
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
-def said_and_where(error: str) -> tuple[str, str]:
+def split_error(error: str) -> tuple[str, str]:
     """Split an error's text into the error and the last frame of its traceback, as `(code.py:12 in run)`, or ""."""
     message, _, frames = error.partition("\n")
     places = _FRAME.findall(frames)

@@ -117,8 +117,8 @@ class Experience:
     def _error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
         # Until its runner sets batch and task, the id of an experience says nothing.
-        unnamed = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
-        subject = "a new experience" if unnamed else f"experience {uid}"
+        is_new = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
+        subject = "a new experience" if is_new else f"experience {uid}"
         return kind(f"{subject}: {name}{place} {problem}", eid=uid, field=name)
 
     def _vector(self, name: str, value: Any) -> Any:
@@ -290,10 +290,8 @@ class Experience:
         return own.keys() == theirs.keys() and all(_is_equal(own[name], theirs[name]) for name in own)
 
     def __repr__(self) -> str:
-        return (
-            f"Experience({self.eid}, {self.experience_type}, {len(self.tokens)} tokens of which "
-            f"{self.prompt_length} prompt, reward={self.reward})"
-        )
+        return (f"Experience({self.eid}, {self.experience_type}, {len(self.tokens)} tokens of which "
+                f"{self.prompt_length} prompt, reward={self.reward})")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON, without arrays and without fields that are None."""
@@ -316,8 +314,8 @@ class Experience:
         """Return the one experience of a payload. Raises CorruptPayload; DataError if it has another number."""
         experiences = cls.deserialize_many(data)
         if len(experiences) != 1:
-            count = len(experiences)
-            raise DataError(f"this payload holds {count} experiences, not one: use Experience.deserialize_many")
+            raise DataError(f"this payload holds {len(experiences)} experiences, not one: "
+                            "use Experience.deserialize_many")
         return experiences[0]
 
     @classmethod
@@ -332,29 +330,28 @@ class Experience:
         eid = self.eid
         return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
+    def _info_list(self, name: str) -> list[Any]:
+        """Return a list in `info`; [] for any other value, since a user may write anything there."""
+        value = self.info.get(name) if isinstance(self.info, dict) else None
+        return value if isinstance(value, list) else []
+
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:
         """(version, start, end) over the response, of the weights that made it; [] if its `info` has none."""
-        spans = self.info.get("version_spans") if isinstance(self.info, dict) else None  # a user may write anything
-        return [
-            (span[0], span[1], span[2]) for span in (spans if isinstance(spans, list) else ())
-            if isinstance(span, list) and len(span) == 3 and all(type(n) is int for n in span)
-        ]
+        return [(span[0], span[1], span[2]) for span in self._info_list("version_spans")
+                if isinstance(span, list) and [type(n) for n in span] == [int, int, int]]
 
     @property
     def adapter_spans(self) -> list[tuple[str, int, int, int]]:
         """(adapter, version, start, end) over the response, of the LoRA adapters that made it; [] without any."""
-        spans = self.info.get("adapter_spans") if isinstance(self.info, dict) else None
-        return [
-            (span[0], span[1], span[2], span[3]) for span in (spans if isinstance(spans, list) else ())
-            if isinstance(span, list) and [type(part) for part in span] == [str, int, int, int]
-        ]
+        return [(span[0], span[1], span[2], span[3]) for span in self._info_list("adapter_spans")
+                if isinstance(span, list) and [type(part) for part in span] == [str, int, int, int]]
 
     @property
     def splices(self) -> list[int]:
-        """Offsets in the response at which another attempt went on with what a lost one had; [] if there are none."""
-        splices = self.info.get("splices") if isinstance(self.info, dict) else None  # a user may write anything
-        return [n for n in (splices if isinstance(splices, list) else ()) if type(n) is int]
+        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] if there are none.
+        """
+        return [n for n in self._info_list("splices") if type(n) is int]
 
     @property
     def model_versions(self) -> tuple[Any, Any]:

@@ -23,17 +23,12 @@ Fields = dict[str, Any]
 
 TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 # Field -> (dtype, whether its length is the response's). All are 1-D.
 VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
-    "tokens": (np.dtype(np.int32), False),
-    "logprobs": (np.dtype(np.float32), True),
-    "token_level_reward": (np.dtype(np.float32), True),
-    "advantages": (np.dtype(np.float32), True),
-    "returns": (np.dtype(np.float32), True),
-    "action_mask": (np.dtype(np.bool_), True),
-    "chosen": (np.dtype(np.int32), False),
-    "rejected": (np.dtype(np.int32), False),
-    "teacher_logprobs": (np.dtype(np.float32), True),
+    "tokens": (_INT32, False), "logprobs": (_FLOAT32, True), "token_level_reward": (_FLOAT32, True),
+    "advantages": (_FLOAT32, True), "returns": (_FLOAT32, True), "action_mask": (np.dtype(np.bool_), True),
+    "chosen": (_INT32, False), "rejected": (_INT32, False), "teacher_logprobs": (_FLOAT32, True),
 }
 ARRAYS: Final = (*VECTORS, "routed_experts")
 TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
@@ -109,14 +104,11 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
     items = payload.items
     all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
     for name, key, arrays in payload.columns(numbers):
-        if key is None:
-            for fields, array in zip(all_fields, arrays, strict=True):
-                if array is not None:
-                    fields[name] = array
-        else:
-            for fields, array in zip(all_fields, arrays, strict=True):
-                if array is not None:
-                    fields[name][key] = array
+        for fields, array in zip(all_fields, arrays, strict=True):
+            if array is not None and key is None:
+                fields[name] = array
+            elif array is not None:
+                fields[name][key] = array
     return all_fields
 
 

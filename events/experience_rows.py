@@ -27,7 +27,10 @@ def row_of(
     e: Experience, *, versions: tuple[int | None, int | None] = (None, None), runner: str | None = None,
     attempt: int | None = None, trained_step: int | None = None,
 ) -> dict[str, Any]:
-    """Return an experience by COLUMNS; arrays are numpy. `versions` count if its runner did not stamp it."""
+    """Return an experience as a row of COLUMNS; arrays are numpy.
+
+    `versions`: oldest and newest weights, for an experience whose runner did not record them in it.
+    """
     oldest, newest = e.model_versions if isinstance(e.model_versions[0], int) else versions
     return {
         "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,

@@ -126,14 +126,6 @@ def decoding() -> Iterator[None]:
         raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
 
 
-class _StoredColumn(NamedTuple):
-    name: str
-    key: str | None
-    shapes: list[Any]
-    ends: list[int]
-    """Start of the first experience's numbers in the flat tensor, then the end of each one's."""
-
-
 class Payload:
     """An open payload: its items, and its arrays as views of the bytes.
 
@@ -153,11 +145,15 @@ class Payload:
         header = orjson.loads(self._tensors["header"].data)
         self.items: list[dict[str, Any]] = header["items"]
         self.sources: list[str] = header.get("sources", [])
-        self._columns: list[_StoredColumn] = []
+        self._columns: list[tuple[str, str | None, list[Any], list[int]]] = []
+        """(field, key, shapes, ends) of each column. `ends` has the start of the first experience's numbers in the flat
+        tensor, then the end of each experience's."""
         for name, key, _, shapes in header["columns"]:
-            same = self._columns[shapes] if isinstance(shapes, int) else None
-            ends = _ends(shapes) if same is None else same.ends
-            self._columns.append(_StoredColumn(name, key, shapes if same is None else same.shapes, ends))
+            if isinstance(shapes, int):
+                self._columns.append((name, key, *self._columns[shapes][2:]))
+            else:
+                sizes = (0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes)
+                self._columns.append((name, key, shapes, list(accumulate(sizes, initial=0))))
 
     def part(self, first: int, count: int | None) -> range:
         """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""
@@ -195,11 +191,6 @@ class Payload:
         if flat.size != size:
             raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
         return flat
-
-
-def _ends(shapes: list[Any]) -> list[int]:
-    sizes = (0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes)
-    return list(accumulate(sizes, initial=0))
 
 
 def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -59,7 +59,7 @@ def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None
 
     `tell` gets that description after TELL_SECONDS, once. The lock ends with its process.
     """
-    began, reported = time.monotonic(), tell is None
+    began = time.monotonic()
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,9 +68,9 @@ def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None
             waited = time.monotonic() - began
             if waited >= seconds:
                 return holder(handle)
-            if not reported and tell is not None and waited >= TELL_SECONDS:
-                reported = True
+            if tell is not None and waited >= TELL_SECONDS:
                 tell(holder(handle))
+                tell = None
         time.sleep(LOOK_SECONDS)
 
 

@@ -11,9 +11,7 @@ import resource
 import signal
 from pathlib import Path
 
-__all__ = [
-    "LEAST_FILES", "end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here",
-]
+__all__ = ["LEAST_FILES", "end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here"]
 
 OPEN_FILES = 65536
 """Number of files that each process of ours may open, if this user may open that many."""
@@ -44,11 +42,12 @@ def process_start_time(pid: int) -> str | None:
 def open_files() -> int:
     """Raise this process's limit of open files, since each client needs some, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY:
+        return OPEN_FILES
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(soft, limit)
 
 
 def process_lives(pid: int, started: object) -> bool:

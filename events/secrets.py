@@ -145,12 +145,16 @@ def mask(value: Any) -> Any:
 
 
 def _mask_text(value: str) -> str:
-    password = _URL_PASSWORD.search(value)
-    if password and type(value) is str:
+    if type(value) is not str or _LOOKS.fullmatch(value):
+        return MASK
+    if password := _URL_PASSWORD.search(value):
         return value[: password.start(1)] + MASK + value[password.end(1) :]
-    if type(value) is str and not _LOOKS.fullmatch(value) and _WITHIN.search(value):
-        return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), value)
-    return MASK
+    masked = _mask_within(value)
+    return MASK if masked == value else masked
+
+
+def _mask_within(text: str) -> str:
+    return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
 
 
 def masked_text(text: str, environment: Mapping[str, str]) -> str:
@@ -158,8 +162,7 @@ def masked_text(text: str, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
         if name != "PWD" and is_secret_key(name) and len(value) >= SHORT:
             text = text.replace(value, MASK)
-    text = _URL_PASSWORDS.sub(lambda m: m[0].replace(m[1], MASK), text)
-    return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
+    return _mask_within(_URL_PASSWORDS.sub(lambda m: m[0].replace(m[1], MASK), text))
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:

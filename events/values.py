@@ -37,8 +37,7 @@ BatchType = Literal["train", "eval", "collect"]
 """Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Cause of a failed attempt: the task's data, workflow code, the time limit, the grader, the runner's death, our code.
-"""
+"""Cause of a failed attempt: the task's data, workflow code, time limit, grader, death of the runner, our own code."""
 
 
 class BatchLifecycleState(StrEnum):

@@ -28,7 +28,7 @@ def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
 
 
 def evolve_loaded(loaded: set[str], event: ev.Event, adapters: Adapters) -> None:
-    """Add to or remove from `loaded`, the current adapters that at least one engine has loaded."""
+    """Update `loaded`, the names of the current adapters that at least one engine has loaded."""
     match event:
         case ev.AdapterLoaded():
             loaded |= {event.adapter} & current_adapters(adapters).keys()

@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
@@ -54,12 +55,11 @@ class Flight:
     timeout: float = 0.0
     """Limit of the attempt in seconds; 0: explorer.max_timeout."""
     kept: ev.AttemptKept | None = None
-    """Record of what lost attempts had, from which this one goes on."""
+    """Record of what was kept of lost attempts, from which this attempt goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskState:
-
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class BatchState:
     lost: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """Runner and incarnation whose journal may have the beginning of a pending unit, by (task, first run)."""
     kept: dict[tuple[int, int], ev.AttemptKept] = field(default_factory=dict)
-    """Record of what lost attempts at a pending unit had, by (task, first run)."""
+    """Record of what was kept of lost attempts at a pending unit, by (task, first run)."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -190,12 +190,9 @@ class BatchState:
 
 def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield each consecutive stretch as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
-    ordered = sorted(runs)
-    start = 0
-    for i in range(1, len(ordered) + 1):
-        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-            yield ordered[start], i - start
-            start = i
+    for _, stretch in groupby(enumerate(sorted(runs)), lambda pair: pair[1] - pair[0]):
+        numbers = [run for _, run in stretch]
+        yield numbers[0], len(numbers)
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
@@ -228,6 +225,9 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 if unit.runs < task.total_runs:
                     state.homes[unit.task] = event.runner
         case ev.TasksAdded():
+            state.additions[event.request], state.missing = len(state.tasks), None
+            if state.min_wait_num is not None:
+                state.min_wait_num += len(event.repeat_times)
             _add_tasks(state, event)
         case ev.RunsFinished():  # or its subclass TaskFinished
             _apply_finished(state, event)
@@ -236,8 +236,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.AttemptKept():
             _apply_kept(state, event)
         case ev.TaskDropped():
-            for number in event.tasks:
-                state.dropped[number] = event.reason
+            state.dropped |= dict.fromkeys(event.tasks, event.reason)
             state.partial.update(event.kept)
             tasks = set(event.tasks)
             state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
@@ -275,35 +274,26 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
 
 
 def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
-    evals = set(event.evals)
-    return BatchState(
-        batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=len(event.repeat_times),
-        min_wait_num=event.min_wait_num,
+    state = BatchState(
+        batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=0, min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
-        tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
-        pending=_new_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
-        detailed_stats=event.detailed_stats, submission=event.submission, version=version + 1,
+        max_attempts=event.max_attempts, detailed_stats=event.detailed_stats, submission=event.submission,
+        version=version + 1,
     )
+    _add_tasks(state, event)
+    return state
 
 
-def _add_tasks(state: BatchState, event: ev.TasksAdded) -> None:
-    first, evals = len(state.tasks), set(event.evals)
-    state.tasks += [TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times, first)]
-    state.pending |= _new_units(first, event.repeat_times, event.runs_per_unit)
-    state.expected_task_count = len(state.tasks)
-    state.additions[event.request], state.missing = first, None
-    if state.min_wait_num is not None:
-        state.min_wait_num += len(event.repeat_times)
-
-
-def _new_units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
-    """Return the units of new tasks, numbered from `first`, in dispatch order."""
-    units: OrderedDict[tuple[int, int], ev.Unit] = OrderedDict()
-    for task, runs in enumerate(repeat_times, first):
-        step = min(runs_per_unit or runs, runs)
+def _add_tasks(state: BatchState, event: ev.BatchSubmitted | ev.TasksAdded) -> None:
+    """Add the tasks of an event, numbered after the earlier ones, and their units in dispatch order."""
+    evals = set(event.evals)
+    for number, runs in enumerate(event.repeat_times, len(state.tasks)):
+        state.tasks.append(TaskState(total_runs=runs, is_eval=number in evals))
+        step = min(event.runs_per_unit or runs, runs)
         for base in range(0, runs, step):
-            units[task, base] = ev.Unit(task=task, run_id_base=base, runs=min(step, runs - base), attempt=1)
-    return units
+            unit = ev.Unit(task=number, run_id_base=base, runs=min(step, runs - base), attempt=1)
+            state.pending[number, base] = unit
+    state.expected_task_count = len(state.tasks)
 
 
 def _count_seconds(state: BatchState, task: TaskState, seconds: float) -> None:
@@ -357,13 +347,13 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
                     state.kept[event.task, base] = flight.kept
             state.strikes[event.task, base] = strikes
     else:
-        task.failed.update(dict.fromkeys(event.failed_runs, event.message))
+        task.failed |= dict.fromkeys(event.failed_runs, event.message)
         if task.settled:
             state.statuses[event.task] = task.status()
 
 
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
-    """Keep what a lost attempt had. The loss counts for nothing if the attempt got further than those before it."""
+    """Note what was kept of a lost attempt. Its strike is taken back if it got further than the attempts before it."""
     key = event.task, event.run_id_base
     before = state.kept.get(key)
     if (event.tokens, event.steps) > ((0, 0) if before is None else (before.tokens, before.steps)):
@@ -440,7 +430,7 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return how many runs the mean reward of a batch leaves out: failed runs, and runs without a reward."""
+    """Return the number of runs that the mean reward of a batch leaves out: failed runs, and runs without a reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 

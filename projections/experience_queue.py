@@ -1,6 +1,6 @@
 """Fold of the experience queue: the experiences that train batches delivered, and how often each was taken.
 
-It folds BatchFinalized, ExperiencesTaken and the events that take these back, and needs about 16 bytes an experience.
+The fold takes BatchFinalized, ExperiencesTaken and the events that undo these, and needs about 16 bytes an experience.
 The queue holds the newest deliveries, up to `capacity` experiences. Older ones leave it, but stay in the log and the
 payload store. A batch's delivery also leaves when its payloads are freed or its id is submitted again.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.freed_payloads import freed_at
+from trinity_es.projections.freed_payloads import freed_positions
 
 if TYPE_CHECKING:  # numpy is imported in the functions that use it, so that other commands start without it
     import numpy as np
@@ -131,9 +131,9 @@ def _remove(state: QueueState, stream: str) -> None:
 
 
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
-    """Load the queue. `delivered`: (stream, first position) of finalized train batches, newest first.
+    """Return the queue of a log. `delivered`: (stream, first position) of finalized train batches, newest first.
 
-    If nothing was ever taken, the deliveries are read only at the first take.
+    If no experience was ever taken, the deliveries stay `unread` until the first take.
     """
     state = QueueState(capacity=capacity, unread=dict(delivered))
     recorded = list(log.read(stream=STREAM))
@@ -151,8 +151,8 @@ def read_older(state: QueueState, log: EventLog) -> None:
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
-    """Read the newest `unread` deliveries, one BatchFinalized each, until `room` experiences are filled."""
-    freed = freed_at(log.rare(["PayloadsFreed"]))
+    """Return the BatchFinalized of the newest `unread` deliveries that together fill `room` experiences."""
+    freed = freed_positions(log.rare(["PayloadsFreed"]))
     deliveries = []
     for stream, first in unread.items():
         if room <= 0:
@@ -167,7 +167,7 @@ def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorde
 
 
 def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
-    """Add what `find_older` returned, without batches that were submitted again or freed meanwhile."""
+    """Add the deliveries that `find_older` returned, without batches that were submitted again or freed meanwhile."""
     unread = state.unread
     newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(deliveries, key=lambda r: r.position):

@@ -1,6 +1,7 @@
 """Payloads that batches refer to, and batches whose payloads `store.retention` freed.
 
-A payload is named by its content, so several batches may share one. It is deleted when all of them are freed.
+A payload is named by its content, so several batches may share one. A shared payload is deleted when all its batches
+are freed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 
-__all__ = ["EXPERIENCES", "experience_digests", "freed_at"]
+__all__ = ["EXPERIENCES", "experience_digests", "freed_positions"]
 
 EXPERIENCES = "experiences"
 """Stream of events about experiences of no batch, or of many."""
 
 
-def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """Return the last position at which payloads were freed, by batch stream. Later submissions keep theirs."""
+def freed_positions(recorded: Iterable[Recorded]) -> dict[str, int]:
+    """Return the last position at which payloads were freed, by batch stream.
+
+    Payloads of a submission after that position are not freed.
+    """
     freed: dict[str, int] = {}
     for item in recorded:
         if isinstance(item.event, ev.PayloadsFreed):
@@ -27,9 +31,7 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the digests of all payloads with experiences in these events, from runs and from deliveries, and of what
-    lost attempts had.
-    """
+    """Return the digests of the payloads that these events name: of runs, of deliveries, and kept of lost attempts."""
     digests: set[str] = set()
     for item in recorded:
         match item.event:

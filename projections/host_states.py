@@ -10,9 +10,15 @@ from typing import Literal
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["Host", "HostEvent", "Hosts", "evolve_hosts", "host_of", "left_reason", "lost_reason", "went_with_host"]
+__all__ = ["HOST_STATES", "Host", "HostEvent", "Hosts", "evolve_hosts", "host_of", "left_reason", "lost_reason",
+           "went_with_host"]
 
 HostEvent = ev.HostJoined | ev.HostDraining | ev.HostLost | ev.HostLeft
+
+
+HostState = Literal["joined", "draining", "lost", "left"]
+HOST_STATES: dict[type[HostEvent], HostState] = {
+    ev.HostJoined: "joined", ev.HostDraining: "draining", ev.HostLost: "lost", ev.HostLeft: "left"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class Host:
     name: str
     epoch: int
     life: str
-    state: Literal["joined", "draining", "lost", "left"]
+    state: HostState
     address: str
     pid: int
     places: dict[str, int] = field(default_factory=dict)
@@ -41,17 +47,8 @@ def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
         hosts[event.host] = Host(
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
         )
-        return
-    host = hosts.get(event.host)
-    if host is None or host.epoch != event.epoch:
-        return
-    match event:
-        case ev.HostDraining():
-            hosts[event.host] = replace(host, state="draining", reason=event.reason)
-        case ev.HostLost():
-            hosts[event.host] = replace(host, state="lost", reason=event.reason)
-        case ev.HostLeft():
-            hosts[event.host] = replace(host, state="left", reason=event.reason)
+    elif (host := hosts.get(event.host)) is not None and host.epoch == event.epoch:
+        hosts[event.host] = replace(host, state=HOST_STATES[type(event)], reason=event.reason)
 
 
 def host_of(runner: str) -> str:

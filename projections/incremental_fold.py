@@ -15,8 +15,8 @@ T = TypeVar("T")
 class KeptFold(Generic[T]):
     """Value of `fold(events, value so far)` over one stream. For one thread at a time.
 
-    The fold starts over after a read that failed half way. It also does if the log was restored from an older copy,
-    which the hash of the last folded event shows.
+    The fold starts over after a read that failed half way, and if the log was restored from an older copy, which the
+    hash of the last folded event shows.
     """
 
     def __init__(self, fold: Callable[[Iterable[Recorded], T | None], T]) -> None:

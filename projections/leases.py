@@ -16,7 +16,6 @@ __all__ = ["OpenLease", "OpenLeases", "evolve_leases"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLease:
-
     taken: ev.LeaseTaken
     held: bool = False
     """True if the provider reported the handle of the resource."""
@@ -41,7 +40,7 @@ class OpenLease:
 
     @property
     def state(self) -> str:
-        """`taken` (no handle reported yet), `held`, or `orphaned`."""
+        """`taken` (the provider has not reported a handle), `held`, or `orphaned`."""
         return "orphaned" if self.orphaned else "held" if self.held else "taken"
 
     def as_dict(self) -> dict[str, Any]:

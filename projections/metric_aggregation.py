@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, Final
@@ -28,7 +28,6 @@ __all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregat
 
 Metrics = dict[str, float]
 
-_AGGREGATIONS: Final = frozenset({"mean", "sum", "max", "min", "last"})
 _LARGEST: Final = sys.float_info.max
 _DRAWS: Final = 1000
 _SEED: Final = 42
@@ -38,7 +37,7 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
     """Aggregate the metrics of a run's experiences, in order. Names keep suffixes except `:mean`. Raises DataError."""
-    return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
+    return {key: _REDUCTIONS[how](values) for key, (how, values) in _by_key(experiences).items()}
 
 
 def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) -> Metrics:
@@ -56,18 +55,14 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) 
     out: Metrics = {}
     for key, (how, values) in _by_key(runs).items():
         if how != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
-            out[key] = _reduce(how, values)
+            out[key] = _REDUCTIONS[how](values)
             continue
         n = max(total_runs, len(values))
         out[f"{key}/mean@{n}"] = _mean(values)
         out[f"{key}/std@{n}"] = _std(values)
-        if n == 1:
-            continue
         powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-        for k in (*powers, n):
-            best, worst = _best_and_worst(values, k)
-            out[f"{key}/best@{k}"] = best
-            out[f"{key}/worst@{k}"] = worst
+        for k in (*powers, n) if n > 1 else ():
+            out[f"{key}/best@{k}"], out[f"{key}/worst@{k}"] = _best_and_worst(values, k)
     return out
 
 
@@ -89,7 +84,7 @@ def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_st
 
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
-    """Return, for each averaged metric that only some runs have, how many runs lack it. Raises DataError."""
+    """Return the number of runs that lack a metric, for each averaged metric that other runs have. Raises DataError."""
     count, having = 0, Counter[str]()
     for metrics in runs:
         count += 1
@@ -98,21 +93,13 @@ def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
 
 
 def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
-    grouped: dict[tuple[str, str], list[float]] = {}
-    for metrics in tasks:
-        for key, value in metrics.items():
-            number = _number(key, value)
-            if number is not None:
-                grouped.setdefault(_parse(key), []).append(number)
     out: Metrics = {}
-    start = f"{prefix}/" if prefix else ""
-    for (name, how), values in grouped.items():
-        if how != "mean":
-            out[f"{start}{name}/{how}"] = _reduce(how, values)
-        elif stats:
-            out |= {f"{start}{name}/{stat}": _reduce(stat, values) for stat in stats}
-        else:
-            out[f"{start}{name}"] = _mean(values)
+    for key, (how, values) in _by_key(tasks).items():
+        name = f"{prefix}/{_parse(key)[0]}" if prefix else _parse(key)[0]
+        if how == "mean" and not stats:
+            out[name] = _mean(values)
+        for stat in stats if how == "mean" else (how,):
+            out[f"{name}/{stat}"] = _REDUCTIONS[stat](values)
     return out
 
 
@@ -120,7 +107,7 @@ def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -
 def _parse(key: str) -> tuple[str, str]:
     """Return (name, aggregation): ("a", "sum") for "a:sum", ("a:b", "mean") for "a:b"."""
     name, colon, how = key.rpartition(":")
-    return (name, how) if colon and how in _AGGREGATIONS else (key, "mean")
+    return (name, how) if colon and how in _REDUCTIONS and how != "std" else (key, "mean")
 
 
 def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
@@ -146,22 +133,6 @@ def _number(key: str, value: Any) -> float | None:
     return number
 
 
-def _reduce(how: str, values: list[float]) -> float:
-    match how:
-        case "mean":
-            return _mean(values)
-        case "std":
-            return _std(values)
-        case "sum":
-            return _total(values)
-        case "max":
-            return max(values)
-        case "min":
-            return min(values)
-        case _:
-            return values[-1]
-
-
 def _clamp(value: float) -> float:
     return min(max(value, -_LARGEST), _LARGEST)
 
@@ -185,11 +156,16 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values]))
 
 
+_REDUCTIONS: Final[dict[str, Callable[[list[float]], float]]] = {
+    "mean": _mean, "sum": _total, "max": max, "min": min, "last": lambda values: values[-1], "std": _std}
+"""Statistics by name. All but `std` are also suffixes of metrics' names."""
+
+
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """Return, for each of n positions, the draws that contain it, as a bit mask.
+    """Return a bit mask for each of n positions: the draws that contain the position.
 
-    One `choice` of 1000 draws equals 1000 calls. numpy keeps the stream of a RandomState frozen.
+    One `choice` of 1000 draws gives what 1000 calls would. numpy keeps the stream of a RandomState frozen.
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
@@ -200,10 +176,10 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 
 
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Return the mean over the draws of the largest, and of the smallest, value drawn.
+    """Return the mean over the draws of the largest value in a draw, and that of the smallest.
 
-    A value is the largest of the draws that contain it and no larger one, so a count from the largest value down takes
-    n operations on 1000-bit numbers instead of 1000 maxima.
+    A value is the largest in each draw that contains it and no larger value. So a count from the largest value down
+    takes n operations on 1000-bit numbers instead of 1000 maxima.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)

@@ -17,7 +17,6 @@ __all__ = [
 
 
 class RunnerState(StrEnum):
-
     STARTED = "started"
     """The process has answered; its engine is loading."""
     READY = "ready"
@@ -56,7 +55,7 @@ class RunnerLife:
     """(version, error) of its last load, if that failed."""
 
     def refuses(self, weights: Weights) -> str:
-        """Return the error with which it failed to load these weights; empty if it has them or did not try yet."""
+        """Return the error with which the runner failed to load these weights; empty if it has them or did not try."""
         version, error = self.refused or (None, "")
         return error if version == weights.version != self.model_version else ""
 
@@ -87,7 +86,7 @@ Lives = dict[tuple[str, int], RunnerLife]
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
     """Return the runner's life with the highest incarnation.
 
-    If two systems fought for the log, another life may be the one that serves.
+    If two systems compete for the log, an earlier life may be the one that serves.
     """
     return max((life for (runner, _), life in lives.items() if runner == name), key=lambda x: x.incarnation,
                default=None)
@@ -96,7 +95,8 @@ def newest_life(lives: Lives, name: str) -> RunnerLife | None:
 def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
     """Apply one event of a runner's stream in place; `weights` are the current ones at that event.
 
-    The first event of a life may be its end. A life may start twice: a new coordinator records the states again.
+    The first event of a life may be its end. A life may start twice, because a new coordinator records the states of
+    the runners again.
     """
     event = cast(RunnerEvent, event)
     key = event.runner, event.incarnation

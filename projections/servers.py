@@ -16,7 +16,6 @@ __all__ = ["Server", "Servers", "evolve_servers", "leaving"]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-
     url: str
     runner: str
     wanted: bool

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
+from trinity_es.events.errors import BatchNotFound, DataError, split_error
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.event_texts import kept_text, missing_text
 
@@ -53,7 +53,7 @@ def plain(text: object, width: int | None = None, *, lines: bool = False) -> str
 
 def error_line(text: object, width: int) -> str:
     """Return an error's text as `plain` does; of a traceback only the message and the last frame."""
-    message, where = said_and_where(str(text))
+    message, where = split_error(str(text))
     where = plain(where and f" {where}", 100)
     return plain(message, max(1, width - len(where))) + where
 

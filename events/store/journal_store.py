@@ -52,9 +52,13 @@ def open_journals(url: str, *, durability: Durability = "power", patience: float
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{os.path.realpath(parsed.database or '')}.journals"), durability == "power")
-    rows = _Rows(Database(url, durability=durability, patience=patience))
-    rows.make()
-    return rows
+    database = Database(url, durability=durability, patience=patience)
+    try:
+        database.write(lambda c: schema.create_table(c, schema.journals))
+    except BaseException:
+        database.close()
+        raise
+    return _Rows(database)
 
 
 class _Files:
@@ -95,18 +99,15 @@ class _Files:
             raise LogUnavailable(f"the journals in {self._root} can't be read: {e.strerror}") from e
 
     def drop(self, life: Life, segment: int | None = None) -> None:
-        folder = self._folder(life)
         if segment is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder(life), ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                (folder / f"{segment:08}").unlink()
+                (self._folder(life) / f"{segment:08}").unlink()
 
     def lives(self) -> list[Life]:
-        with contextlib.suppress(FileNotFoundError):
-            names = [path.name.rpartition(".") for path in sorted(self._root.iterdir())]
-            return [(unquote(name), int(life)) for name, _, life in names if life.isdigit()]
-        return []
+        names = [path.name.rpartition(".") for path in sorted(self._root.glob("*"))]
+        return [(unquote(name), int(life)) for name, _, life in names if life.isdigit()]
 
     def close(self) -> None:
         if self._open is not None:
@@ -122,13 +123,6 @@ class _Rows:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-
-    def make(self) -> None:
-        try:
-            self._database.write(schema.create_journal_table)
-        except BaseException:
-            self._database.close()
-            raise
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
         runner, incarnation = life

@@ -20,21 +20,18 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
 from sqlalchemy import Connection, Engine, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from trinity_es.events.errors import (
-    CommitMismatch,
-    ConcurrencyError,
-    LogCorrupt,
-    LogUnavailable,
-)
+from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
-from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, find_lost, require_known, rewound
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
 from trinity_es.events.store.database.log_opening import open_schema
@@ -42,8 +39,8 @@ from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_h
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
-from trinity_es.events.store.records import rare_event_queries as rare
 from trinity_es.events.store.records.clock import Clock, monotonic
+from trinity_es.events.store.records.event_queries import position_at, rare_page, require_rare
 from trinity_es.events.store.records.log_values import (
     Committed,
     Draft,
@@ -55,7 +52,6 @@ from trinity_es.events.store.records.log_values import (
     draft,
     from_row,
 )
-from trinity_es.events.store.records.positions_by_time import position_at
 from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:
@@ -93,11 +89,9 @@ class EventLog:
         Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
         """
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
-        log = cls(database, () if read_only else projectors)
+        log = cls(database, projectors)
         try:
-            open_schema(
-                database, create and not read_only, log._read_models.prepare if log._read_models.projectors else None
-            )
+            open_schema(database, create, log._read_models.prepare if projectors else None)
         except BaseException:
             database.close()
             raise
@@ -130,9 +124,6 @@ class EventLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<EventLog {self.url}>"
-
     # --- writing ----------------------------------------------------------------------------------------------------
     def append(
         self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
@@ -158,11 +149,12 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
+        """Keep the mark if it is newer than the last one. Return whether it is."""
         with self._marking:
-            newest = self.acknowledged is None or mark.position > self.acknowledged.position
-            if newest:
+            is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
+            if is_newer:
                 self.acknowledged = mark
-            return newest
+            return is_newer
 
     def _append(
         self, connection: Connection, writes: Sequence[Write], drafted: Draft, commit_id: str, lease: Lease | None,
@@ -176,17 +168,17 @@ class EventLog:
         values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
         earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
         if earlier_position is not None:
-            return self._duplicate(connection, earlier_position, commit_id, drafted)
+            return self._earlier_result(connection, earlier_position, commit_id, drafted)
         if lease is not None:
             writer_lease.check(lease, epoch)
         self._check_versions(connection, writes)
         step = self._clock_step(connection, head, moment)
         drafts = [drafted] if step is None else [step, drafted]
         self._place(head, drafts)
-        recorded = [item for one in drafts for item in one.recorded]
+        recorded = [item for commit in drafts for item in commit.recorded]
         last = recorded[-1]
         try:
-            statements.INSERT.change_all(connection, [row for one in drafts for row in one.rows()])
+            statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
@@ -205,12 +197,10 @@ class EventLog:
             duplicate=False,
         )
 
-    def _clock_step(
-        self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]
-    ) -> Draft | None:
+    def _clock_step(self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]) -> Draft | None:
         """Return an event that says that the clock was set since the last append; None if it was not."""
         slack = clock.STEP_SECONDS
-        if not self._clock.knows() and head.last_position:
+        if self._clock.last is None and head.last_position:
             slack = clock.FIRST_SECONDS
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
@@ -225,17 +215,18 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+        """Give the drafts' events their positions, times and hashes, which follow those of `head`."""
         # Whole microseconds, as in a datetime, so that the displayed time finds the event again.
         recorded_at = round(head.now, 6)
         if drafts[0].recorded[0].stream != CLOCK:  # a slewed clock makes time stand still, never go back
             recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
-        for one in drafts:
-            position, previous = one.place(position, previous, repeat(recorded_at))
+        for commit in drafts:
+            position, previous = commit.place(position, previous, repeat(recorded_at))
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and the claims that it does not hold."""
-        return self._db.read(lambda c: lost_of(c, claims))
+        return self._db.read(lambda c: find_lost(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
@@ -246,20 +237,18 @@ class EventLog:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _duplicate(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+    def _earlier_result(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+        """Return the result of the earlier append with this commit id. Raises CommitMismatch."""
         # One more than this commit has, since the earlier one may be longer.
         values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
         earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
-        parts = ("stream", "type", "schema_version", "data")
-        drafts = drafted.recorded
-        if [[getattr(r, k) for k in parts] for r in earlier] != [[getattr(r, k) for k in parts] for r in drafts]:
+        content = attrgetter("stream", "type", "schema_version", "data")
+        if [*map(content, earlier)] != [*map(content, drafted.recorded)]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
             )
-        return Committed(
-            first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True
-        )
+        return Committed(first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True)
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         actual = statements.versions(connection, dict.fromkeys(w.stream for w in writes))
@@ -306,8 +295,8 @@ class EventLog:
         left, version = limit, 0
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            of_page = values | {"after": after, "version": version, "limit": size}
-            page = self._db.read(lambda c, v=of_page: query.rows(c, v))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            values |= {"after": after, "version": version, "limit": size}
+            page = self._db.read(partial(query.rows, values=values))
             for row in page:
                 position, row_version = row[0], row[2]
                 if types is None:
@@ -336,13 +325,12 @@ class EventLog:
         In order of position, or the newest first; at most `limit`. An index finds them, so the cost does not grow with
         the log. Raises ValueError for a bulk type.
         """
-        chosen = rare.require_rare(types)
+        chosen = require_rare(types)
         left = limit
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                c, chosen, after=a, before=b, size=n, descending=descending
-            ))
+            query = partial(rare_page, types=chosen, after=after, before=before, size=size, descending=descending)
+            page = self._db.read(query)
             yield from map(from_row, page)
             if len(page) < size:
                 return
@@ -361,10 +349,8 @@ class EventLog:
 
     def stream_version(self, stream: str) -> int:
         """Return the version of the stream's last event; 0 if the stream does not exist."""
-        s = schema.streams.c
-        return self._db.read(
-            lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
-        )
+        query = select(schema.streams.c.version).where(schema.streams.c.stream == stream)
+        return self._db.read(lambda c: c.execute(query).scalar_one_or_none() or 0)
 
     def streams(self, prefix: str = "") -> list[tuple[str, int]]:
         """Return (stream, version) of the streams whose names begin with `prefix`, by name."""
@@ -383,9 +369,10 @@ class EventLog:
         return True
 
     def require_place(self) -> None:
-        """Require that a SQLite file still has its name, so that later commits can be found. Raises LogReplaced, ...
+        """Require that a SQLite file still has its name, so that later commits can be found.
 
-        It costs next to nothing. The content of a write-ahead log that lost its name is moved into the file.
+        Costs next to nothing. Moves the content of a write-ahead log that lost its name into the file. Raises
+        LogReplaced, LogCorrupt, LogUnavailable.
         """
         self._db.require_place()
 
@@ -413,9 +400,7 @@ class EventLog:
         """Rebuild every read model in one transaction, while writers wait. Return the number of events applied."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
-    def verify(
-        self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
-    ) -> list[str]:
+    def verify(self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None) -> list[str]:
         """Return the problems of the log, each naming its position or stream; [] if it is sound.
 
         Reads every event once and calls `progress(position, last position)` after each page. A `watcher` sees the

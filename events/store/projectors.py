@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.database.statements import (
-    CHECKPOINT,
-    MOVE_CHECKPOINT,
-    NEXT_PAGE,
-    PAGE,
-    LockedHead,
-    lock_head,
-)
+from trinity_es.events.store.database.prepared import Prepared
+from trinity_es.events.store.database.statements import NEXT_PAGE, PAGE, LockedHead, lock_head
 from trinity_es.events.store.records.log_values import Projector, Recorded, from_row
 
 __all__ = ["ReadModels"]
 
 _K = schema.checkpoints.c
+_CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))
+_MOVE_CHECKPOINT = Prepared(
+    update(schema.checkpoints)
+    .where(_K.name == bindparam("n"), _K.version == bindparam("v"), _K.position == bindparam("before"))
+    .values(position=bindparam("p"), hash=bindparam("h"), generation=bindparam("g"))
+)
 
 
 class ReadModels:
@@ -37,7 +37,7 @@ class ReadModels:
         head = lock_head(connection, self._db)
         for projector in self.projectors:
             projector.create(connection)
-            self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+            self._catch_up(connection, projector, head)
 
     def apply(self, connection: Connection, head: LockedHead, recorded: list[Recorded]) -> None:
         """Apply these events, which follow `head`. An error of a projector undoes the append."""
@@ -47,10 +47,10 @@ class ReadModels:
         new = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
         for projector in self.projectors:
             own_checkpoint = new | {"n": projector.name, "v": projector.version}
-            if not MOVE_CHECKPOINT.change(connection, own_checkpoint):
+            if not _MOVE_CHECKPOINT.change(connection, own_checkpoint):
                 # Another process wrote without this projector, or with another version of it.
-                self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
-                MOVE_CHECKPOINT.change(connection, own_checkpoint)
+                self._catch_up(connection, projector, head)
+                _MOVE_CHECKPOINT.change(connection, own_checkpoint)
             projector.apply(connection, recorded)
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
@@ -62,28 +62,29 @@ class ReadModels:
         done = 0
         for projector in self.projectors:
             projector.create(connection)
-            done += self._catch_up(
-                connection, projector, head.last_position, head.last_hash, head.generation, progress, fresh=True
-            )
+            done += self._catch_up(connection, projector, head, progress, fresh=True)
         return done
 
     def _catch_up(
-        self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
+        self, connection: Connection, projector: Projector, head: LockedHead,
         progress: Callable[[int, int], None] | None = None, fresh: bool = False,
     ) -> int:
-        """Bring one projector to `until`: from the start if its version changed or with `fresh`."""
-        at = connection.execute(CHECKPOINT, {"n": projector.name}).one_or_none()
-        if at is not None and at.version > projector.version:
+        """Apply the events up to `head` that a projector lacks, or all events if its version changed or with `fresh`.
+
+        Return the number of applied events.
+        """
+        stored = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
+        if stored is not None and stored.version > projector.version:
             raise LogTooNew(
-                f"{self._db.shown}: the read model {projector.name} is of version {at.version}, this software makes "
-                f"version {projector.version}; upgrade trinity-es"
+                f"{self._db.shown}: the read model {projector.name} is of version {stored.version}, this software "
+                f"makes version {projector.version}; upgrade trinity-es"
             )
-        if at is None or at.version != projector.version or at.position > until or at.generation != generation or fresh:
-            projector.reset(connection)
-            after = 0
+        after, until, done = 0, head.last_position, 0
+        current = stored is not None and (stored.version, stored.generation) == (projector.version, head.generation)
+        if stored is not None and current and stored.position <= until and not fresh:
+            after = stored.position
         else:
-            after = at.position
-        done = 0
+            projector.reset(connection)
         while after < until:
             values = {"after": after, "until": until, "limit": PAGE}
             rows = [from_row(r) for r in NEXT_PAGE.rows(connection, values)]
@@ -94,9 +95,10 @@ class ReadModels:
             after, done = rows[-1].position, done + len(rows)
             if progress:
                 progress(after, until)
-        checkpoint = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
-        if at is None:
+        checkpoint = {"version": projector.version, "position": until, "hash": head.last_hash,
+                      "generation": head.generation}
+        if stored is None:
             connection.execute(insert(schema.checkpoints).values(name=projector.name, **checkpoint))
-        elif after != at.position or at.version != projector.version or at.generation != generation:
+        elif after != stored.position or not current:
             connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**checkpoint))
         return done

@@ -6,14 +6,7 @@ The docstrings of classes and fields are printed into docs/EVENTS.md.
 
 from __future__ import annotations
 
-from trinity_es.events.vocabulary import (
-    base,
-    batch_events,
-    delivery_events,
-    host_events,
-    lease_events,
-    system_events,
-)
+from trinity_es.events.vocabulary import base, batch_events, delivery_events, host_events, lease_events, system_events
 from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the six lists its exports
 from trinity_es.events.vocabulary.batch_events import *  # noqa: F403
 from trinity_es.events.vocabulary.delivery_events import *  # noqa: F403

@@ -83,8 +83,7 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the event's fields, `<id>` for the batch.
-    """
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for fields of the event, `<id>` for the batch."""
     schema_version: ClassVar[int] = 1
 
     def __init_subclass__(cls, stream: str = "") -> None:

@@ -7,8 +7,10 @@ Payloads are named, not read.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from trinity_es.events import vocabulary as ev
@@ -19,8 +21,8 @@ from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.event_texts import missing_text
 
 __all__ = [
-    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "known_first", "tell",
-    "tell_one",
+    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "evolve_timeline",
+    "sort_known_first", "tell",
 ]
 
 T = TypeVar("T")
@@ -115,6 +117,8 @@ class RunRow:
 
 @dataclass(slots=True, kw_only=True)
 class BatchTimeline:
+    """Tasks, runs and events of one batch since its last submission."""
+
     state: BatchState
     submitted_at: float
     first_position: int
@@ -130,12 +134,15 @@ class BatchTimeline:
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """(time, text) of each event of the batch as a whole."""
-    versions: dict[int, int] = field(default_factory=dict)
-    """Number of tasks by the newest weights version among their tokens."""
 
     @property
     def batch_id(self) -> BatchId:
         return self.state.batch_id
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Number of tasks by the newest weights version among their tokens."""
+        return dict(Counter(t.version for t in self.tasks if t.version is not None))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -149,14 +156,14 @@ class BatchTimeline:
 def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
     """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
     for item in recorded:
-        timeline = tell_one(timeline, item)
+        timeline = evolve_timeline(timeline, item)
     if timeline is None:
         raise BatchNotFound("the batch has no events")
     return timeline
 
 
-def tell_one(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
-    """Fold one event into the timeline, in place."""
+def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
+    """Fold one event into the timeline, in place; the first event of a batch makes a new timeline."""
     event = item.event
     state = evolve(None if timeline is None else timeline.state, event)
     if isinstance(event, ev.BatchSubmitted):
@@ -211,9 +218,8 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
             text = f"{len(event.tasks)} tasks dropped: {event.reason}"
         case ev.TaskReopened():
             task = timeline.tasks[event.task]
-            _forget_version(timeline, task)
             task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"
-            task.rewards, task.response_tokens = [], 0
+            task.rewards, task.response_tokens, task.version = [], 0, None
             timeline.rows = [row for row in timeline.rows if row.task != event.task]
             text = f"task {event.task} is run again: {event.reason}"
         case ev.StallDetected():
@@ -251,14 +257,16 @@ def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinis
         attempt.completed_runs += len(event.runs)
         if attempt.completed_runs == attempt.runs:
             attempt.outcome = "finished"
-    _update_version(timeline, task, event.model_version_end)
-    first = 0 if event.payload is None else event.payload.first
-    counts_match = event.payload is not None and sum(r.experiences for r in event.runs) == event.payload.count
+    newest = event.model_version_end  # units of a task may finish in any order
+    task.version = newest if task.version is None else max(newest, task.version)
+    whole = event.payload
+    first = 0 if whole is None else whole.first
+    counts_match = whole is not None and sum(r.experiences for r in event.runs) == whole.count
     fields = _unit_fields(timeline, item, event, attempt)
     for result in event.runs:
-        payload = event.payload
-        if event.payload is not None and counts_match:
-            payload = ev.PayloadRef(digest=event.payload.digest, first=first, count=result.experiences)
+        payload = whole
+        if whole is not None and counts_match:
+            payload = ev.PayloadRef(digest=whole.digest, first=first, count=result.experiences)
             first += result.experiences
         timeline.rows.append(RunRow(
             run=result.run, outcome="finished", reward=result.metrics.get("reward"), metrics=result.metrics,
@@ -282,7 +290,7 @@ def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFail
     if not event.retry:
         fields = _unit_fields(timeline, item, event, attempt)
         timeline.rows += [RunRow(run=run, outcome=event.kind, message=event.message, **fields)
-                       for run in event.failed_runs]
+                          for run in event.failed_runs]
     _update_unfinished(timeline, task, item.recorded_at)
 
 
@@ -307,30 +315,9 @@ def _unit_fields(
     return fields
 
 
-def _update_version(timeline: BatchTimeline, task: TaskTimeline, version: int) -> None:
-    """Keep the newest weights version of a task. Its units may finish in any order."""
-    if task.version is not None:
-        if version <= task.version:
-            return
-        _forget_version(timeline, task)
-    task.version = version
-    timeline.versions[version] = timeline.versions.get(version, 0) + 1
-
-
-def _forget_version(timeline: BatchTimeline, task: TaskTimeline) -> None:
-    if task.version is not None:
-        timeline.versions[task.version] -= 1
-        if timeline.versions[task.version] == 0:
-            del timeline.versions[task.version]
-    task.version = None
-
-
 def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
-    key = (event.run_id_base, event.attempt, event.runner, event.incarnation)
-    for attempt in reversed(task.attempts):
-        if (attempt.run_id_base, attempt.attempt, attempt.runner, attempt.incarnation) == key:
-            return attempt
-    return None
+    key = attrgetter("run_id_base", "attempt", "runner", "incarnation")
+    return next((attempt for attempt in reversed(task.attempts) if key(attempt) == key(event)), None)
 
 
 def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
@@ -371,10 +358,11 @@ def chosen(
     """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
     selected = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    return known_first(selected, lambda r: r.task * 1e6 + r.run if sort == "task" else getattr(r, column), descending)
+    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run
+    return sort_known_first(selected, value, descending)
 
 
-def known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
+def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
     """Sort rows by a value; rows without one come last in both directions."""
     pairs = [(row, value(row)) for row in rows]
     valued = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)

@@ -1,6 +1,7 @@
 """Breakdown of a batch's time along the task that settled last. Pure.
 
-A batch waits for its last task, so its time is made of this task's waits for a runner, its attempts, and the pipeline.
+A batch waits for its last task, so the batch's time consists of this task's waits for a runner, this task's attempts,
+and the pipeline.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from statistics import median
 
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 
-__all__ = ["Segment", "held_up", "segments"]
+__all__ = ["Segment", "longest_segment", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,12 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
     return out
 
 
-def held_up(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> Segment | None:
+def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> Segment | None:
     """Return the longest segment with a fault if it is at least a quarter of the time, else the longest of all."""
     parts = segments(timeline, outages)
-    if not parts:
-        return None
     total = sum(p.seconds for p in parts)
     faults = [p for p in parts if p.fault and p.seconds >= total / 4]
-    return max(faults or parts, key=lambda p: p.seconds)
+    return max(faults or parts, key=lambda p: p.seconds, default=None)
 
 
 def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> float | None:

@@ -1,6 +1,6 @@
 """Units of one runner in some batches, and their outcomes. Pure.
 
-It reads the stored JSON without making event objects, because it covers many batches.
+The fold reads the stored JSON without making event objects, because it covers many batches.
 """
 
 from __future__ import annotations

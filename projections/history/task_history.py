@@ -13,7 +13,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
 from trinity_es.projections.event_texts import kept_text
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
 
 __all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
@@ -55,7 +55,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     timeline: BatchTimeline | None = None
     history: TaskHistory | None = None
     for item in recorded:
-        timeline = tell_one(timeline, item)
+        timeline = evolve_timeline(timeline, item)
         if isinstance(item.event, ev.BatchSubmitted):
             history = None
         if history is not None:
@@ -89,21 +89,21 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
                 if unit.task == task:
                     last = unit.run_id_base + unit.runs - 1
                     runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
-                    add(f"attempt {unit.attempt}, {runs}, sent to {event.runner} "
-                         f"#{event.incarnation} with weights {event.model_version}")
+                    add(f"attempt {unit.attempt}, {runs}, sent to {event.runner} #{event.incarnation} with weights "
+                        f"{event.model_version}")
         case ev.RunsFinished() if event.task == task:
             history.other_prompt_tokens += event.other_prompt_tokens
             history.other_response_tokens += event.other_response_tokens
             oldest, newest = event.model_version, event.model_version_end
             versions = str(oldest) if oldest == newest else f"{oldest} to {newest}"
             add(f"{len(event.runs)} runs of attempt {event.attempt} finished on {event.runner} after "
-                 f"{event.seconds:.2f} s, weights {versions}")
+                f"{event.seconds:.2f} s, weights {versions}")
         case ev.AttemptFailed() if event.task == task:
             decision = "attempted again" if event.retry else "given up"
             # A lost runner measured no time.
             after = f" after {event.seconds:.2f} s" if event.seconds else ""
             add(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation}{after}, {decision}, "
-                 f"{event.kind}: {event.message}")
+                f"{event.kind}: {event.message}")
         case ev.AttemptKept() if event.task == task:
             add(f"the next attempt goes on from {kept_text(event)}")
         case ev.TaskDropped() if task in event.tasks:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -94,9 +96,8 @@ def _task_picture(state: BatchState, number: int, runs: int, open_units: list[st
 # --- two logs with one beginning ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-
     common: int
-    """Last position at which they are equal; 0 if their first events differ."""
+    """Last position at which the logs are equal; 0 if their first events differ."""
     heads: tuple[int, int]
     before: list[Recorded]
     after: tuple[list[Recorded], list[Recorded]]
@@ -119,22 +120,17 @@ def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], 
 def find_fork(first: Log, second: Log) -> Fork:
     """Find the first difference of two logs, with up to `CONTEXT` events before and after it."""
 
-    def hash_in(log: Log) -> Callable[[int], bytes | None]:
-        def hash_at(position: int) -> bytes | None:
-            recorded = log.at(position)
-            return None if recorded is None else recorded.hash
+    def hash_at(log: Log, position: int) -> bytes | None:
+        recorded = log.at(position)
+        return None if recorded is None else recorded.hash
 
-        return hash_at
+    def events_after(log: Log, position: int) -> list[Recorded]:
+        return [*islice(log.events(after=max(0, position)), CONTEXT)]
 
     heads = first.head().position, second.head().position
-    common = common_prefix(hash_in(first), hash_in(second), min(heads))
-
-    def events_after(log: Log, after: int) -> list[Recorded]:
-        return [r for p in range(after + 1, after + 1 + CONTEXT) if (r := log.at(p)) is not None]
-
-    before = [r for p in range(max(1, common - CONTEXT + 1), common + 1) if (r := first.at(p)) is not None]
-    after = events_after(first, common), events_after(second, common)
-    return Fork(common=common, heads=heads, before=before, after=after)
+    common = common_prefix(partial(hash_at, first), partial(hash_at, second), min(heads))
+    return Fork(common=common, heads=heads, before=events_after(first, common - CONTEXT)[:common],
+                after=(events_after(first, common), events_after(second, common)))
 
 
 # --- two runs -------------------------------------------------------------------------------------------------------
@@ -173,24 +169,23 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
     )
     for row in rows:
         other = others.pop(batch_stream(row.batch_id), None)
-        differs = other is None or _compared_fields(row) != _compared_fields(other)
-        if out.first is not None:
-            if differs:
-                out.later.append(_difference(row, other))
-        elif other is None:
-            out.first = _difference(row, None)
-        elif differs or row.ended_at is None or _submission(first, row) != _submission(second, other):
-            # The row of an open batch says too little, so its events are always compared.
+        differences = _row_changes(row, other)
+        if out.first is None and other is not None and (
+            differences or row.ended_at is None or _submission(first, row) != _submission(second, other)
+        ):  # the row of an open batch says too little, so its events are always compared
             left, right = (meaning(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, other)))
-            differences = list(changes(left, right)) or list(changes(_compared_fields(row), _compared_fields(other)))
-            if differences:
-                out.first = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=differences)
+            differences = list(changes(left, right)) or differences
+        if differences:
+            difference = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=differences)
+            if out.first is None:
+                out.first = difference
             else:
-                out.same.append(row)
-        else:
+                out.later.append(difference)
+        elif out.first is None:
             out.same.append(row)
-    rest = [_difference(None, row) for row in others.values()]
+    rest = [BatchDifference(batch_id=row.batch_id, rows=(None, row), changes=_row_changes(None, row))
+            for row in others.values()]
     if out.first is None and rest:
         out.first = rest.pop(0)
     out.later += rest
@@ -198,21 +193,15 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
 
 
 _COMPARED = ("batch_type", "state", "tasks", "finished", "failed_attempts", "experiences", "response_tokens", "reward",
-          "model_version", "trained_step")
+             "model_version", "trained_step")
 
 
-def _compared_fields(row: BatchRow) -> dict[str, Any]:
-    return {name.replace("_", " "): getattr(row, name) for name in _COMPARED}
-
-
-def _difference(first: BatchRow | None, second: BatchRow | None) -> BatchDifference:
-    row = first or second
-    assert row is not None
+def _row_changes(first: BatchRow | None, second: BatchRow | None) -> list[Change]:
+    """Return the differences of a batch's rows in two runs. A row is None if that run lacks the batch."""
     if first is None or second is None:
-        differences = [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
-    else:
-        differences = list(changes(_compared_fields(first), _compared_fields(second)))
-    return BatchDifference(batch_id=row.batch_id, rows=(first, second), changes=differences)
+        return [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
+    left, right = ({name.replace("_", " "): getattr(row, name) for name in _COMPARED} for row in (first, second))
+    return list(changes(left, right))
 
 
 def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
@@ -254,9 +243,9 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
         "attempts": state.max_attempts,
     }}
     for number, task in enumerate(state.tasks):
-        status = state.statuses.get(number)
-        outcome = ("finished" if status.ok else f"failed: {status.message}") if status else \
-            f"dropped: {state.dropped[number]}" if number in state.dropped else "open"
+        outcome = f"dropped: {state.dropped[number]}" if number in state.dropped else "open"
+        if status := state.statuses.get(number):
+            outcome = "finished" if status.ok else f"failed: {status.message}"
         out[f"task {number}"] = {
             "asked": tasks[number] if number < len(tasks) else {}, "runs": task.total_runs,
             "weights": sorted(weights.get(number, ())), "outcome": outcome,

@@ -14,14 +14,14 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.records.positions_by_time import clock_note
+from trinity_es.events.store.records.event_queries import clock_note
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 
 __all__ = ["LogEvents"]
 
 
 class LogEvents:
-    """Events of a log. A context manager that closes it."""
+    """Reader of a log's events. As a context manager it closes the log."""
 
     def __init__(self, events: EventLog, url: str) -> None:
         self._events, self._url = events, url
@@ -105,41 +105,38 @@ class LogEvents:
         `trouble` with the error each time, and with None when the log is back. No event is missed or repeated. Raises
         LogRewound if the returned log lacks the last yielded event, LogReplaced if another file took its place.
         """
-        position, newest, away = after, None, False
+        position, newest, is_away = after, None, False
         while True:
-            last = stop()  # called before reading, so that the last read sees all events from before the stop
+            is_last = stop()  # called before reading, so that the last read sees all events from before the stop
             try:
-                if away and newest is not None:
-                    self._check_not_rewound(newest)
+                if is_away and newest is not None:
+                    same = self.at(position)
+                    if same is None or same.hash != newest.hash:
+                        raise LogRewound(
+                            f"{self.url} no longer has the event read at position {position}: it was restored from an "
+                            "older copy, or its server lost commits. Read it again from its start")
                 for recorded in self._events.read(after=position):
                     position, newest = recorded.position, recorded
                     yield recorded
-                if away and trouble is not None:
+                if is_away and trouble is not None:
                     trouble(None)
-                away = False
+                is_away = False
             except LogUnavailable as e:
                 if trouble is None or not (e.details.get("passing") or e.details.get("missing")):
                     raise
                 trouble(e)
-                away = True
-            if last:
+                is_away = True
+            if is_last:
                 return
             time.sleep(interval)
-
-    def _check_not_rewound(self, newest: Recorded) -> None:
-        recorded = self.at(newest.position)
-        if recorded is None or recorded.hash != newest.hash:
-            raise LogRewound(f"{self.url} no longer has the event read at position {newest.position}: it was restored "
-                             "from an older copy, or its server lost commits. Read it again from its start")
 
     def _require(self, batch_id: BatchId) -> None:
         if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
             raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
             other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
-            hint = ""
-            if other is not None and self._events.stream_version(batch_stream(other)):
-                hint = f"; there is one with the id {other!r}"
+            exists = other is not None and self._events.stream_version(batch_stream(other))
+            hint = f"; there is one with the id {other!r}" if exists else ""
             raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def payloads(self) -> PayloadStore:
@@ -149,8 +146,8 @@ class LogEvents:
     def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
         """Return (position, config) of the system's last start, passwords masked; (0, {}) if it never started.
 
-        With `before`, the last start before that position, or the first start if there is none. `serve=False` skips
-        starts in mode `serve`, which leave no run to resume.
+        With `before`, return the last start before that position, or the first start if none was before. `serve=False`
+        skips starts in mode `serve`, which leave no run to resume.
         """
         start: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
@@ -177,10 +174,11 @@ class LogEvents:
         """Return the events that submitted a batch's tasks, since the batch was last submitted."""
         events: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
-            if isinstance(recorded.event, ev.BatchSubmitted):
-                events = [recorded.event]
-            elif isinstance(recorded.event, ev.TasksAdded):
-                events.append(recorded.event)
+            match recorded.event:
+                case ev.BatchSubmitted() as event:
+                    events = [event]
+                case ev.TasksAdded() as event:
+                    events.append(event)
         return events
 
     def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:

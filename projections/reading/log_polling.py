@@ -8,10 +8,10 @@ from collections.abc import Callable
 from trinity_es.events.errors import LogNotFound, LogReplaced, NotALog
 from trinity_es.projections.reading.log_reader import Log, open_log
 
-__all__ = ["look_again"]
+__all__ = ["read_repeatedly"]
 
 
-def look_again(
+def read_repeatedly(
     url: str, look: Callable[[Log], None], stop: threading.Event, seconds: float, complain: Callable[[Exception], None]
 ) -> None:
     """Call `look` with the log at `url` every `seconds` until `stop` is set, and once more after that.

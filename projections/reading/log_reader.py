@@ -16,14 +16,13 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.rare_event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 from trinity_es.projections.history.host_lives import HostLife, host_lives
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_events import LogEvents
-from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
+from trinity_es.projections.reading.overview import NOTABLE, Distributions, Overview, distributions, summarize
 from trinity_es.projections.tables import host_work, open_leases, read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_queries import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.experience_usage import Usage, read_usage
@@ -41,16 +40,15 @@ __all__ = ["NOTABLE", "Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
 
-NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
-
 
 def open_log(url: str) -> Log:
     """Open the log at a URL or file path, to read it. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
-    return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
+    return Log(EventLog.open(url, read_only=True), url)
 
 
 class Log(LogEvents):
+    """Reader of a log's events, tables and folds."""
+
     def _read(self, work: Callable[[Connection], T]) -> T:
         """Query the read models. Raises LogError if they are missing or of another version."""
         try:
@@ -130,20 +128,10 @@ class Log(LogEvents):
 
     def overview(self, recent: int = 20) -> Overview:
         """Summarize the run, with its `recent` last rare events and stalls."""
-        head, rows = self.head().position, self.batches()
-        ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
-        return summarize(
-            head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
-            last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
-            config=self.config()[1], lives=self.runner_lives(),
-            coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
-            model_version=self.model_version(), losses=self.losses(),
-            stalls=list(self.rare(["StallDetected"], limit=recent, descending=True)),
-            recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
-        )
+        return summarize(self, recent)
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Return the distributions of rewards and durations in these batches, or in the `last` that ended.
+        """Return durations, rewards, lengths and failures in these batches, or in the `last` that ended.
 
         Raises BatchNotFound.
         """
@@ -152,18 +140,18 @@ class Log(LogEvents):
                          if row.ended_at is not None]
         starts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
         types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-        recorded = (r for s, first in starts for r in self._events.read(stream=s, types=types, after=first))
+        recorded = (r for stream, start in starts for r in self._events.read(stream=stream, types=types, after=start))
         return distributions(batch_ids, ((r.type, r.data) for r in recorded))
 
     def freed(self) -> dict[str, int]:
         """Return the position at which a batch's experiences were last freed, by batch stream."""
-        return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        return freed_positions(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
         """Return whether the experiences of the batch's last submission were freed."""
-        at = self.freed().get(batch_stream(batch_id), 0)
-        return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
-                        default=0)
+        stream = batch_stream(batch_id)
+        submitted = [r.position for r in self.read(stream=stream, types=["BatchSubmitted"])]
+        return self.freed().get(stream, 0) > max(submitted, default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
         """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
@@ -182,9 +170,8 @@ class Log(LogEvents):
         """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
         intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
-            before = self._read(lambda c, start=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                runner_history.before_start(start.position, start.commit_id)).one_or_none())
-            if before is not None:
+            query = runner_history.before_start(start.position, start.commit_id)
+            for before in self._read(lambda c, query=query: list(c.execute(query))):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
                 intervals.append((float(before.recorded_at), start.recorded_at))
         return intervals
 
@@ -239,9 +226,10 @@ class Log(LogEvents):
         the coordinator.
         """
         lease = self._events.read_lease("coordinator")
-        if lease is None or not lease.owner:
-            copied_from = lease.copied_from if lease is not None else ""
-            return {"up": False, "released": lease is not None and not copied_from, "copied_from": copied_from}
+        if lease is None:
+            return {"up": False, "released": False, "copied_from": ""}
+        if not lease.owner:
+            return {"up": False, "released": not lease.copied_from, "copied_from": lease.copied_from}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
         started = admin.get("started")

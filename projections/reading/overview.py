@@ -6,24 +6,26 @@ It reads one row for each batch, rare events through their index, and for distri
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
+    from trinity_es.projections.reading.log_reader import Log
     from trinity_es.projections.tables.batch_queries import BatchRow
-    from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
-__all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
+__all__ = ["NOTABLE", "Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
 
-SLICES = 120
-
+NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
+"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -55,9 +57,8 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-
     head: int
-    """Last position of the log, up to which this summarizes."""
+    """Last position of the log that the summary covers."""
     first_at: float | None
     """Unix seconds of the first event; None if the log is empty."""
     last_at: float | None
@@ -106,19 +107,19 @@ class Distributions:
     rewards: list[float] = field(default_factory=list)
     """Reward of each run that has one."""
     response_tokens: list[int] = field(default_factory=list)
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
     """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
 
-    They are read from the JSON, because building event objects would take most of the time.
+    The JSON is read directly, because building event objects would take most of the time.
     """
     out = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            out.failures[event["kind"]] = out.failures.get(event["kind"], 0) + 1
+            out.failures[event["kind"]] += 1
             if event.get("seconds"):
                 out.failed_seconds.append(event["seconds"])
             continue
@@ -130,7 +131,7 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
     return out
 
 
-def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> list[Throughput]:
+def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> list[Throughput]:
     """Return the throughput in `slices` equal parts of the time from the first submission to `until`.
 
     An open batch spreads its tokens and tasks so far up to `until`.
@@ -167,31 +168,30 @@ def _point(row: BatchRow, value: float) -> Point:
     return Point(batch_id=row.batch_id, step=step, name=name, value=value)
 
 
-def summarize(
-    *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
-    lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
-    losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
-) -> Overview:
+def summarize(log: Log, recent: int) -> Overview:
+    """Summarize the run of a log, with its `recent` last rare events and stalls."""
+    head, rows, lives = log.head().position, log.batches(), log.runner_lives()
+    first_at, last_at = (None if event is None else event.recorded_at for event in (log.at(min(head, 1)), log.at(head)))
     finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
-    lost: dict[str, dict[str, int]] = {"attempt": {}, "task": {}, "experience": {}}
-    for (kind, reason), count in losses.items():
-        reason = _NUMBER.sub("N", reason) if kind == "task" else reason
-        lost[kind][reason] = lost[kind].get(reason, 0) + count
+    lost: dict[str, Counter[str]] = defaultdict(Counter)
+    for (kind, reason), count in log.losses().items():
+        lost[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
+    sums = {name: sum(getattr(row, name) for row in rows) for name in (
+        "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
-        head=head, first_at=first_at, last_at=last_at, config=config,
-        states=dict(Counter(row.state for row in rows)),
-        tasks=sum(r.tasks for r in rows), finished=sum(r.finished for r in rows), failed=sum(r.failed for r in rows),
-        dropped=sum(r.dropped for r in rows), failed_attempts=sum(r.failed_attempts for r in rows),
-        experiences=sum(r.experiences for r in rows), prompt_tokens=sum(r.prompt_tokens for r in rows),
-        response_tokens=sum(r.response_tokens for r in rows),
-        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
+        head=head, first_at=first_at, last_at=last_at, config=log.config()[1],
+        states=dict(Counter(row.state for row in rows)), **sums,
+        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=log.model_version(),
         runners=dict(Counter({life.runner: life.how for life in lives}.values())),
-        runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
+        runner_deaths=sum(life.died for life in lives),
+        coordinator_starts=sum(1 for _ in log.rare(["CoordinatorStarted"])),
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
         staleness=[_point(r, r.staleness) for r in finalized if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
+        throughput=throughput(rows, last_at or 0.0),
+        recent=list(log.rare(NOTABLE, limit=recent, descending=True)),
+        stalls=list(log.rare(["StallDetected"], limit=recent, descending=True)),
         attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
     )

@@ -5,6 +5,7 @@ Both come from read models and short streams, so the cost grows with steps and n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -102,7 +103,7 @@ def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
 
 
 def _first_false(values: list[bool]) -> int:
-    return next((i for i, value in enumerate(values) if not value), len(values))
+    return [*values, False].index(False)
 
 
 def is_over(log: Log, row: BatchRow) -> bool:
@@ -141,7 +142,4 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
             used[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)
-    counts: dict[int, int] = {}
-    for row in (row for rows in used.values() for row in rows):
-        counts[row] = counts.get(row, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(row for rows in used.values() for row in rows).items()))

@@ -128,12 +128,6 @@ def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _taskset_cursors(log: Log) -> dict[str, tuple[int, int]]:
-    missing = {name.removeprefix("taskset/") for name in log.streams("taskset/")}
-    out: dict[str, tuple[int, int]] = {}
-    for item in log.rare(["TasksetAdvanced"], descending=True):
-        data = orjson.loads(item.data)
-        out.setdefault(data["taskset"], (data["epoch"], data["offset"]))
-        missing.discard(data["taskset"])
-        if not missing:
-            break
-    return out
+    last = [log.last(stream, "TasksetAdvanced") for stream in log.streams("taskset/")]
+    events = [item.event for item in last if item is not None]
+    return {e.taskset: (e.epoch, e.offset) for e in events if isinstance(e, ev.TasksetAdvanced)}

@@ -13,18 +13,14 @@ from trinity_es.projections.tables import read_models
 
 __all__ = ["SORTS", "BatchRow", "count_batches", "read_batches"]
 
+_C = read_models.batches.c
 SORTS = {
-    name: getattr(read_models.batches.c, column)
-    for name, column in {
-        "position": "first_position", "changed": "last_position", "submitted": "submitted_at", "ended": "ended_at",
-        "step": "trained_step", "trained": "trained_at",
-        **{name: name for name in (
-            "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
-            "response_tokens", "reward", "model_version", "staleness",
-        )},
-    }.items()
-} | {"type": read_models.batches.c.batch_type,
-     "seconds": read_models.batches.c.ended_at - read_models.batches.c.submitted_at}
+    "position": _C.first_position, "changed": _C.last_position, "submitted": _C.submitted_at, "ended": _C.ended_at,
+    "step": _C.trained_step, "trained": _C.trained_at, "type": _C.batch_type, "seconds": _C.ended_at - _C.submitted_at,
+    **{name: _C[name] for name in (
+        "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
+        "response_tokens", "reward", "model_version", "staleness")},
+}
 """Sort keys of a list of batches. Rows without a value come last, equal ones in the order of submission."""
 
 
@@ -61,8 +57,7 @@ class BatchRow:
     """Mean number of versions that its delivered experiences were behind the current weights when it was finalized."""
 
 
-_NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
-_COLUMNS = [read_models.batches.c[name] for name in ("batch_id", *_NAMES)]
+_COLUMNS = [_C[f.name] for f in fields(BatchRow)]
 
 
 def read_batches(
@@ -70,15 +65,13 @@ def read_batches(
     sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
 ) -> list[BatchRow]:
     """Return batches of one stream or all, in the order of their first submission or another order of `SORTS`."""
-    key, c = SORTS[sort], read_models.batches.c
+    key = SORTS[sort]
     query = _filtered(select(*_COLUMNS), state, batch_type)
     if stream is not None:
-        query = query.where(c.stream == stream)
-    query = query.order_by(key.is_(None), key.desc() if descending else key.asc(), c.first_position)
-    return [
-        BatchRow(batch_id=orjson.loads(batch_id), **dict(zip(_NAMES, values, strict=True)))
-        for batch_id, *values in connection.execute(query.limit(limit).offset(offset)).all()
-    ]
+        query = query.where(_C.stream == stream)
+    query = query.order_by(key.is_(None), key.desc() if descending else key.asc(), _C.first_position)
+    rows = connection.execute(query.limit(limit).offset(offset)).mappings()
+    return [BatchRow(**{**row, "batch_id": orjson.loads(row["batch_id"])}) for row in rows]
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
@@ -87,7 +80,6 @@ def count_batches(connection: Connection, *, state: str | None = None, batch_typ
 
 
 def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    c = read_models.batches.c
     if state is not None:
-        query = query.where(c.state == state)
-    return query if batch_type is None else query.where(c.batch_type == batch_type)
+        query = query.where(_C.state == state)
+    return query if batch_type is None else query.where(_C.batch_type == batch_type)

@@ -31,8 +31,7 @@ USED = (ev.BatchFinalized, ev.BatchTrained)
 metadata = sa.MetaData()
 
 _deliveries = sa.Table(
-    "rm_delivery",
-    metadata,
+    "rm_delivery", metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),  # stream version of the BatchFinalized
     sa.Column("position", sa.BigInteger, nullable=False),
@@ -42,8 +41,7 @@ _deliveries = sa.Table(
 )
 
 _uses = sa.Table(
-    "rm_use",
-    metadata,
+    "rm_use", metadata,
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # index within the event
     sa.Column("stream", sa.String(255), nullable=False),
@@ -98,14 +96,13 @@ def apply(group: Gathered, item: Recorded) -> None:
     """Apply an event of type USED or of a stream in STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
-            row = {"stream": item.stream, "version": item.version, "position": item.position,
-                   "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
-            group.add(_NEW_DELIVERY, row)
+            group.add(_NEW_DELIVERY, {
+                "stream": item.stream, "version": item.version, "position": item.position,
+                "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected})
         case ev.BatchTrained(step=step):
-            if (delivered := _last_delivery(group, item.stream)) is not None:
-                version, count = delivered
-                use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
-                _add_uses(group, item, step, [use])
+            if (delivery := _last_delivery(group, item.stream)) is not None:
+                _add_uses(group, item, step, [{"stream": item.stream, "version": delivery[0], "taken": False,
+                                               "first": 0, "count": delivery[1]}])
         case ev.ExperiencesTaken(items=items, step=step):
             _add_uses(group, item, step, [
                 {"stream": batch_stream(part.batch_id), "version": part.version, "taken": True, "first": part.first,
@@ -115,8 +112,8 @@ def apply(group: Gathered, item: Recorded) -> None:
             group.write().execute(sa.update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
-                if (delivered := _last_delivery(group, stream)) is not None:
-                    whole = _uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False)
+                if (delivery := _last_delivery(group, stream)) is not None:
+                    whole = _uses.c.stream == stream, _uses.c.version == delivery[0], _uses.c.taken.is_(False)
                     group.write().execute(sa.update(_uses).where(*whole).values(undone=True))
 
 

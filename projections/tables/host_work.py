@@ -1,7 +1,7 @@
 """Number of tasks that ended on each host that joined: a table of the read models.
 
-It has one row and takes one statement a commit for each host. All other tasks ended on the head's own runners, so a run
-on one host writes nothing here.
+The table has one row for each host, and a commit takes one statement for each. All other tasks ended on the head's own
+runners, so a run on one host writes nothing here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ FORGET_TYPES = ("BatchSubmitted", "TaskFinished", "TaskReopened")
 metadata = MetaData()
 
 _work = Table(
-    NAME,
-    metadata,
+    NAME, metadata,
     Column("host", String(255), primary_key=True),
     Column("finished", BigInteger, nullable=False),  # tasks, counting each batch since its last submission
     sqlite_with_rowid=False,
@@ -42,7 +41,10 @@ def flush(connection: Connection, finished: Counter[str]) -> None:
 
 
 def forget(connection: Connection, item: Recorded, task: int | None = None) -> None:
-    """Subtract the tasks (or one task) of this batch that ended before this event. Rare, so it reads the log."""
+    """Subtract the tasks (or one task) of a batch that ended before this event.
+
+    Reads the log, which costs little because such events are rare.
+    """
     if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
         return
     e = schema.events.c

@@ -1,6 +1,6 @@
 """Unreleased leases, the fold of stream `leases`, in a table of the read models.
 
-It has one row for each open lease, so reading it takes no longer however many leases there ever were.
+The table has one row for each open lease, so a read of it takes no longer as old leases accumulate.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ NAME = "rm_lease"
 metadata = MetaData()
 
 _table = Table(
-    NAME,
-    metadata,
+    NAME, metadata,
     Column("lease", String(255), primary_key=True),
     Column("position", BigInteger, nullable=False),  # position of its LeaseTaken
     Column("data", Text, nullable=False),  # the `OpenLease` as JSON
@@ -54,7 +53,7 @@ def _adapter() -> TypeAdapter[OpenLease]:
 
 
 def _decode(data: str) -> OpenLease:
-    return _adapter().validate_python(orjson.loads(data))
+    return _adapter().validate_json(data)
 
 
 def read_open(connection: Connection) -> OpenLeases:

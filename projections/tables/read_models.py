@@ -1,13 +1,13 @@
 """Read models: tables that hold the fold of the whole log on batches, runners, weights and losses.
 
-They change in the transaction of each append (an `events.store` Projector), so they are always current, and recovery
-reads only what is open. `rebuild` makes them again from the log.
+The tables change in the transaction of each append (an `events.store` Projector), so they are always current, and
+recovery reads only what is open. `rebuild` makes them again from the log.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,7 @@ __all__ = [
 _metadata = sa.MetaData()
 
 batches = sa.Table(
-    "rm_batch",
-    _metadata,
+    "rm_batch", _metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
     sa.Column("batch_id", sa.Text, nullable=False),  # as JSON: 12 and "12" are different batches
     sa.Column("batch_type", sa.String(8), nullable=False),
@@ -59,8 +58,7 @@ batches = sa.Table(
 )
 
 failed_tasks = sa.Table(
-    "rm_failed_task",
-    _metadata,
+    "rm_failed_task", _metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
     sa.Column("task", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("kind", sa.String(32), nullable=False),  # kind of the first final failure
@@ -68,8 +66,7 @@ failed_tasks = sa.Table(
 )
 
 losses = sa.Table(
-    "rm_loss",
-    _metadata,
+    "rm_loss", _metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
     sa.Column("what", sa.String(16), primary_key=True),  # attempt, task, experience
     sa.Column("why", sa.String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
@@ -79,11 +76,7 @@ losses = sa.Table(
 
 _METADATA = (_metadata, *(part.metadata for part in (
     runner_history, experience_usage, open_leases, host_work, serve_answers)))
-
-
-def _tables() -> Iterator[sa.Table]:
-    for metadata in _METADATA:
-        yield from metadata.sorted_tables
+_TABLES = [table for metadata in _METADATA for table in metadata.sorted_tables]
 
 
 class ReadModels:
@@ -100,7 +93,7 @@ class ReadModels:
     def create(self, connection: sa.Connection) -> None:
         inspector = sa.inspect(connection)
         names = set(inspector.get_table_names())
-        for table in _tables():
+        for table in _TABLES:
             if table.name in names and {c["name"] for c in inspector.get_columns(table.name)} != set(table.c.keys()):
                 table.drop(connection)  # of another version; its rows are made again from the log
         if "rm_runner" in names:  # in older logs; rm_life replaces it
@@ -109,7 +102,7 @@ class ReadModels:
             metadata.create_all(connection, checkfirst=True)
 
     def reset(self, connection: sa.Connection) -> None:
-        for table in _tables():
+        for table in _TABLES:
             connection.execute(sa.delete(table))
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
@@ -134,8 +127,8 @@ class _Group:
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
         self._changes: dict[str, dict[str, Any]] = {}
-        self._losses: dict[tuple[str, str, str], int] = {}
-        self._elsewhere = Counter[str]()
+        self._losses = Counter[tuple[str, str, str]]()
+        self._finished_elsewhere = Counter[str]()
         self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
         self._system_ends: dict[str, float | None] = {}
 
@@ -145,21 +138,20 @@ class _Group:
             {"key": stream} | {f"new_{name}": value for name, value in change.items()}
             for stream, change in self._changes.items()
         ])
-        lost: list[dict[str, Any]] = [
+        _ADD_LOSS.change_all(connection, [
             {"stream": stream, "what": what, "why": why, "count": count}
             for (stream, what, why), count in self._losses.items() if count
-        ]
-        _ADD_LOSS.change_all(connection, lost)
-        if any(row["count"] < 0 for row in lost):
+        ])
+        if any(count < 0 for count in self._losses.values()):
             connection.execute(sa.delete(losses).where(losses.c.count <= 0))
-        host_work.flush(connection, self._elsewhere)
-        self._changes, self._losses = {}, {}
+        host_work.flush(connection, self._finished_elsewhere)
+        self._changes, self._losses = {}, Counter()
 
     def batch_event(self, item: Recorded, event: ev.Event) -> None:
         connection = self._connection
         if isinstance(event, ev.TaskFinished):
             if "@" in event.runner:
-                self._elsewhere[host_of(event.runner)] += 1
+                self._finished_elsewhere[host_of(event.runner)] += 1
         elif isinstance(event, ev.BatchSubmitted):
             if item.version > 1:  # the id was used before
                 self.flush()
@@ -168,11 +160,9 @@ class _Group:
                     connection.execute(sa.delete(table).where(table.c.stream == item.stream))
             self.new.add(_NEW, _new_row(item, event))
         elif isinstance(event, ev.TaskReopened) and event.finished:
-            host_work.flush(connection, self._elsewhere)
+            host_work.flush(connection, self._finished_elsewhere)
             host_work.forget(connection, item, event.task)
-        change = self._changes.get(item.stream)
-        if change is None:
-            self._changes[item.stream] = change = dict(_UNCHANGED)
+        change = self._changes.setdefault(item.stream, dict(_UNCHANGED))
         _gather(change, item, event)
         if isinstance(event, ev.FinalizeFailed):  # pending if it is without tasks, as in `projections.batch`
             self.flush()
@@ -181,7 +171,7 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.attempt_lost(connection, item, event, self._dispatched, self._system_ends)
+                runner_history.add_lost_attempt(connection, item, event, self._dispatched, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
@@ -211,10 +201,9 @@ class _Group:
                 if sum(counts):
                     delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
                     change["staleness"] = runner_history.published_so_far(self.new) - delivered
-                    runner_history.made(self.new, item, event)
+                    runner_history.add_deliveries(self.new, item, event)
         for (what, why), count in lost.items():
-            key = item.stream, what, runner_history.stored(why, 200)
-            self._losses[key] = self._losses.get(key, 0) + count
+            self._losses[item.stream, what, runner_history.stored(why, 200)] += count
 
 
 def stored_version(log: EventLog) -> int:
@@ -319,11 +308,8 @@ def projectors() -> list[ReadModels]:
 def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     """Return (stream, batch id) of every open batch, in the order of submission."""
     ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
-    rows = connection.execute(
-        sa.select(batches.c.stream, batches.c.batch_id)
-        .where(batches.c.state.not_in(ended))
-        .order_by(batches.c.first_position)
-    )
+    query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended))
+    rows = connection.execute(query.order_by(batches.c.first_position))
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
 
 
@@ -347,8 +333,8 @@ def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, 
 def untrained_since(connection: sa.Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
     """Return the train batches that a trainer back at `step` has yet to use, as (batch id, first and last position).
 
-    First those trained after `step`, in the order of their steps, then the untrained ones that were finalized up to
-    `position`, in that order.
+    Batches trained after `step` come first, in the order of their steps. Then come the untrained batches that were
+    finalized up to `position`, in the order in which they ended.
     """
     c = batches.c
     rows = connection.execute(
@@ -362,6 +348,8 @@ def untrained_since(connection: sa.Connection, step: int, position: int) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
+    """Sums over all batches of one type and state."""
+
     batch_type: str
     state: str
     batches: int
@@ -375,16 +363,11 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    c = batches.c
+    key = batches.c.batch_type, batches.c.state
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
-    query = sa.select(c.batch_type, c.state, sa.func.count(), *(sa.func.sum(c[name]) for name in summed))
-    return [
-        Totals(batch_type=batch_type, state=state, batches=count,
-               **{name: int(value) for name, value in zip(summed, sums, strict=True)})
-        for batch_type, state, count, *sums in connection.execute(
-            query.group_by(c.batch_type, c.state).order_by(c.batch_type, c.state)
-        )
-    ]
+    sums = (sa.cast(sa.func.sum(batches.c[name]), sa.BigInteger).label(name) for name in summed)
+    query = sa.select(*key, sa.func.count().label("batches"), *sums).group_by(*key).order_by(*key)
+    return [Totals(**row) for row in connection.execute(query).mappings()]
 
 
 def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:

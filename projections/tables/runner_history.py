@@ -1,7 +1,7 @@
 """Runners' lives and weights versions, from streams `runner/...` and `weights`, in tables of the read models.
 
-There is one row for each life, publication, load, and version in a batch's delivery. The only events of tasks that
-change these tables are the attempts lost with a runner.
+The tables have one row for each life, publication, load, and version in a batch's delivery. The only events of tasks
+that change them are the attempts lost with a runner.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import zip_longest
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -24,15 +24,15 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.projections.host_states import went_with_host
 
 __all__ = [
-    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
-    "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural",
-    "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
+    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "add_deliveries",
+    "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation",
+    "metadata", "natural", "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states",
+    "seen", "stored",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerIncarnation:
-
     runner: str
     model: str
     """Model that it serves: `rollout` or the name of an auxiliary model."""
@@ -135,8 +135,7 @@ class WeightsVersion:
 metadata = sa.MetaData()
 
 _lives = sa.Table(
-    "rm_life",
-    metadata,
+    "rm_life", metadata,
     sa.Column("runner", sa.String(255), primary_key=True),
     sa.Column("incarnation", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("model", sa.Text, nullable=False),
@@ -158,8 +157,7 @@ _lives = sa.Table(
 )
 
 _published = sa.Table(
-    "rm_weights",
-    metadata,
+    "rm_weights", metadata,
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("at", sa.Float, nullable=False),
@@ -168,8 +166,7 @@ _published = sa.Table(
 )
 
 _loads = sa.Table(
-    "rm_load",
-    metadata,
+    "rm_load", metadata,
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("runner", sa.String(255), nullable=False),
@@ -181,8 +178,7 @@ _loads = sa.Table(
 )
 
 _made = sa.Table(
-    "rm_made",
-    metadata,
+    "rm_made", metadata,
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),  # position of the BatchFinalized
     sa.Column("stream", sa.String(255), nullable=False),
@@ -211,15 +207,15 @@ def apply(group: Gathered, item: Recorded) -> None:
     connection, event, at = group.connection, item.event, item.recorded_at
     match event:
         case ev.WeightsPublished():
-            row = {"position": item.position, "version": event.version, "at": at, "method": stored(event.method),
-                   "path": stored(event.path)}
-            group.add(_NEW_PUBLISHED, row)
+            group.add(_NEW_PUBLISHED, {
+                "position": item.position, "version": event.version, "at": at, "method": stored(event.method),
+                "path": stored(event.path)})
         case ev.RunnerStarted():
             _write_life(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
-                 engine=stored(event.engine), started_at=at)
+                        engine=stored(event.engine), started_at=at)
         case ev.RunnerReady():
             _write_life(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
-                 model_version=event.model_version, how="running", ended_at=None, reason="")
+                        model_version=event.model_version, how="running", ended_at=None, reason="")
         case ev.ConcurrencyChanged():
             _write_life(connection, item, event, places=event.places)
         case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerQuarantined() | ev.RunnerRetired():
@@ -261,28 +257,28 @@ def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
         _write_life(connection, item, event, how=how, reason=stored(reason) or life.reason)
 
 
-def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
+def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
     """Add the number of a batch's delivered experiences by weights version."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count
-    rows = [{"version": version, "position": item.position, "stream": item.stream, "experiences": count}
-            for version, count in counts.items() if count]
-    group.add(_NEW_MADE, *rows)
+    group.add(_NEW_MADE, *(
+        {"version": version, "position": item.position, "stream": item.stream, "experiences": count}
+        for version, count in counts.items() if count))
 
 
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 """(stream version, unix seconds) of each dispatch in a batch, by (runner, incarnation, task, first run, attempt)."""
 
 
-def attempt_lost(
+def add_lost_attempt(
     connection: sa.Connection, item: Recorded, event: ev.AttemptFailed,
     dispatches: dict[tuple[str, str, int], Dispatched], system_ends: dict[str, float | None],
 ) -> None:
     """Add an attempt that was lost with its runner to the row of the runner's life.
 
-    The dispatch time is read from the log, in the same transaction. `dispatches` caches these times by stream and life,
-    `system_ends` the ends of the whole system by append.
+    Reads the dispatch time from the log, in the same transaction. `dispatches` caches these times by stream and life,
+    `system_ends` caches the ends of the whole system by append.
     """
     c = _lives.c
     life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
@@ -293,15 +289,15 @@ def attempt_lost(
     if batch_life not in dispatches:  # read only since the life began, because the stream may be long
         dispatches[batch_life] = _dispatch_times(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
-    before = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
+    dispatched = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
         system_ends[item.commit_id] = _system_end(connection, item)
     until = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
     if row.ended_at is not None:
         until = min(row.ended_at, until)
-    elif (ended := system_ends[item.commit_id]) is not None:
-        until = ended
-    seconds = max(0.0, until - before[-1]) if before else 0.0
+    elif (system_end := system_ends[item.commit_id]) is not None:
+        until = system_end
+    seconds = max(0.0, until - dispatched[-1]) if dispatched else 0.0
     connection.execute(
         sa.update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
@@ -309,7 +305,7 @@ def attempt_lost(
 
 
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return the time of a system's last event, if this loss is in the commit of the next coordinator's start."""
+    """Return the time of a system's last event if the next coordinator recorded this loss at its start, else None."""
     e = schema.events.c
     start = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
@@ -361,19 +357,18 @@ def natural(name: str) -> list[str | int]:
 
 
 def seen(life: RunnerIncarnation, up: bool | None) -> str:
-    """Return the life's `how`, or `gone` if it still runs by the log but its system is down (`up` is False)."""
+    """Return the life's `how`, or `gone` if the log shows no end of it but its system is down (`up` is False)."""
     return "gone" if life.how == "running" and up is False else life.how
 
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
-    rows = connection.execute(sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
-    out: list[RunnerIncarnation] = []
-    for row, successor in zip_longest(rows, rows[1:]):
-        values = {k: v for k, v in row.items() if k != "first_position"}
-        if successor is not None and successor["runner"] == row["runner"] and row["ended_at"] is None:
-            values |= {"how": "replaced", "ended_at": successor["started_at"] or successor["ended_at"]}
-        out.append(RunnerIncarnation(**values))
-    return out
+    columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
+    rows = connection.execute(sa.select(*columns).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
+    lives = [RunnerIncarnation(**row) for row in rows]
+    for i, (life, successor) in enumerate(pairwise(lives)):
+        if successor.runner == life.runner and life.ended_at is None:
+            lives[i] = replace(life, how="replaced", ended_at=successor.started_at or successor.ended_at)
+    return lives
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
@@ -421,5 +416,5 @@ def read_made(connection: sa.Connection) -> dict[int, int]:
 def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
     """Return at most `limit` (batch stream, number of its delivered experiences from this version), newest first."""
     query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
-    return [(stream, count) for stream, count in connection.execute(
-        query.order_by(_made.c.position.desc()).limit(limit))]
+    rows = connection.execute(query.order_by(_made.c.position.desc()).limit(limit))
+    return [(stream, count) for stream, count in rows]

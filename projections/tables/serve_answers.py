@@ -1,6 +1,6 @@
 """Answers of the proxy (mode `serve`), the fold of stream `answers`, in a table of the read models.
 
-With it, a start and a reward for an old answer take no longer as answers accumulate.
+Thanks to the table, a start and a reward for an old answer take no longer as answers accumulate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AnswerState:
     payload: ev.PayloadRef | None
     model_version: int
     reward: float | None = None
-    """None until one is posted."""
+    """None until a client posts a reward."""
     task: str | None = None
     run: int | None = None
     delivered: bool = False
@@ -36,8 +36,7 @@ metadata = sa.MetaData()
 _RECORDED, _REWARDED, _DELIVERED = "recorded", "rewarded", "delivered"
 
 _table = sa.Table(
-    "rm_answer",
-    metadata,
+    "rm_answer", metadata,
     sa.Column("number", sa.Integer, primary_key=True),  # order of recording
     sa.Column("message", sa.String(255), nullable=False, unique=True),
     sa.Column("state", sa.String(16), nullable=False),
@@ -56,7 +55,11 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
-            rows = [_new_row(last + i, a) for i, a in enumerate(event.answers, 1)]
+            rows = [
+                {"number": number, "message": answer.message, "state": _RECORDED, "model_version": answer.model_version,
+                 "digest": ref and ref.digest, "first": ref.first if ref else 0, "choices": ref.count if ref else 0}
+                for number, answer in enumerate(event.answers, last + 1) for ref in [answer.payload]
+            ]
             if rows:
                 connection.execute(sa.insert(_table), rows)
         case ev.AnswersRewarded():
@@ -64,15 +67,6 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
             _update_rows(connection, event.messages, new)
         case ev.AnswersDelivered():
             _update_rows(connection, event.messages, {"state": _DELIVERED})
-
-
-def _new_row(number: int, answer: ev.Answer) -> dict[str, object]:
-    ref = answer.payload
-    return {
-        "number": number, "message": answer.message, "state": _RECORDED, "digest": None if ref is None else ref.digest,
-        "first": 0 if ref is None else ref.first, "choices": 0 if ref is None else ref.count,
-        "model_version": answer.model_version,
-    }
 
 
 def _update_rows(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:

@@ -14,7 +14,7 @@ _BATCH = func.substr(_S.stream, 1, 6) == "batch/"
 
 
 def other_streams(log: EventLog) -> dict[str, int]:
-    """Return the version of each stream that is not a batch's. There are few in any log."""
+    """Return the version of each stream that is not a batch's. Any log has few of these streams."""
     query = select(_S.stream, _S.version).where(~_BATCH)
     return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
 

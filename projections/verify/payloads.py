@@ -15,7 +15,7 @@ from trinity_es.events.store.checks.verify import Problems
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 
 __all__ = ["Needs", "Payloads"]
 
@@ -179,7 +179,7 @@ class Payloads:
         """Return the missing payloads that were not freed since the events were read."""
         if not missing:
             return []
-        later = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))
+        later = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))
         self._needs.free(later)
         needed = dict(self._needs.listed())
         return [(digest, needed[digest]) for digest, _ in missing if digest in needed]

@@ -12,8 +12,8 @@ from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 
 __all__ = [
-    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend_weights",
-    "resume_after_fix", "resume_command", "runner_advice", "span", "start_server", "unread",
+    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "restart_advice", "resume_advice", "resume_after_fix",
+    "resume_command", "span", "unread", "weights_advice",
 ]
 
 SHOWN = 5
@@ -75,13 +75,15 @@ class Waiting:
     def way_out(self) -> str:
         """Advice for a person; empty if there is nothing to do."""
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
-            return runner_advice(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
+            restart = restart_advice(self.runner or "NAME", self.server)
+            return f"fix what it names, then {restart}; nothing of the batch is lost"
         if self.cause in ("no_system", "ending"):
-            return go_on(self.resume)
+            return resume_advice(self.resume)
         if self.cause == "server":
-            return start_server(self.server)
+            remove = f"`trinity-es scale CONFIG --remove {self.server}`"
+            return f"start or fix the server {self.server}, or remove it: {remove}"
         if self.cause == "refused":
-            return mend_weights(self.server)
+            return weights_advice(self.server)
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
             restart = (f"{resume_after_fix(self.resume)} generates the step again" if self.resume else
@@ -154,26 +156,16 @@ class Why:
         return out | {"waiting": [asdict(w) for w in self.waiting]}
 
 
-def runner_advice(runner: str, server: str) -> str:
-    """Return advice on a runner that is not restarted by itself. `server`: URL of its server, if any."""
-    return f"fix what it names, then {another_life(runner, server)}"
-
-
-def another_life(runner: str, server: str) -> str:
-    """Return how to restart a runner or remove its server."""
+def restart_advice(runner: str, server: str) -> str:
+    """Return how to restart a runner or remove its server. `server`: URL of its server; empty if it has none."""
     command = f"`trinity-es restart-runner {runner}`"
     return command + (f", or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
-def mend_weights(server: str) -> str:
+def weights_advice(server: str) -> str:
     """Return advice on a runner that can't load the current weights."""
     advice = "fix what it names, or publish a newer version: it tries again by itself"
     return advice + (f"; or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
-
-
-def start_server(url: str) -> str:
-    """Return advice on an external server that is missing or can't be used."""
-    return f"start or fix the server {url}, or remove it: `trinity-es scale CONFIG --remove {url}`"
 
 
 def resume_command(store: str) -> str:
@@ -196,7 +188,7 @@ def resume_after_fix(resume: str) -> str:
     return f"`{resume}` (`trinity-es resume CONFIG` if you changed the config file: the log holds the old one)"
 
 
-def go_on(resume: str) -> str:
+def resume_advice(resume: str) -> str:
     """Return how to go on after a system died. `resume`: command that resumes its `trinity-es run`, if it was one."""
     command = (f"`{resume}` goes on with the run where it stopped" if resume else
                "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")

@@ -24,7 +24,7 @@ from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.event_texts import kept_text, missing_text
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
-from trinity_es.projections.why.host_waits import hosts_now, idle_hosts, on_its_host
+from trinity_es.projections.why.host_waits import current_hosts, hosts_without_units, with_host_state
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
     behind,
@@ -148,11 +148,11 @@ def _waits_of_open(
         host, pid = facts["host"], facts.get("pid")
         text = f"its system last ran on {host} (coordinator pid {pid}); this machine can't see whether it still runs"
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
-    usual = statistics.median(batch.took) if batch.took else None
-    hosts = hosts_now(snapshot, live, now)
+    usual = statistics.median(batch.durations) if batch.durations else None
+    hosts = current_hosts(snapshot, live, now)
     for flight in state.flights.values():
         w = _on_runner(snapshot, batch, flight, lives, now, usual)
-        yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
+        yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
         if r.state == "ready" and refuses(snapshot, r):
@@ -173,7 +173,7 @@ def _waits_of_open(
         yield ranked(Waiting(cause="paused", what=units, text=text))
         return
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
-    of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
+    of_hosts = [*hosts_without_units(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
     serving = [r for r in lives.values() if serves(snapshot, r)]
     if serving:
@@ -280,15 +280,22 @@ def _pending_text(batch: BatchTimes) -> str:
     return text + (f" and {counted(more, 'more unit')}" if more else "")
 
 
-def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
+def _of_unit(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
+    """Return a `Waiting` for a unit on a runner, with these fields and those that the flight has."""
     unit, state = flight.unit, batch.state
-    what = _unit_text(state, unit, flight.strikes)
-    text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
     return Waiting(
-        cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
+        what=_unit_text(state, unit, flight.strikes), task=unit.task, attempt=unit.attempt,
         charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts, runner=flight.runner,
-        incarnation=flight.incarnation, since=batch.flying_since.get((unit.task, unit.run_id_base)),
+        incarnation=flight.incarnation, **fields,
     )
+
+
+def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
+    unit = flight.unit
+    text = (f"{_unit_text(batch.state, unit, flight.strikes)} was on {flight.runner} #{flight.incarnation} when the "
+            "system ended")
+    since = batch.flying_since.get((unit.task, unit.run_id_base))
+    return _of_unit(batch, flight, cause="interrupted", text=text, since=since)
 
 
 def _on_runner(
@@ -334,12 +341,8 @@ def _on_runner(
     earlier = "" if first is None else f" ({which}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
-    return Waiting(
-        cause=cause, what=what, text=text,
-        task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,
-        runner=flight.runner, incarnation=flight.incarnation, since=since,
-        seen=None if runner is None else runner.seen, limit=limit,
-    )
+    return _of_unit(batch, flight, cause=cause, text=text, since=since, limit=limit,
+                    seen=None if runner is None else runner.seen)
 
 
 def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:

@@ -11,13 +11,13 @@ from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import Waiting, counted, span
 from trinity_es.projections.why.system_state import HostSnapshot, RunnerSnapshot, SystemSnapshot
 
-__all__ = ["hosts_now", "idle_hosts", "on_its_host"]
+__all__ = ["current_hosts", "hosts_without_units", "with_host_state"]
 
 SHOWN_SECONDS = 600.0
 """Seconds for which a lost host is reported while others work."""
 
 
-def hosts_now(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
+def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
     """Return the hosts of the log, updated from the running system's status."""
     hosts = {name: replace(host) for name, host in snapshot.hosts.items()}
     for row in (live or {}).get("hosts", []):
@@ -30,7 +30,7 @@ def hosts_now(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: flo
     return hosts
 
 
-def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
+def with_host_state(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
     """Add the state of a runner's host to the `Waiting` for a unit on it."""
     if host is None or w.cause == "interrupted":
         return w
@@ -51,7 +51,7 @@ def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: floa
     return w
 
 
-def idle_hosts(
+def hosts_without_units(
     hosts: Iterable[HostSnapshot], lives: Mapping[str, RunnerSnapshot], now: float, others: bool
 ) -> Iterator[Waiting]:
     """Yield a `Waiting` for each host that gets no units. `others`: whether other runners can get them."""

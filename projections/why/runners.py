@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_es.events.errors import said_and_where
-from trinity_es.projections.why.answer import Waiting, another_life, span
+from trinity_es.events.errors import split_error
+from trinity_es.projections.why.answer import Waiting, restart_advice, span
 from trinity_es.projections.why.system_state import RunnerSnapshot, SystemSnapshot
 
 __all__ = [
@@ -39,7 +39,10 @@ def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return whether no external server is an engine now: by the status, or without one by the log (`gone`)."""
+    """Return whether no external server is meant to be an engine, by the system's status or else by the log.
+
+    `gone`: whether a server was removed.
+    """
     servers = (live or {}).get("servers")
     return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 
@@ -77,7 +80,7 @@ def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str
     if loads > LOADING_SECONDS:
         return (f"has been loading weights version {runner.loading} for {span(loads)}{waits}, and gets no work "
                 f"meanwhile: see whether {runner.server or 'its engine'} is working, else "
-                f"{another_life(runner.name, runner.server)}")
+                f"{restart_advice(runner.name, runner.server)}")
     if runner.trouble:
         return f"can't store what it finished, keeps it and tries again: {runner.trouble}"
     if (runner.silent or 0.0) > SILENT_SECONDS:
@@ -126,8 +129,8 @@ def coordinator_away(child: Mapping[str, Any]) -> str:
 
 
 def short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line of printable characters; a traceback is shortened by `said_and_where`."""
+    """Return an error's text on one line of printable characters; a traceback is shortened by `split_error`."""
     message, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
-                   for part in said_and_where(text))
+                   for part in split_error(text))
     where, room = where and f" {where}", width - len(where)
     return (message if len(message) <= room else message[: room - 1] + "…") + where

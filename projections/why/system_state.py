@@ -17,7 +17,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.records.log_values import Straightener
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import HOST_STATES, host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
 __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",
@@ -38,7 +38,7 @@ class BatchTimes:
     """Unix seconds of its last event other than StallDetected."""
     pending_since: dict[Key, float] = field(default_factory=dict)
     flying_since: dict[Key, float] = field(default_factory=dict)
-    took: list[float] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
     """Seconds of finished units."""
     finalizing_since: float | None = None
     error: str = ""
@@ -134,10 +134,6 @@ class SystemSnapshot:
     last_at: float | None = None
 
 
-_HOST_STATES: dict[type[ev.Event], str] = {
-    ev.HostJoined: "joined", ev.HostDraining: "draining", ev.HostLost: "lost", ev.HostLeft: "left"}
-
-
 def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
     """Fold these events in place. They come in log order, or stream by stream with runners before batches."""
     batches = {batch_stream(batch_id): batch_id for batch_id in snapshot.batches}
@@ -159,7 +155,7 @@ def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSna
             case ev.HostJoined() | ev.HostDraining() | ev.HostLost() | ev.HostLeft():
                 reason = "" if isinstance(event, ev.HostJoined) else event.reason
                 snapshot.hosts[event.host] = HostSnapshot(
-                    name=event.host, state=_HOST_STATES[type(event)], since=at, reason=reason)
+                    name=event.host, state=HOST_STATES[type(event)], since=at, reason=reason)
             case _ if item.stream.startswith("runner/"):
                 _observe_runner(snapshot, event, at)
             case ev.BatchSubmitted():
@@ -224,7 +220,7 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
             for unit in event.units:
                 batch.flying_since[unit.task, unit.run_id_base] = at
         case ev.RunsFinished():  # or its subclass TaskFinished
-            batch.took.append(event.seconds)
+            batch.durations.append(event.seconds)
             batch.finished_at[event.runner, event.incarnation] = at
             _note_progress(snapshot, event.runner, event.incarnation, at)
         case ev.AttemptFailed():
@@ -283,8 +279,8 @@ class Followed:
             self._kept, self._offset = {}, offset
 
     def follow(
-        self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
-        Iterable[Recorded]]
+        self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId],
+        read: Callable[[BatchId, int], Iterable[Recorded]],
     ) -> SystemSnapshot:
         """Add these batches to a snapshot that has its runners, as `observe` of all their events would.
 

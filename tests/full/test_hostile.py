@@ -134,10 +134,10 @@ def test_an_argument_that_is_no_text_ends_in_one_line(log: Path) -> None:
 def test_a_lone_surrogate_and_bytes_that_are_no_text_never_get_in() -> None:
     with pytest.raises(DataError):
         Experience(tokens=[1, 2], prompt_length=1, response_text="\ud800")
-    from trinity_es.events.codec import encode
+    from trinity_es.events.codec import check
 
     with pytest.raises(InvalidEvent):
-        encode(ev.BatchPaused(reason="\udcff"))
+        check(ev.BatchPaused(reason="\udcff"))
 
 
 def test_json_says_the_same_when_it_is_made_harmless() -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.helpers.story import Story, configured
 from trinity_es.cli.render.batch_tables import print_timeline
-from trinity_es.projections.history.attempts import BatchTimeline, tell_one
+from trinity_es.projections.history.attempts import BatchTimeline, evolve_timeline
 
 
 def test_an_error_is_told_once_a_task_and_the_seconds_are_said_to_be_of_the_last_attempt() -> None:
@@ -20,7 +20,7 @@ def test_an_error_is_told_once_a_task_and_the_seconds_are_said_to_be_of_the_last
     story.at(5).fail(0, message="another", attempt=3, seconds=0.75, retry=False)
     told: BatchTimeline | None = None
     for item in story.recorded:
-        told = tell_one(told, item) if item.stream == "batch/3" else told
+        told = evolve_timeline(told, item) if item.stream == "batch/3" else told
     assert told is not None
     out = io.StringIO()
     print_timeline(Console(file=out, width=10_000), told, [""], None)

@@ -23,7 +23,7 @@ from trinity_es.events.experience_rows import ParquetTable, json_lines, row_of
 from trinity_es.events.store.payloads.experiences import ExperienceReader
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.safe_text import event_document, harmless_json
 
@@ -93,7 +93,7 @@ def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
     for item in log.events(batch_id):
         if timeline is not None and isinstance(item.event, ev.BatchSubmitted):
             yield timeline
-        timeline = tell_one(timeline, item)
+        timeline = evolve_timeline(timeline, item)
     if timeline is not None:
         yield timeline
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
-from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, resume_after_fix, resume_command, span
+from trinity_es.projections.why.answer import ADD_SERVER, Why, resume_advice, resume_after_fix, resume_command, span
 from trinity_es.projections.why.runners import coordinator_away, problem
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import plain
@@ -34,7 +34,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
                "for more ask there, or on a host that takes part (`trinity-es join`)")
         return
     if not out["up"]:
-        remedy = go_on(resume)
+        remedy = resume_advice(resume)
         if out.get("ends"):
             if whys or _unfinished(out):
                 yield f"the actor system ends: {out['ends']}; {remedy}"

@@ -29,7 +29,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.reading.log_polling import look_again
+from trinity_es.projections.reading.log_polling import read_repeatedly
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_metrics
 from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
@@ -97,7 +97,7 @@ class Monitors:
     def follow(self) -> None:
         """Write the metrics of the log as they come, until `close`. The log need not exist yet."""
         complain = partial(self._complain, "(the log)")
-        self._reader = threading.Thread(target=look_again, name="metrics", daemon=True,
+        self._reader = threading.Thread(target=read_repeatedly, name="metrics", daemon=True,
                                         args=(self._url, self._look, self._stop, LOOK_SECONDS, complain))
         self._reader.start()
 

@@ -25,7 +25,7 @@ from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
-from trinity_es.projections.reading.log_polling import look_again
+from trinity_es.projections.reading.log_polling import read_repeatedly
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Traces:
         self._sent: set[bytes] = set()
         """Hashes of the final events of sent batches."""
         self._thread = threading.Thread(
-            target=look_again, name="traces", daemon=True,
+            target=read_repeatedly, name="traces", daemon=True,
             args=(url, self._look, self._stop, interval, partial(self._complain, "reading the log")),
         )
 

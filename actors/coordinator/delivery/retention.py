@@ -26,7 +26,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
-from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_at
+from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_positions
 from trinity_es.projections.tables import read_models
 
 __all__ = ["Retention"]
@@ -99,7 +99,7 @@ class Retention:
 
     def _free(self) -> bool:
         """Free one group of batches; return False if there is none, or the event was not recorded."""
-        rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        rows, freed = self._rows(), freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first_position}
         streams = self._candidates(kept)
         if not streams:
@@ -166,7 +166,7 @@ class Retention:
         """Delete unshared payloads of the last event, since its coordinator may have ended before it did."""
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
-            freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+            freed = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
             kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first_position}
             streams = [batch_stream(b) for b in last.event.batches]
             self._delete(self._unshared_digests([s for s in streams if s not in kept], kept))

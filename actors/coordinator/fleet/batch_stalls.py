@@ -92,7 +92,7 @@ class Stalls:
                 state=self.live.batches[batch_id],
                 moved_at=watched.moved_at,
                 flying_since={key: at for (key, *_), at in watched.flying_since.items()},
-                took=unit_seconds,
+                durations=unit_seconds,
             )
             for batch_id, watched in self._watched.items()
         }

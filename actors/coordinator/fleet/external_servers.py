@@ -19,7 +19,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
 from trinity_es.projections.servers import leaving
-from trinity_es.projections.why.answer import mend_weights
+from trinity_es.projections.why.answer import weights_advice
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
 
@@ -120,7 +120,7 @@ class ServerFleet:
         if refusal and runner.state is RunnerState.READY:
             version = self._live.weights.version
             problem = f"goes on with weights version {runner.model_version}: it can't load version {version}: {refusal}"
-        return f"{problem}; {mend_weights(url)}" if refusal else problem
+        return f"{problem}; {weights_advice(url)}" if refusal else problem
 
     def _is_drained(self, life: RunnerLife, units: int) -> bool:
         assert self._settings is not None

@@ -21,7 +21,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 from trinity_es.projections.tables.read_models import next_delivered, untrained_since
 
 __all__ = ["TrainerHandlers"]
@@ -145,7 +145,7 @@ def _resume_data(
     """
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
-    freed = freed_at(log.rare(["PayloadsFreed"]))
+    freed = freed_positions(log.rare(["PayloadsFreed"]))
     return position, rows, freed, log.last(EXPERIENCES, "ExperiencesRedelivered")
 
 

@@ -24,12 +24,12 @@ from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.statements import LockedHead
 from trinity_es.events.store.database.urls import place_of
-from trinity_es.events.store.records import rare_event_queries as rare
+from trinity_es.events.store.records.event_queries import rare_page
 from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_between", "lost_of",
+    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
     "require_known", "rewound",
 ]
 
@@ -44,7 +44,7 @@ HERE = "this host's memory"
 
 
 class Mark(NamedTuple):
-    """A position of a log and the hash of the event there."""
+    """A position of a log and the hash of the event there, which stand for all events up to it."""
 
     generation: str
     position: int
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An acknowledged end of the log (`Mark`), and the process or file that remembers it."""
+    """A statement that the log reaches a mark, and the process or file that makes it."""
 
     mark: Mark
     by: str
@@ -66,16 +66,13 @@ def claim_to_dict(claim: Claim) -> dict[str, Any]:
     return {"generation": mark.generation, "position": mark.position, "hash": mark.hash.hex(), "by": claim.by}
 
 
-def claim_from_dict(data: Mapping[str, Any]) -> Claim:
-    """Return the claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for other data."""
-    position = data["position"]
-    if not isinstance(position, int) or position < 0:
-        raise ValueError(f"position is {position!r}")
-    return Claim(Mark(str(data["generation"]), position, bytes.fromhex(data["hash"])), str(data["by"]))
-
-
 def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
-    return tuple(claim_from_dict(one) for one in data)
+    """Return the claims that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for other data."""
+    claims = tuple(Claim(Mark(str(c["generation"]), c["position"], bytes.fromhex(c["hash"])), str(c["by"]))
+                   for c in data)
+    if any(not isinstance(mark.position, int) or mark.position < 0 for mark, _ in claims):
+        raise ValueError(f"a position is not a whole number of 0 or more: {claims}")
+    return claims
 
 
 def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
@@ -92,7 +89,7 @@ def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
 
 
 # --- against the log --------------------------------------------------------------------------------------------------
-def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
+def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
     """Return the end of the log, and the claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
@@ -112,15 +109,10 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
     """Raise LogRewound if a log with this head row lacks the last event that this process wrote or saw."""
-    if mark is None:
-        return
-    actual = head.last_hash
-    if head.last_position != mark.position:  # other processes wrote too, or the log is shorter
-        query = select(schema.events.c.hash).where(schema.events.c.position == mark.position)
-        actual = connection.execute(query).scalar_one_or_none()
-    if mark.position and (actual is None or bytes(actual) != mark.hash):
+    if mark is not None:
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
-        raise rewound(url, end, [Claim(mark, "this process")])
+        if _hash_at(connection, end, mark.position) != mark.hash:
+            raise rewound(url, end, [Claim(mark, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
@@ -135,7 +127,7 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 def _given_up_generations(connection: Connection) -> set[str]:
     """Return the generations that the log's current one replaced."""
-    rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False)
+    rows = rare_page(connection, ["RewindAccepted"])
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
@@ -181,8 +173,9 @@ def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason
 class Memory:
     """File with this host's claims about the log of one store, of mode 0600, beside the key.
 
-    The coordinator writes it after every commit, before any answer. It writes in place, with a checksum for concurrent
-    readers, and does not flush to the disk. After a loss of power it may know less than the log, which does no harm.
+    The coordinator writes the file after every commit, before any answer: in place, with a checksum for concurrent
+    readers, and without a flush to the disk. After a loss of power the file may know less than the log, which does no
+    harm.
     """
 
     def __init__(self, path: Path, url: str) -> None:
@@ -209,14 +202,13 @@ class Memory:
         move or have several addresses. Claims about a copy don't count: the original's file still exists, or its
         database has another key.
         """
-        own = _read(self.path)
-        claims = [] if own is None else list(own[0])
+        claims, _, _ = _read(self.path)
         if not generation or any(claim.mark.generation == generation for claim in claims):
             return claims
         for path in sorted(self.path.parent.glob("acknowledged-*")):
-            other = None if path == self.path else _read(path)
-            if other is not None and not self._is_copy(other[1], other[2]):
-                claims += [c for c in other[0] if c.mark.generation == generation and c not in claims]
+            others, place, key = _read(path)
+            if others and path != self.path and not self._is_copy(place, key):
+                claims += [c for c in others if c.mark.generation == generation and c not in claims]
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
@@ -234,11 +226,10 @@ class Memory:
     def claim(self, claims: Iterable[Claim]) -> None:
         """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
         with self._lock:
-            content = _read(self.path)
-            own = [] if content is None else content[0]
-            every = dict.fromkeys([*self._others, *own[1:], *claims])
-            self._others = [claim for claim in every if claim not in own[:1]]
-            self._write([*own[:1], *self._others])
+            stored, _, _ = _read(self.path)
+            candidates = dict.fromkeys([*self._others, *stored[1:], *claims])
+            self._others = [claim for claim in candidates if claim not in stored[:1]]
+            self._write([*stored[:1], *self._others])
 
     def settle(self, mark: Mark) -> None:
         """Keep this mark and forget all others."""
@@ -262,9 +253,6 @@ class Memory:
             self.trouble = f"{self.path}: {e.strerror}"
 
 
-_Content = tuple[list[Claim], str, list[Any]]
-
-
 def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
     data = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
     if len(data) > SIZE - 10:
@@ -272,8 +260,8 @@ def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
     return (b"%08x %b" % (zlib.crc32(data), data)).ljust(SIZE - 1) + b"\n"
 
 
-def _read(path: Path) -> _Content | None:
-    """Return the claims in a memory file, the place of the log, and its key; None if no complete file is there."""
+def _read(path: Path) -> tuple[list[Claim], str, list[Any]]:
+    """Return the claims in a memory file, the place of the log, and its key; no claims if no complete file is there."""
     for _ in range(TRIES):
         try:
             with path.open("rb") as file:
@@ -282,7 +270,7 @@ def _read(path: Path) -> _Content | None:
                 data = orjson.loads(text)
                 return list(claims_of(data["known"])), str(data["log"]), list(data.get("key", ()))
         except OSError:
-            return None
+            break
         except (ValueError, KeyError, TypeError):
             pass
-    return None
+    return [], "", []

@@ -30,8 +30,6 @@ MOST = 100
 """Maximum number of reported problems; more are counted."""
 
 PAGE = 1000
-ROUNDS = 5
-"""Maximum number of passes before the last one, so that the last transaction has little to read."""
 
 _COLUMNS = tuple(column.name for column in schema.events.columns)
 _TYPES = (int, str, int, str, int, bytes, bytes, float, str, int, bytes)
@@ -110,14 +108,10 @@ def verify(
             watcher.settle(connection, last, chain.whole and chain.position == end)
 
     try:
-        for _ in range(ROUNDS):
-            head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
-            end = head[0] if head is not None and isinstance(head[0], int) else 0
-            begin = chain.position
-            while rows := database.read(lambda c, u=end: page(c, u)):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                take(rows, end)
-            if chain.position - begin < PAGE:
-                break
+        head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
+        end = head[0] if head is not None and isinstance(head[0], int) else 0
+        while rows := database.read(lambda c: page(c, end)):
+            take(rows, end)
         database.read(finish, patience=0.0)
     except (LogCorrupt, NotALog) as e:
         problems.add(f"after position {chain.position}: {e.message}")
@@ -128,7 +122,7 @@ def verify(
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Have the driver show bad bytes in SQLite text that is no UTF-8 (as \\xe9) instead of raising an error."""
+    """Read SQLite text that is not UTF-8 with its bad bytes escaped, as in `\\xe9`. The driver would raise an error."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
@@ -162,6 +156,7 @@ def check_pages(connection: Connection) -> list[str]:
 
 
 class _Chain:
+    """Check of each event against the one before it."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -184,14 +179,13 @@ class _Chain:
                 self.hash = stored if isinstance(stored, bytes) else b""
             return None
         missing = position - self.position - 1
+        self.whole &= missing == 0
         if missing < 0:
             add(f"{at}: it comes after position {self.position}")
-            self.whole = False
             return None
         if missing:
             first = self.position + 1
             add(f"position {first}: missing" if missing == 1 else f"positions {first} to {position - 1}: missing")
-            self.whole = False
         expected = self.versions.get(stream, 0) + 1
         if version != expected:
             add(f"{at}: stream {stream} has version {version} instead of {expected}")

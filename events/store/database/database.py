@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogError, LogUnavailable
 from trinity_es.events.private_files import create_private, holder, open_private
 from trinity_es.events.store.database.error_messages import ErrorMessages
-from trinity_es.events.store.database.file_identity import BesideGone, Place
+from trinity_es.events.store.database.file_identity import Place, SidecarGone
 from trinity_es.events.store.database.postgres import postgres_engine
 from trinity_es.events.store.database.retry import classify
 from trinity_es.events.store.database.urls import masked, parse_url, place_of, secrets_in
@@ -42,10 +43,9 @@ Tell = Callable[[Exception], None]
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Bytes (roughly) that a writer adds to SQLite's write-ahead log before it moves them into the database file."""
 MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
-"""Size from which a write-ahead log is truncated. It grows beyond that while a reader keeps SQLite from restarting it.
-"""
-CUT_SECONDS = 1.0
-"""Interval between two attempts to truncate it, which fail while such a reader is active."""
+"""Size from which a write-ahead log is truncated. A log grows beyond it while a reader keeps SQLite from restarting."""
+TRUNCATION_SECONDS = 1.0
+"""Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
 
 
@@ -71,9 +71,8 @@ class Database:
         self._thread_lock = threading.RLock()
         self._lock_file = -1
         self._unflushed = 0  # bytes written since the last checkpoint, roughly
-        self._next_cut = 0.0  # of the write-ahead log, in monotonic seconds
-        self.engine = (
-            self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only))
+        self._next_truncation = 0.0  # of the write-ahead log, in monotonic seconds
+        self.engine = self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only)
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
@@ -121,9 +120,7 @@ class Database:
                 self._lock_file = -1
 
     # --- transactions -----------------------------------------------------------------------------------------------
-    def read(
-        self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None
-    ) -> T:
+    def read(self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None) -> T:
         """Run `work` in one reading transaction. Retries passing trouble, reported to `tell`. Raises LogUnavailable."""
         self._check_process()
 
@@ -150,31 +147,31 @@ class Database:
             with self._thread_lock, self._file_lock() if self.path else contextlib.nullcontext():
                 try:
                     result = self._write(work)
-                except BesideGone as e:
-                    self._save_beside(e)
+                except SidecarGone as e:
+                    self._save_sidecars(e)
                     result = self._write(work)
                 if self._place is not None:
                     self._unflushed += size
-                    long = self._place.wal_bytes > MOST_WAL_BYTES and time.monotonic() >= self._next_cut
-                    if long or self._unflushed >= CHECKPOINT_BYTES:
-                        self._checkpoint(cut=long)
+                    is_long = self._place.wal_bytes > MOST_WAL_BYTES and time.monotonic() >= self._next_truncation
+                    if is_long or self._unflushed >= CHECKPOINT_BYTES:
+                        self._checkpoint(truncate=is_long)
                 return result
 
         return self._patiently(attempt, self.patience if patience is None else patience, size, tell)
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
+        place = self._place
         with connection:
             with connection.begin():
-                self._require_place()
+                if place is not None:
+                    place.require()
                 result = work(connection)
-                self._require_place()
-            self._require_place()  # if the file lost its name during the commit, the commit must not be acknowledged
+                if place is not None:
+                    place.require()
+            if place is not None:  # if the file lost its name during the commit, the commit must not be acknowledged
+                place.require()
         return result
-
-    def _require_place(self) -> None:
-        if self._place is not None:
-            self._place.require()
 
     def require_place(self) -> None:
         """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
@@ -185,34 +182,33 @@ class Database:
             return
         try:
             self._place.require()
-        except BesideGone as gone:
-            cause = gone
+        except SidecarGone as e:
             with self._thread_lock, self._file_lock():
-                self._patiently(lambda: self._save_beside(cause), 0.0)
+                self._patiently(partial(self._save_sidecars, e), 0.0)
 
     @property
-    def named(self) -> tuple[int, int] | None:
+    def file(self) -> tuple[int, int] | None:
         """Device and inode of the SQLite file that is open here; None on PostgreSQL."""
-        return self._place.named if self._place is not None else None
+        return self._place.file if self._place is not None else None
 
     def is_replaced(self) -> bool:
         """Return True if another SQLite file now has the name of the opened one."""
         return self._place is not None and self._place.is_replaced()
 
-    def _save_beside(self, cause: BesideGone) -> None:
+    def _save_sidecars(self, cause: SidecarGone) -> None:
         """Move the content of a write-ahead log that lost its name into the file, and reopen all. The lock is held.
 
-        Raises LogReplaced while another process reads it, or if one wrote into a new log under the old name.
+        Raises LogReplaced while another process reads that log, or if a process wrote into a new one under its name.
         """
         place = self._place
         assert place is not None
-        if not place.beside_is_empty():
+        if not place.new_wal_is_empty():
             raise place.gone_error(cause)
         with self.engine.connect().execution_options(es_begin="") as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise place.gone_error(cause)
-        place.forget_beside()
+        place.forget_sidecars()
         self.engine.dispose()
         log = logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers
         log.warning("%s while the log was in use; its content was moved into the log", cause)
@@ -225,11 +221,11 @@ class Database:
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
         making = path.with_name(f"{path.name}.making")
-        beside = [making, *(Path(f"{making}{more}") for more in ("-wal", "-shm", "-journal", ".lock"))]
+        temporary = [Path(f"{making}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
         with self._thread_lock, self._file_lock():
             if path.exists():
                 return False
-            for name in beside:
+            for name in temporary:
                 name.unlink(missing_ok=True)  # left by a process that died
             new = Database(str(making), durability=self.durability, patience=self.patience)
             try:
@@ -242,7 +238,7 @@ class Database:
                 raise LogUnavailable(f"{path} can't be made: {e.strerror}; this user needs to write there") from e
             finally:
                 new.close()
-                for name in beside:
+                for name in temporary:
                     name.unlink(missing_ok=True)
             sync(path.parent)
         return True
@@ -265,22 +261,22 @@ class Database:
                 with contextlib.suppress(OSError):
                     size = os.stat(f"{self.path}-wal").st_size
                     if size > CHECKPOINT_BYTES:
-                        self._checkpoint(cut=size > MOST_WAL_BYTES)
+                        self._checkpoint(truncate=size > MOST_WAL_BYTES)
 
         self._patiently(attempt, min(5.0, self.patience))
 
-    def _checkpoint(self, *, cut: bool) -> None:
-        """Move SQLite's write-ahead log into the database file; with `cut` also empty it, if no reader needs it.
+    def _checkpoint(self, *, truncate: bool) -> None:
+        """Move SQLite's write-ahead log into the database file; with `truncate` also empty it, if no reader needs it.
 
-        The write lock is held. Never waits for readers.
+        The caller holds the write lock. Never waits for readers.
         """
-        self._unflushed, self._next_cut = 0, time.monotonic() + CUT_SECONDS
+        self._unflushed, self._next_truncation = 0, time.monotonic() + TRUNCATION_SECONDS
         # The append before it is committed, so an error here is no failure of it. The next append reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
             self.engine.connect().execution_options(es_begin="") as connection,
         ):
-            if cut:
+            if truncate:
                 connection.exec_driver_sql("PRAGMA busy_timeout=0")
                 try:
                     connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -321,27 +317,25 @@ class Database:
     def _wait_for_lock(self) -> None:
         """Wait for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and releases the lock if it is
-        late.
+        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and gives the lock back if this
+        call has ended by then.
         """
-        fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
-        arrived = threading.Event()
+        fd, gate, locked, late = self._lock_file, threading.Lock(), threading.Event(), threading.Event()
 
-        def queue() -> None:
+        def wait_in_line() -> None:
             fcntl.flock(fd, fcntl.LOCK_EX)
             with gate:
-                if state["late"]:
+                if late.is_set():
                     os.close(fd)  # ends the lock as well
-                    return
-                state["done"] = True
-            arrived.set()
+                else:
+                    locked.set()
 
-        threading.Thread(target=queue, daemon=True, name="es-write-lock").start()
-        arrived.wait(self.patience)
+        threading.Thread(target=wait_in_line, daemon=True, name="es-write-lock").start()
+        locked.wait(self.patience)
         with gate:
-            if state["done"]:
+            if locked.is_set():
                 return
-            state["late"] = True
+            late.set()
             self._lock_file = -1  # the file belongs to that thread now
             lock_holder = holder(fd)
         raise LogUnavailable(
@@ -350,9 +344,8 @@ class Database:
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
-    def _patiently(
-        self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None
-    ) -> T:
+    def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
+        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds. Raises LogError."""
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:
@@ -369,6 +362,3 @@ class Database:
                 raise LogUnavailable(f"{self.shown}: {self._errors.scrubbed(e)}", passing=True) from e
             time.sleep(pause * random.uniform(0.5, 1.0))  # random, so that writers that collided do not collide again
             pause = min(pause * 2, 1.0)
-
-    def __repr__(self) -> str:
-        return f"<Database {self.shown}>"

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["NO_FILE", "is_disk_full", "is_out_of_files", "refusal", "room"]
+__all__ = ["NO_FILE", "is_out_of_files", "refusal", "room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.EMFILE, errno.ENFILE)
@@ -23,13 +23,9 @@ def is_out_of_files() -> bool:
     return False
 
 
-def is_disk_full(e: OSError) -> bool:
-    return e.errno in _FULL
-
-
 def refusal(path: Path, needed: int, e: OSError) -> str:
     """Return why a file of about `needed` bytes could not be written, and the way out."""
-    if is_disk_full(e):
+    if e.errno in _FULL:
         return room(path, needed)
     if e.errno == errno.EROFS:
         return f"the disk of {path} is mounted read-only: mount it for writing, and the run continues by itself"

@@ -39,14 +39,10 @@ class ErrorMessages:
                 f"{self.shown} takes no more connections ({problem}): raise max_connections of its server, or the "
                 "CONNECTION LIMIT of this user or database", passing=True,
             )
-        if kind == "passing" and self.read_only:
-            return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); check that its server "
-                                  "runs, and that this is its address", passing=True)
         if kind == "passing":
-            return LogUnavailable(
-                f"{self.shown} can't be reached or locked now ({problem}); nothing was acknowledged, the same commit "
-                "can be tried again", passing=True,
-            )
+            advice = ("check that its server runs, and that this is its address" if self.read_only else
+                      "nothing was acknowledged, the same commit can be tried again")
+            return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); {advice}", passing=True)
         lost = "" if self.read_only else "; nothing was acknowledged"
         return LogUnavailable(f"{self.shown} can't be used ({problem}){lost}{self._remedy(e, size)}")
 

@@ -18,20 +18,19 @@ from typing import Any
 
 from trinity_es.events.errors import LogCorrupt, LogReplaced
 
-__all__ = ["BesideGone", "Place"]
+__all__ = ["Place", "SidecarGone"]
 
 _CONNECTION: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0, "uri": True}
 """isolation_level None: the driver begins no transaction of its own."""
 
 _PAGES = slice(28, 32)
 """Bytes of a database's header that hold its number of pages."""
-
 FileId = tuple[int, int]
 """Device and inode."""
 
 
-class BesideGone(Exception):
-    """The write-ahead log or its index lost its name, but the file itself did not, so their content can be saved."""
+class SidecarGone(Exception):
+    """A sidecar (the write-ahead log or its index) lost its name. The log kept its own, so the content can be saved."""
 
 
 class Place:
@@ -39,59 +38,56 @@ class Place:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.file: FileId | None = None
+        """Identity of the log's file; None before it was opened."""
         self._reading = False
-        self._file: FileId | None = None
         self._size = 0
         self._real = str(path)
-        self._beside: dict[str, tuple[FileId, int]] = {}
+        self._sidecars: dict[str, tuple[FileId, int]] = {}
+        """Identity and last known size of the write-ahead log and its index, by name."""
 
     def connect(self, *, read_only: bool) -> sqlite3.Connection:
         """Open the file; the first call creates it if it is missing. Raises LogReplaced, sqlite3.Error."""
         try:
             self._reading = read_only
-            if self._file is not None:
+            if self.file is not None:
                 self._note_file()
             if read_only:
                 connection = _connect_to_read(self.path)
             else:  # a file that was deleted meanwhile is not recreated, empty
-                mode = "rwc" if self._file is None else "rw"
+                mode = "rwc" if self.file is None else "rw"
                 connection = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", **_CONNECTION)
             try:
                 self._note_file()
             except BaseException:
                 connection.close()
                 raise
-        except BesideGone as e:
+        except SidecarGone as e:
             raise self.gone_error(e) from None
         return connection
 
     def _note_file(self) -> None:
         """Remember the file that a connection is about to open, or just opened. Raises LogReplaced."""
         status = self._stat()
-        if self._file is None:
-            self._file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
-        elif _file_id(status) != self._file:
+        if self.file is None:
+            self.file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
+        elif _file_id(status) != self.file:
             raise self._replaced_error()
-        for name in self._beside:
+        for name in self._sidecars:
             self._check_sidecar(name)
-
-    @property
-    def named(self) -> FileId | None:
-        """Device and inode of the file; None before it was opened."""
-        return self._file
 
     @property
     def wal_bytes(self) -> int:
         """Size of the write-ahead log at the last check."""
-        return self._beside.get(f"{self._real}-wal", ((0, 0), 0))[1]
+        return self._sidecars.get(f"{self._real}-wal", ((0, 0), 0))[1]
 
     def require(self) -> None:
-        """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, BesideGone.
+        """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, SidecarGone.
 
         Call it in a writing transaction, before its commit and after it. It costs only some calls of `stat`.
         """
         status = self._stat()
-        if _file_id(status) != self._file:
+        if _file_id(status) != self.file:
             raise self._replaced_error()
         if status.st_size < self._size and self._is_cut(status.st_size):
             raise LogCorrupt(
@@ -101,36 +97,36 @@ class Place:
         self._size = status.st_size
         for suffix in ("-wal", "-shm"):
             name = self._real + suffix
-            if name in self._beside:
+            if name in self._sidecars:
                 self._check_sidecar(name)
             else:
                 try:
                     sidecar = os.stat(name)
                 except OSError:
-                    raise BesideGone(f"{name} is gone") from None
-                self._beside[name] = _file_id(sidecar), sidecar.st_size
+                    raise SidecarGone(f"{name} is gone") from None
+                self._sidecars[name] = _file_id(sidecar), sidecar.st_size
 
     def is_replaced(self) -> bool:
         """Return True if the path now leads to another file; False also if it leads to none."""
         try:
-            return self._file is not None and _file_id(os.stat(self.path)) != self._file
+            return self.file is not None and _file_id(os.stat(self.path)) != self.file
         except OSError:
             return False
 
-    def forget_beside(self) -> None:
-        """Accept any files beside the log from now on, since every connection was closed."""
-        self._beside.clear()
+    def forget_sidecars(self) -> None:
+        """Accept any sidecars from now on, since every connection was closed."""
+        self._sidecars.clear()
 
-    def beside_is_empty(self) -> bool:
+    def new_wal_is_empty(self) -> bool:
         """Return True if no process wrote into a write-ahead log that replaced ours."""
         try:
             status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
             return True
-        own = self._beside.get(f"{self._real}-wal")
+        own = self._sidecars.get(f"{self._real}-wal")
         return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
 
-    def gone_error(self, cause: BesideGone) -> LogReplaced:
+    def gone_error(self, cause: SidecarGone) -> LogReplaced:
         """Return the error to raise while the content of a write-ahead log that lost its name is not saved yet."""
         return LogReplaced(
             f"{cause} while the log was in use; nothing was acknowledged. This process still has its content, and "
@@ -139,47 +135,40 @@ class Place:
         )
 
     def _check_sidecar(self, name: str) -> None:
-        file, size = self._beside[name]
+        file, size = self._sidecars[name]
         try:
             status = os.stat(name)
         except OSError:
-            raise BesideGone(f"{name} was renamed or deleted") from None
+            raise SidecarGone(f"{name} was renamed or deleted") from None
         if _file_id(status) != file:
-            raise BesideGone(f"{name} was replaced by another file")
+            raise SidecarGone(f"{name} was replaced by another file")
         if status.st_size < size and name.endswith("-wal") and self._is_wal_cut(status.st_size):
             raise LogCorrupt(
                 f"{name} was cut from {size} to {status.st_size} bytes while it was in use: events that were "
                 "acknowledged are gone; stop all writers and restore the last good copy"
             )
-        self._beside[name] = file, status.st_size
+        self._sidecars[name] = file, status.st_size
 
     def _stat(self) -> os.stat_result:
         try:
             return os.stat(self.path)
         except OSError as e:
+            problem = f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while "
             if self._reading:
-                raise LogReplaced(
-                    f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while it was read; "
-                    "put that file back under this name, and reading goes on", path=str(self.path), missing=True
-                ) from None
-            raise LogReplaced(
-                f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while the log was in "
-                "use. Nothing was acknowledged since: put that file back under this name to continue, or end the "
-                "system with `trinity-es down` and restore a copy", path=str(self.path), missing=True
-            ) from None
+                problem += "it was read; put that file back under this name, and reading goes on"
+            else:
+                problem += ("the log was in use. Nothing was acknowledged since: put that file back under this name to "
+                            "continue, or end the system with `trinity-es down` and restore a copy")
+            raise LogReplaced(problem, path=str(self.path), missing=True) from None
 
     def _replaced_error(self) -> LogReplaced:
-        if self._reading:
-            return LogReplaced(
-                f"{self.path} is another file than the one that was read until now: it was renamed over, replaced, or "
-                "a link was switched; open it again to read what is there, from its start", path=str(self.path),
-                missing=False,
-            )
+        used = "was read until now" if self._reading else "is in use"
+        advice = "; open it again to read what is there, from its start" if self._reading else (
+            ". Nothing was acknowledged since: put the earlier file back under this name to continue, or end the "
+            "system with `trinity-es down` and start it on the file that is there now")
         return LogReplaced(
-            f"{self.path} is another file than the one that is in use: it was renamed over, replaced, or a link was "
-            "switched. Nothing was acknowledged since: put the earlier file back under this name to continue, or "
-            "end the system with `trinity-es down` and start it on the file that is there now",
-            path=str(self.path), missing=False,
+            f"{self.path} is another file than the one that {used}: it was renamed over, replaced, or a link was "
+            f"switched{advice}", path=str(self.path), missing=False,
         )
 
     def _is_cut(self, size: int) -> bool:
@@ -216,20 +205,15 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError as e:
         connection.close()
-        if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or _has_content(f"{path}-wal"):
+        wal = Path(f"{path}-wal")
+        has_content = wal.exists() and wal.stat().st_size > 0
+        if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or has_content:
             raise
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", **_CONNECTION)
     except sqlite3.Error:
         connection.close()
         raise
     return connection
-
-
-def _has_content(path: str) -> bool:
-    try:
-        return os.stat(path).st_size > 0
-    except OSError:
-        return False
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:

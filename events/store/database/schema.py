@@ -9,143 +9,112 @@ import hashlib
 import struct
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    CheckConstraint,
-    Column,
-    Connection,
-    Double,
-    Identity,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    SmallInteger,
-    Table,
-    Text,
-    UniqueConstraint,
-    func,
-    literal_column,
-    select,
-    text,
-)
+import sqlalchemy as sa
 from sqlalchemy.event import listens_for
 
 __all__ = [
     "BULK", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash",
-    "checkpoints", "create_journal_table", "create_payload_table", "create_triggers", "drop_triggers", "events",
-    "heads", "journals", "leases", "payloads", "streams", "tables",
+    "checkpoints", "create_table", "create_triggers", "drop_triggers", "events", "heads", "journals", "leases",
+    "payloads", "streams", "tables",
 ]
 
 SCHEMA_REV = 1
 """Revision of these tables. A log with a higher one is refused."""
 
-tables = MetaData()
-_payload_tables = MetaData()
-_journal_tables = MetaData()
+tables = sa.MetaData()
+"""Tables that every log has. `payloads` and `journals` are made when they are needed."""
 
 # On SQLite a plain INTEGER PRIMARY KEY is the row's own key: no second index.
-_Position = BigInteger().with_variant(Integer(), "sqlite")
+_Position = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-heads = Table(
-    "es_log_head",
-    tables,
-    Column("id", SmallInteger, primary_key=True, autoincrement=False),
-    Column("last_position", BigInteger, nullable=False),
-    Column("last_hash", LargeBinary, nullable=False),
-    Column("recorded_at", Double, nullable=False),  # of the last event: time never goes back in the log
-    Column("generation", Text, nullable=False),  # changes when a log is restored, so that readers notice
-    Column("schema_rev", Integer, nullable=False),
-    CheckConstraint("id = 0"),
+heads = sa.Table(
+    "es_log_head", tables,
+    sa.Column("id", sa.SmallInteger, primary_key=True, autoincrement=False),
+    sa.Column("last_position", sa.BigInteger, nullable=False),
+    sa.Column("last_hash", sa.LargeBinary, nullable=False),
+    sa.Column("recorded_at", sa.Double, nullable=False),  # of the last event: time never goes back in the log
+    sa.Column("generation", sa.Text, nullable=False),  # changes when a log is restored, so that readers notice
+    sa.Column("schema_rev", sa.Integer, nullable=False),
+    sa.CheckConstraint("id = 0"),
 )
 
-events = Table(
-    "es_event",
-    tables,
-    Column("position", _Position, primary_key=True, autoincrement=False),
-    Column("stream", Text, nullable=False),
-    Column("version", BigInteger, nullable=False),
-    Column("type", Text, nullable=False),
-    Column("schema_version", SmallInteger, nullable=False),
-    Column("data", LargeBinary, nullable=False),
-    Column("metadata", LargeBinary, nullable=False),
-    Column("recorded_at", Double, nullable=False),  # unix seconds
-    Column("commit_id", Text, nullable=False),
-    Column("commit_index", Integer, nullable=False),
-    Column("hash", LargeBinary, nullable=False),
-    UniqueConstraint("stream", "version"),
-    CheckConstraint("position >= 1"),
-    CheckConstraint("version >= 1"),
+events = sa.Table(
+    "es_event", tables,
+    sa.Column("position", _Position, primary_key=True, autoincrement=False),
+    sa.Column("stream", sa.Text, nullable=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("type", sa.Text, nullable=False),
+    sa.Column("schema_version", sa.SmallInteger, nullable=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+    sa.Column("metadata", sa.LargeBinary, nullable=False),
+    sa.Column("recorded_at", sa.Double, nullable=False),  # unix seconds
+    sa.Column("commit_id", sa.Text, nullable=False),
+    sa.Column("commit_index", sa.Integer, nullable=False),
+    sa.Column("hash", sa.LargeBinary, nullable=False),
+    sa.UniqueConstraint("stream", "version"),
+    sa.CheckConstraint("position >= 1"),
+    sa.CheckConstraint("version >= 1"),
 )
-POSITION_IN_STREAM = events.c.position + literal_column("0")
+POSITION_IN_STREAM = events.c.position + sa.literal_column("0")
 """Position, in a form that lets only the stream's index serve queries of one stream between positions. With the bare
 column PostgreSQL may also read the index of all positions, which grows with the log."""
 
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
 """Frequent event types, by name: nine of ten events of a run with batches of some size."""
 
-IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
+IS_RARE = sa.text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
 """Condition in the index and in each query, as a literal: otherwise a database does not see that the query fits a
 partial index."""
 
-# Indexes as text for both dialects: a partial Index on PostgreSQL would import all of its dialect, even for a SQLite
-# file.
-_CREATE_COMMIT_INDEX = text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0")
-"""One entry per commit instead of per event: a commit's events lie next to each other."""
-_CREATE_RARE_INDEX = text(f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {IS_RARE}")
-"""Bulk events are left out, so appending them costs nothing here, and the index stays small."""
-
 
 @listens_for(events, "after_create")
-def _create_indexes(_table: Table, connection: Connection, **_options: Any) -> None:
-    connection.execute(_CREATE_COMMIT_INDEX)
-    connection.execute(_CREATE_RARE_INDEX)
+def _create_indexes(_table: sa.Table, connection: sa.Connection, **_options: Any) -> None:
+    # As text for both dialects: a partial Index on PostgreSQL would import all of its dialect, even for a SQLite file.
+    # One entry per commit instead of per event: a commit's events lie next to each other.
+    connection.execute(sa.text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0"))
+    # Bulk events are left out, so appending them costs nothing here, and the index stays small.
+    connection.execute(sa.text(f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {IS_RARE}"))
 
 
-streams = Table(
-    "es_stream",
-    tables,
-    Column("stream", Text, primary_key=True),
-    Column("version", BigInteger, nullable=False),
+streams = sa.Table(
+    "es_stream", tables,
+    sa.Column("stream", sa.Text, primary_key=True),
+    sa.Column("version", sa.BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )
 
-leases = Table(
-    "es_lease",
-    tables,
-    Column("name", Text, primary_key=True),
-    Column("epoch", BigInteger, nullable=False),
-    Column("owner", LargeBinary, nullable=False),  # JSON
+leases = sa.Table(
+    "es_lease", tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("owner", sa.LargeBinary, nullable=False),  # JSON
 )
 
-checkpoints = Table(
-    "es_checkpoint",
-    tables,
-    Column("name", Text, primary_key=True),
-    Column("version", Integer, nullable=False),  # of the read model
-    Column("position", BigInteger, nullable=False),
-    Column("hash", LargeBinary, nullable=False),  # of the event at that position
-    Column("generation", Text, nullable=False),
+checkpoints = sa.Table(
+    "es_checkpoint", tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("version", sa.Integer, nullable=False),  # of the read model
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("hash", sa.LargeBinary, nullable=False),  # of the event at that position
+    sa.Column("generation", sa.Text, nullable=False),
 )
 
-payloads = Table(
-    "es_payload",
-    _payload_tables,
-    Column("digest", Text, primary_key=True),
-    Column("data", LargeBinary, nullable=False),
+payloads = sa.Table(
+    "es_payload", sa.MetaData(),
+    sa.Column("digest", sa.Text, primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
 )
 
-journals = Table(
-    "es_journal",
-    _journal_tables,
-    Column("number", BigInteger, Identity(), primary_key=True),
-    Column("runner", Text, nullable=False),
-    Column("incarnation", Integer, nullable=False),
-    Column("segment", Integer, nullable=False),
-    Column("data", LargeBinary, nullable=False),
-    Index("es_journal_life", "runner", "incarnation"),
+journals = sa.Table(
+    "es_journal", sa.MetaData(),
+    sa.Column("number", sa.BigInteger, sa.Identity(), primary_key=True),
+    sa.Column("runner", sa.Text, nullable=False),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("segment", sa.Integer, nullable=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+    sa.Index("es_journal_life", "runner", "incarnation"),
 )
-"""Journals of runners (`journals.py`), in PostgreSQL alone."""
+"""Journals of runners (`journal_store.py`), in PostgreSQL alone."""
 
 GENESIS = bytes(32)
 """Hash before the first event."""
@@ -194,25 +163,22 @@ _TRIGGERS = {
 }
 
 
-def create_triggers(connection: Connection) -> None:
+def create_triggers(connection: sa.Connection) -> None:
     """Make the database refuse UPDATE, DELETE, TRUNCATE and REPLACE of events."""
     for statement in _TRIGGERS[connection.dialect.name]:
-        connection.execute(text(statement))
+        connection.execute(sa.text(statement))
 
 
-def drop_triggers(connection: Connection) -> None:
+def drop_triggers(connection: sa.Connection) -> None:
     """Remove the triggers: for an operator's repair, and for tests that change events."""
     if connection.dialect.name == "sqlite":
         for name in ("es_event_no_update", "es_event_no_delete", "es_event_no_replace"):
-            connection.execute(text(f"DROP TRIGGER IF EXISTS {name}"))
+            connection.execute(sa.text(f"DROP TRIGGER IF EXISTS {name}"))
     else:
-        connection.execute(text("DROP TRIGGER IF EXISTS es_event_no_change ON es_event"))
+        connection.execute(sa.text("DROP TRIGGER IF EXISTS es_event_no_change ON es_event"))
 
 
-def create_payload_table(connection: Connection) -> None:
-    _payload_tables.create_all(connection)
-
-
-def create_journal_table(connection: Connection) -> None:
-    connection.execute(select(func.pg_advisory_xact_lock(0x7472696A)))  # IF NOT EXISTS alone collides
-    _journal_tables.create_all(connection)
+def create_table(connection: sa.Connection, table: sa.Table) -> None:
+    """Create `payloads` or `journals` in PostgreSQL if it is missing."""
+    connection.execute(sa.select(sa.func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
+    table.create(connection, checkfirst=True)

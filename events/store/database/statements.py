@@ -16,15 +16,14 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.prepared import Prepared
 
 __all__ = [
-    "CHECKPOINT", "COMMIT_AND_EPOCH", "INSERT", "LAST", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE",
-    "STREAM_PAGE", "UPSERT", "LockedHead", "lock_head", "page_of", "versions",
+    "COMMIT_AND_EPOCH", "INSERT", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "UPSERT", "LockedHead",
+    "lock_head", "page_of", "versions",
 ]
 
 PAGE = 1000
 """Maximum number of events in one fetch."""
 
 _E = schema.events.c
-_K = schema.checkpoints.c
 
 INSERT = Prepared(insert(schema.events))
 # As text for both dialects: their own `insert` would import all of PostgreSQL's dialect for a SQLite file.
@@ -67,16 +66,8 @@ def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
 LAST = 2**62
 """A position beyond any event's."""
 NEXT_PAGE, STREAM_PAGE = page_of(False), page_of(True)
-_VERSION = {
-    "sqlite": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream")),
-    "postgresql": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = ANY(:streams)")),
-}
-CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))
-MOVE_CHECKPOINT = Prepared(
-    update(schema.checkpoints)
-    .where(_K.name == bindparam("n"), _K.version == bindparam("v"), _K.position == bindparam("before"))
-    .values(position=bindparam("p"), hash=bindparam("h"), generation=bindparam("g"))
-)
+_VERSION = Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream"))
+_VERSIONS = Prepared(text("SELECT stream, version FROM es_stream WHERE stream = ANY(:streams)"))
 
 
 class LockedHead(NamedTuple):
@@ -108,6 +99,5 @@ def lock_head(connection: Connection, db: Database) -> LockedHead:
 
 def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
     if connection.dialect.name == "sqlite":  # without a server, several statements cost less than a list of names
-        one = _VERSION["sqlite"]
-        return dict(row for stream in streams for row in one.rows(connection, {"stream": stream}))
-    return dict(_VERSION["postgresql"].rows(connection, {"streams": list(streams)}))
+        return dict(row for stream in streams for row in _VERSION.rows(connection, {"stream": stream}))
+    return dict(_VERSIONS.rows(connection, {"streams": list(streams)}))

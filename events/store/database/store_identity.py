@@ -51,8 +51,8 @@ class StoreIdentity:
 
 def identity_of(db: Database, connection: Connection) -> StoreIdentity:
     place = f"{socket.gethostname()} {db.place}"
-    if db.named is not None:
-        return StoreIdentity(place, db.named)
+    if db.file is not None:
+        return StoreIdentity(place, db.file)
     system = None
     if connection.execute(text("SELECT has_function_privilege('pg_control_system()', 'EXECUTE')")).scalar():
         system = connection.execute(text("SELECT system_identifier::text FROM pg_control_system()")).scalar()

@@ -32,9 +32,10 @@ Fields = dict[str, Any]
 def read_experiences(
     payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None
 ) -> list[Experience]:
-    """Return the experiences of these refs, in order; each payload is read and decoded once.
+    """Return the experiences of these refs, in order. Reads and decodes each payload once.
 
-    `kept` gets the bytes of each referenced payload. Raises PayloadNotFound, CorruptPayload.
+    The dict `kept`, if given, gets the bytes of each referenced payload, by digest. Raises PayloadNotFound,
+    CorruptPayload.
     """
     wanted: dict[str, dict[int, None]] = {}
     for ref in refs:
@@ -61,7 +62,7 @@ class ExperienceReader:
         if self._last is None or self._last[0] != digest:
             self._last = digest, _open(digest, self._payloads.read(digest))
         payload = self._last[1]
-        if count >= len(payload.items):  # this hands out the payload's arrays themselves, which works once
+        if count >= len(payload.items):  # the caller gets the payload's own arrays, which works once
             self._last = None
         return _decode(self._payloads, digest, payload, range(first, first + count))
 
@@ -87,19 +88,14 @@ def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequ
         needed = {payload.sources[source]: places for source, places in bases_of(payload, numbers).items()}
     bases: dict[int, Fields] = {}
     for source, places in needed.items():
-        fields = _fields_of_source(payloads, source, list(places), digest)
-        bases.update(zip(places.values(), fields, strict=True))
+        try:
+            source_payload = _open(source, payloads.read(source))
+        except PayloadNotFound as e:
+            raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", digest=source) from e
+        with _name_payload(source):
+            bases.update(zip(places.values(), fields_in(source_payload, list(places), {}), strict=True))
     with _name_payload(digest):
         return Experience.of_fields(fields_in(payload, numbers, bases))
-
-
-def _fields_of_source(payloads: PayloadStore, digest: str, numbers: Sequence[int], referring: str) -> list[Fields]:
-    try:
-        data = payloads.read(digest)
-    except PayloadNotFound as e:
-        raise PayloadNotFound(f"{e.message}, to which payload {referring} refers", digest=digest) from e
-    with _name_payload(digest):
-        return fields_in(Payload(data, checked=True), numbers, {})
 
 
 @contextmanager
@@ -122,12 +118,9 @@ def write_delivered(
 
     The new payloads refer to raw ones for unchanged fields, so those must be kept as long. With {} they are complete.
     """
-    originals, refs = _Originals(raw, experiences), []
-    for first in range(0, len(experiences), PER_PAYLOAD):
-        chunk = experiences[first : first + PER_PAYLOAD]
-        data = originals.encode(chunk)
-        refs.append(PayloadRef(digest=payloads.put(data), first=0, count=len(chunk)))
-    return refs
+    originals = _Originals(raw, experiences)
+    chunks = (experiences[first : first + PER_PAYLOAD] for first in range(0, len(experiences), PER_PAYLOAD))
+    return [PayloadRef(digest=payloads.put(originals.encode(c)), first=0, count=len(c)) for c in chunks]
 
 
 class _Originals:

@@ -49,24 +49,35 @@ class PayloadStore(Protocol):
 
     def read(self, digest: str) -> bytearray:
         """Return the same as `get`, in writable memory of its own."""
+        return bytearray(self.get(digest))
 
     def exists(self, digest: str) -> bool:
         """Return True if a payload has this digest; only `get` checks its bytes."""
 
     def size(self, digest: str) -> int | None:
-        """Return the number of its bytes; None if it is missing."""
+        """Return the number of bytes of a payload; None if the store lacks it."""
 
     def delete(self, digest: str) -> None:
-        """Delete it; nothing happens if it is missing."""
+        """Delete a payload; nothing happens if the store lacks it."""
 
     def digests(self) -> Iterator[str]:
         """Yield every digest in the store, in order."""
 
     def strays(self) -> list[str]:
         """Return entries of the store that are no payloads, left by a put that died or by other software."""
+        return []
 
     def verify(self) -> list[str]:
         """Read everything, and return all problems, each naming its digest; [] if the store is sound."""
+        problems = []
+        for digest in self.digests():
+            try:
+                self.get(digest)
+            except CorruptPayload as e:
+                problems.append(e.message)
+            except PayloadNotFound:
+                pass  # deleted meanwhile
+        return problems
 
     def close(self) -> None:
         """Close connections."""
@@ -95,7 +106,7 @@ def open_payloads(
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
 
-    Lost bytes would cost a generation to make again. Trouble with files does not pass by itself.
+    A lost payload has to be generated again, so the wait is worth it. Trouble with files does not pass by itself.
     """
     if not isinstance(store, _Rows):
         return store
@@ -105,11 +116,11 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
     """Return a store that is opened on first use, which then raises the errors of `opens`."""
-    return cast(PayloadStore, _Later(opens))
+    return cast(PayloadStore, _StoreOnDemand(opens))
 
 
-class _Later:
-    """A store opened on first use: status requests need no store, and must not wait for its database."""
+class _StoreOnDemand:
+    """Store that is opened on first use, because a status request needs no store and must not wait for its database."""
 
     def __init__(self, opens: Callable[[], PayloadStore]) -> None:
         self._opens, self._lock = opens, threading.Lock()
@@ -127,7 +138,7 @@ class _Later:
                 self._store.close()
 
 
-class _Files:
+class _Files(PayloadStore):
     """One file per payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
 
     def __init__(self, root: Path, create: bool, durability: Durability) -> None:
@@ -153,7 +164,7 @@ class _Files:
             if not path.parent.exists():
                 path.parent.mkdir(mode=0o700, exist_ok=True)  # without parents, so that a deleted store stays deleted
                 self._durable.discard(path.parent.name)
-            self._keep(path.parent)
+            self._sync_name(path.parent)
             with whole_file(path, durable=self._power, prefix=".put-") as file:
                 file.write(data)
         except OSError as e:
@@ -163,7 +174,7 @@ class _Files:
             ) from e
         return digest
 
-    def _keep(self, folder: Path) -> None:
+    def _sync_name(self, folder: Path) -> None:
         """Bring a folder's name to the disk, once, since the process that made it may have been killed before."""
         if self._power and folder.name not in self._durable:
             sync(self._root)
@@ -177,7 +188,7 @@ class _Files:
             if self._power:  # its writer may have been killed before the sync, or have had less durability
                 sync(path)
                 sync(path.parent)
-                self._keep(path.parent)
+                self._sync_name(path.parent)
         except OSError:  # missing or unreadable: it is written again
             return False
         return True
@@ -230,11 +241,8 @@ class _Files:
     def _is_payload(path: Path) -> bool:
         return _DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
-    def verify(self) -> list[str]:
-        return _verify(self)
-
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def _path(self, digest: str) -> Path:
         # It becomes a path, so it must be a digest and nothing else.
@@ -242,11 +250,8 @@ class _Files:
             raise _not_found(digest, self._root)
         return self._root / digest[:2] / digest
 
-    def __repr__(self) -> str:
-        return f"<PayloadStore {self._root}>"
 
-
-class _Rows:
+class _Rows(PayloadStore):
     """One row per payload, in the database of the log."""
 
     def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
@@ -259,7 +264,7 @@ class _Rows:
                 return
             if not create:
                 raise LogNotFound(f"no payload store at {self.database.shown}; check store.url")
-            self._write(self._make)
+            self._write(lambda c: schema.create_table(c, schema.payloads))
         except BaseException:
             self.database.close()
             raise
@@ -273,11 +278,6 @@ class _Rows:
 
     def _write(self, work: Callable[[Connection], object]) -> None:
         self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._new_reporter())
-
-    @staticmethod
-    def _make(connection: Connection) -> None:
-        connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
-        schema.create_payload_table(connection)
 
     def put(self, data: bytes) -> str:
         from sqlalchemy.dialects.postgresql import insert  # local: users of a SQLite log need not import it
@@ -296,9 +296,6 @@ class _Rows:
         if data is None:
             raise _not_found(digest, self.database.shown)
         return _require_digest(digest, bytes(data), self.database.shown)
-
-    def read(self, digest: str) -> bytearray:
-        return bytearray(self.get(digest))
 
     def exists(self, digest: str) -> bool:
         query = select(literal(1)).where(schema.payloads.c.digest == digest)
@@ -322,17 +319,8 @@ class _Rows:
                 return
             last = page[-1]
 
-    def strays(self) -> list[str]:
-        return []
-
-    def verify(self) -> list[str]:
-        return _verify(self)
-
     def close(self) -> None:
         self.database.close()
-
-    def __repr__(self) -> str:
-        return f"<PayloadStore {self.database.shown}>"
 
 
 def _not_found(digest: str, place: object) -> PayloadNotFound:
@@ -355,15 +343,3 @@ def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest
         )
     return data
-
-
-def _verify(store: PayloadStore) -> list[str]:
-    problems = []
-    for digest in store.digests():
-        try:
-            store.get(digest)
-        except CorruptPayload as e:
-            problems.append(e.message)
-        except PayloadNotFound:
-            pass  # deleted meanwhile
-    return problems

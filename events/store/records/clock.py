@@ -48,31 +48,28 @@ def steady_clock() -> Callable[[], float]:
 class Clock:
     """A writer's view of the clock that dates its events."""
 
-    _last: tuple[float, float, float] | None = None
-    """Clock at its last append, and the monotonic clock just before and after."""
+    last: tuple[float, float, float] | None = None
+    """Clock at the writer's last append, and the monotonic clock just before and after."""
 
     def seen(self, wall: float, before: float, after: float) -> None:
         """Remember a reading of the clock, taken between two readings of the monotonic one."""
-        self._last = wall, before, after
-
-    def knows(self) -> bool:
-        return self._last is not None
+        self.last = wall, before, after
 
     def step(
         self, wall: float, before: float, after: float, recorded_at: float, *, slack: float = STEP_SECONDS
     ) -> float:
         """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
 
-        `recorded_at`: time of the last event. Without an earlier reading, only a clock behind it reveals a step.
+        `recorded_at`: time of the last event. Without an earlier reading only a clock behind that time reveals a step.
         """
-        off = 0.0
-        if self._last is not None:
-            then, earliest, latest = self._last
-            least, most = before - latest, after - earliest
-            passed = wall - then
-            off = passed - most if passed > most else min(0.0, passed - least)
-            slack += DRIFT * most
-        if abs(off) <= slack:
-            off = wall - recorded_at  # another writer may have recorded while the clock was ahead
-            return off if off < -slack else 0.0
-        return off
+        step = 0.0
+        if self.last is not None:
+            last_wall, last_before, last_after = self.last
+            shortest, longest = before - last_after, after - last_before
+            passed = wall - last_wall
+            step = passed - longest if passed > longest else min(0.0, passed - shortest)
+            slack += DRIFT * longest
+        if abs(step) <= slack:
+            step = wall - recorded_at  # another writer may have recorded while the clock was ahead
+            return step if step < -slack else 0.0
+        return step

@@ -147,9 +147,7 @@ class Draft:
         ]
 
 
-def draft(
-    writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
-) -> Draft:
+def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
     """Return the events of these writes, checked. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
@@ -185,10 +183,8 @@ def _check_name(subject: str, name: str) -> None:
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
 
-@lru_cache(64)
-def _metadata(data: bytes) -> Any:
-    """Decode metadata once for all events of an append, which follow each other."""
-    return orjson.loads(data)
+_metadata = lru_cache(64)(orjson.loads)
+"""Decoder of metadata, which decodes once for all events of an append, since these follow each other."""
 
 
 def from_row(row: Sequence[Any]) -> Recorded:

@@ -248,7 +248,7 @@ class TestReadersOfSqlite:
     ) -> None:
         monkeypatch.setattr("trinity_es.events.store.database.database.CHECKPOINT_BYTES", 200_000)
         monkeypatch.setattr("trinity_es.events.store.database.database.MOST_WAL_BYTES", 800_000, raising=False)
-        monkeypatch.setattr("trinity_es.events.store.database.database.CUT_SECONDS", 0.0, raising=False)
+        monkeypatch.setattr("trinity_es.events.store.database.database.TRUNCATION_SECONDS", 0.0)
         path, wal = tmp_path / "log.db", tmp_path / "log.db-wal"
         with EventLog.open(str(path), create=True, durability="process") as log:
             write(log, "a", 0)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, text, update
 
 from tests.helpers.logs import dropped, trained
-from trinity_es.events.codec import encode
+from trinity_es.events.codec import check
 from trinity_es.events.store.database.schema import body_hash, chain_hash, drop_triggers, events
 from trinity_es.events.store.log import EventLog, Write
 
@@ -45,7 +45,7 @@ def swap(column: str, one: int, other: int) -> list[str]:
 
 def test_one_changed_byte_is_one_problem(log: EventLog) -> None:
     other = trained(7)[0]
-    stored = encode(other).hex()
+    stored = check(other)[0].hex()
     value = f"x'{stored}'" if log.dialect == "sqlite" else f"decode('{stored}', 'hex')"
     problems = tamper(log, f"UPDATE es_event SET data = {value} WHERE position = 7")
     assert problems == [
@@ -58,7 +58,7 @@ def test_an_event_rewritten_together_with_its_hash_breaks_the_chain_at_the_next_
         before, row = connection.execute(
             select(events).where(events.c.position.in_([6, 7])).order_by(events.c.position)
         ).all()
-    forged = {**row._mapping, "data": encode(trained(7)[0])}
+    forged = {**row._mapping, "data": check(trained(7)[0])[0]}
     outside = ("position", "recorded_at", "hash")
     body = body_hash(**{name: value for name, value in forged.items() if name not in outside})
     with log.engine.begin() as connection:

@@ -132,7 +132,7 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
     pieces = critical_path.segments(story)
     assert [p.seconds for p in pieces] == [1.0, 6.0, 1.0, 4.0, 0.5]
     assert pieces[1].fault
-    held = critical_path.held_up(story)
+    held = critical_path.longest_segment(story)
     assert held.what == "task 0 attempt 1 on runner-1 #1 failed, timeout: too slow"
 
 
@@ -156,14 +156,14 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
 
 def test_where_nothing_failed_the_longest_piece_is_named() -> None:
     story = told((0.0, submitted(1)), (9.0, sent(unit(0))), (10.0, finished(0, None)))
-    held = critical_path.held_up(story)
+    held = critical_path.longest_segment(story)
     assert (held.seconds, held.what) == (9.0, "task 0 waited for a runner")
 
 
 def test_a_straggler_is_told_from_what_is_usual() -> None:
     story = told((0.0, submitted(4)), (0.0, sent(*(unit(i) for i in range(4)))),
                  *((1.0, finished(i, None)) for i in range(3)), (8.0, finished(3, None)))
-    held = critical_path.held_up(story)
+    held = critical_path.longest_segment(story)
     assert "task 3 attempt 1 on runner-1 #1 took 8.0 times the usual 1.00 s" in held.what
 
 

@@ -46,7 +46,7 @@ def record(name: str) -> None:
             state = evolve(state, event)
             rows.append({
                 "type": type(event).__name__, "schema_version": type(event).schema_version,
-                "data": orjson.loads(codec.encode(event)),
+                "data": orjson.loads(codec.check(event)[0]),
                 "state": [state.state.value, state.completed_task_count, len(state.pending), len(state.flights)],
             })
         cases.append({"events": rows, "result": final.final_result})

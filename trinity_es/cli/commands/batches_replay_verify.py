@@ -105,7 +105,7 @@ def _since(log: Log, text: str) -> int:
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
     timeline = attempts.tell(log.events(row.batch_id, row.first_position - 1))
-    segment = critical_path.held_up(timeline, log.without_coordinator(row.first_position))
+    segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}
 
 

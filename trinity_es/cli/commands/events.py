@@ -14,7 +14,7 @@ from trinity_es import safe_text
 from trinity_es.cli import common
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.records.rare_event_queries import RARE
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import EVENTS
 from trinity_es.projections.reading.log_reader import Log

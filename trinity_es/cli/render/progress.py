@@ -17,7 +17,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import mean_reward, missing_runs
-from trinity_es.projections.reading.log_polling import look_again
+from trinity_es.projections.reading.log_polling import read_repeatedly
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
@@ -49,7 +49,7 @@ class RunView:
         self._ended = set[str]()
         """Streams of the batches that ended during this view."""
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=look_again, name="progress", daemon=True,
+        self._thread = threading.Thread(target=read_repeatedly, name="progress", daemon=True,
                                         args=(url, self._look, self._stopping, LOOK_SECONDS, lambda error: None))
         self._drawn: RenderableType | None = None
         self._followed, self._next_picture, self._started = Followed(), 0.0, time.time()

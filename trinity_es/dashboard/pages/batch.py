@@ -15,7 +15,7 @@ from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, known_first
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, sort_known_first
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.safe_text import summary
@@ -85,7 +85,7 @@ def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -
         "tokens": lambda t: t.response_tokens, "attempts": lambda t: len(t.attempts),
         "seconds": lambda t: None if t.ended_at is None else t.ended_at - timeline.submitted_at,
     }
-    return known_first(chosen, keys[sort], descending)
+    return sort_known_first(chosen, keys[sort], descending)
 
 
 def window_of(timeline: BatchTimeline, now: float, dead: bool) -> Window:

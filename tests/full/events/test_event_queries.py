@@ -10,7 +10,7 @@ from sqlalchemy import event, text
 from tests.helpers.logs import dropped, trained
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.records.rare_event_queries import RARE
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.vocabulary import EVENTS, BatchPaused, BatchResumed, Event, TasksDispatched, WeightsPublished
 
 Open = Callable[..., EventLog]

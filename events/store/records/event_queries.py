@@ -1,0 +1,79 @@
+"""Queries for events by their type, through an index of rare events, and for positions by time.
+
+Nine of ten events say that units were dispatched or finished, or record a proxy's answers (`schema.BULK`). Queries
+seldom want those, so the index leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, select, union_all
+
+from trinity_es.events.errors import LogCorrupt
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.records.log_values import Recorded
+from trinity_es.events.vocabulary import EVENTS, ClockStepped
+
+__all__ = ["RARE", "clock_note", "position_at", "rare_page", "require_rare"]
+
+RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
+
+_E = schema.events.c
+
+
+def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
+    """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
+    chosen = tuple(dict.fromkeys(RARE if types is None else types))
+    if bulk := set(chosen) & set(schema.BULK):
+        raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")
+    return chosen
+
+
+def rare_page(
+    connection: Connection, types: Sequence[str], *, after: int = 0, before: int | None = None, size: int = 1000,
+    descending: bool = False,
+) -> list[Row[Any]]:
+    """Return at most `size` rows of these rare types with `after` < position < `before`, in order of position."""
+    if not types:
+        return []
+    between = [_E.position > after] + ([] if before is None else [_E.position < before])
+    order = _E.position.desc() if descending else _E.position.asc()
+    # The first rows of each type, then the first of those: no type's entries are read further than the page needs.
+    of_rare = select(_E.position).where(schema.IS_RARE, *between).order_by(order).limit(size)
+    union = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()
+    first = union.c.position.desc() if descending else union.c.position.asc()
+    positions = connection.execute(select(union.c.position).order_by(first).limit(size)).scalars().all()
+    rows = select(schema.events).where(_E.position.in_(positions)).order_by(order)
+    return list(connection.execute(rows).all())
+
+
+def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
+    """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
+
+    `steps` are the log's `ClockStepped`. With them, the last stretch between two steps that had begun by that moment
+    counts. Raises LogCorrupt.
+    """
+    begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
+    end = min((s.position for s in steps if s.position > begin), default=None)
+    head = connection.execute(select(schema.heads.c.last_position)).scalar_one()
+    low, high = begin, head if end is None else end - 1
+    while low < high:  # recorded_at never falls within a stretch, so this needs no index
+        middle = (low + high + 1) // 2
+        at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
+        if at is None:
+            raise LogCorrupt(f"{url}: position {middle} is missing; run verify", position=middle)
+        low, high = (middle, high) if at <= time else (low, middle - 1)
+    return int(low)
+
+
+def clock_note(time: float, steps: Sequence[Recorded]) -> str:
+    """Return a note if the clock was set around this moment, by the log's `ClockStepped`; empty if not."""
+    for step in steps:
+        assert isinstance(step.event, ClockStepped)
+        first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))
+        if first <= time <= last:
+            return (f"the clock of this log was set by {step.event.seconds:+.0f} s at position {step.position}: this "
+                    "moment may have been twice, or not at all; a position is exact")
+    return ""
