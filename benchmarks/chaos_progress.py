@@ -284,7 +284,7 @@ class Figures:
 def measured(*, quick: bool, seed: int) -> Figures:
     """Measure everything with the ScriptedEngine."""
     shares, lengths = (0.1, 0.5, 0.9, 0.99), (300, 600, 1024, 2048, 3072, 4096)
-    long, every, often = [prompt_of(i, 4096, 2.0) for i in range(192)], mixed(2_000, 64, 4096, 0.0005), 1.5
+    long, every, often = [prompt_of(i, 4096, 2.0) for i in range(96)], mixed(2_000, 64, 4096, 0.0005), 1.5
     if quick:
         shares, lengths, every = (0.5, 0.99), (300, 4096), mixed(128, 64, 2048, 0.001)
     with databases() as pool:
@@ -295,7 +295,7 @@ def measured(*, quick: bool, seed: int) -> Figures:
         figures = Figures(made, [], [], agents(pool.new(pool.kinds[-1]), 5 if quick else 100, seed, 4 if quick else 8))
         for way, (interval, after) in ways.items():
             if after and not quick:
-                figures.long.append(under_kills(pool.new("sqlite"), way, long, interval, after, 100, seed))
+                figures.long.append(under_kills(pool.new("sqlite"), way, long, interval, 2 * after, 100, seed))
             figures.mixed.append(under_kills(pool.new("sqlite"), way, every, interval, after, 2, seed))
     told("")
     return figures

@@ -260,7 +260,7 @@ def unsampled(experience: Experience, requests: dict[str, list[Request]]) -> int
     for start in starts:
         end = next((i for i in range(start, size) if not mask[i]), size)
         asked = bytes(tokens[: first + start]).decode()
-        given = {i for r in requests.get(asked, ()) for i in range(r.kept, r.kept + r.count)}
+        given = {i for r in requests.get(asked, ()) for i in range(r.kept, r.kept + r.given)}
         right = zip(*answer_to(asked), strict=True) if given else ()
         sampled = [pair for i, pair in enumerate(right) if i in given]
         got = list(zip(tokens[first + start : first + end], logprobs[start:end], strict=True))

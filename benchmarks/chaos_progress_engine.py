@@ -123,10 +123,10 @@ def task(*prompts: str, **sampling: Any) -> Task:
 
 
 class Request(NamedTuple):
-    """A request that the engine got: how many tokens it went on from, how many it gave, and when it came."""
+    """A request that the engine got: how many tokens it went on from, how many were given, and when it came."""
 
     kept: int
-    count: int
+    given: int
     began: float
 
 
@@ -147,7 +147,7 @@ class Notes:
 
     def generated(self) -> dict[str, int]:
         """Return the number of tokens that were generated for each prompt."""
-        return {prompt: sum(r.count for r in requests) for prompt, requests in self.requests().items()}
+        return {prompt: sum(r.given for r in requests) for prompt, requests in self.requests().items()}
 
     @property
     def _story(self) -> Path:
@@ -225,7 +225,7 @@ def system(url: str, interval: float, retries: int, places: int = 16, **model: A
         notes.folder.mkdir()
         os.environ[NOTES] = str(notes.folder)
         config = scripted(
-            Path(name), store={"url": url}, system={"restarts": 10_000, "restart_pause": 0.1},
+            Path(name), store={"url": url}, system={"restarts": 10_000, "restart_pause": 1e-6},  # doubled by each
             explorer={"max_concurrency": places, "max_retry_times": retries, "progress": {"seconds": interval},
                       "rollout_model": model},
         )

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -37,7 +38,7 @@ from examples.grpo.tiny_model import make_tiny_model
 
 SECONDS = {"with": 1.0, "without": 0.0}
 """`explorer.progress.seconds` of the two systems."""
-TASKS, RUNS, TOKENS = 32, 8, 96
+TASKS, RUNS, TOKENS = 48, 8, 96
 """Of a batch on vLLM."""
 Work = Callable[[Bench], tuple[float, int]]
 """Plays batches on a system, and returns the figure and the number of tokens or tasks."""
@@ -98,7 +99,7 @@ def rate(bench: Bench) -> tuple[float, int]:
     return 256 / bench.one(256), 256
 
 
-def measure(rollout: dict[str, str | int | float] | None, repeats: int) -> list[Row]:
+def measure(rollout: dict[str, Any] | None, repeats: int) -> list[Row]:
     """Measure two systems with these engines, or on the ScriptedEngine."""
     with ExitStack() as systems:
         benches = {
@@ -125,7 +126,7 @@ def main() -> int:
     watch, repeats = Watch(), 2 if options.quick else options.pairs
     with tempfile.TemporaryDirectory(prefix="journal-cost-") as folder:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))
-        vllm = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
+        vllm: dict[str, Any] = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
         rows = [*measure(None, repeats), *measure(vllm, repeats)]
     print(file=sys.stderr)
     return report(f"with the journal, {TASKS} tasks of {RUNS} runs of {TOKENS} tokens on vLLM", rows, watch, [],
