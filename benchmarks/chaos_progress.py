@@ -9,118 +9,46 @@ the trainer gets, and none from the events of the log:
   (`explorer.progress.seconds`) are the bar. An answer that had ended before the kill is not to be asked for again;
 - goodput: the runner is killed at random moments under long answers. Tokens of delivered answers / all generated;
 - bias: the same under answers of mixed lengths with few attempts. The lengths that were delivered are compared with
-  those of an undisturbed run (two-sample Kolmogorov-Smirnov test) and drawn (`--svg`).
+  those of an undisturbed run (two-sample Kolmogorov-Smirnov test) and drawn (`--svg`);
+- agents of 20 turns, and steps (`chaos_progress_agents`);
+- a real vLLM engine: one kill, and distributions under many deaths (`chaos_progress_vllm`; `--no-vllm` leaves it out).
 
-`--vllm` measures instead on a real vLLM engine with a tiny model: the runner is killed when a greedy answer is half
-done. Its tokens must be the undisturbed ones, and its logprobs up to the splice those that the journal had, bit by bit.
-
-`python -m benchmarks.chaos_progress [--quick] [--vllm] [--seed 0] [--svg FILE] [--json FILE]`. Exit code 1 if with the
-journal an answer is lost or wrong, or more than the bar was generated again.
+`python -m benchmarks.chaos_progress [--quick] [--no-vllm] [--seed 0] [--svg FILE] [--json FILE]`. Exit code 1 if with
+the journal an answer is lost or wrong, or more than the bar was generated again.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import os
 import random
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import trinity_es
-from benchmarks.chaos_progress_engine import NOTES, Notes, answer_to, length_of, prompt_of
+from benchmarks.chaos_progress_agents import Agents, agents
+from benchmarks.chaos_progress_engine import System, answer_to, length_of, prompt_of, system, task, told
+from benchmarks.chaos_progress_vllm import OnVLLM, kolmogorov_smirnov, on_vllm
 from benchmarks.compared import Databases, Watch, about, beside_told, databases, options_of, write_json
-from tests.helpers.systems import kill_all, pid_of, scripted
-from trinity_es import Config, Task
-from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.experience import Experience
-from trinity_es.events.journal import kept_runs
-from trinity_es.events.store.journal_store import open_journals
-from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
-from trinity_es.system import lifecycle, running_system
 
 SHORT = 50
 """Tokens of a first answer, which has ended when the kill comes."""
-MOST = 8192
-"""`max_tokens` of each request; the engine ends every answer earlier."""
 KILLED = ("runner", "everything")
+JOURNALED = "killed, with the journal"
 BAR = 1.5
 """Maximum of intervals' tokens that may be generated again: one interval, and the time that a record takes."""
 
 
-# --- systems ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class System:
-    """A system without a keeper, so that nobody starts it again but this benchmark."""
-
-    config: Config
-    notes: Notes
-
-    def client(self) -> RolloutClient:
-        client = trinity_es.connect(self.config)
-        client.wait_ready(600)
-        return client
-
-    def killing(self, killed: str) -> Callable[[], None]:
-        """Return a function that kills at once: the runner, or every process, and then starts the system again."""
-        with self.client() as client:
-            pid, processes = pid_of(client, "runner-0"), running_system.processes(client._link.admin)
-
-        def everything() -> None:
-            kill_all(processes)
-            running_system.wait_gone(processes, 15)
-            lifecycle.start(self.config)
-
-        return everything if killed == "everything" else lambda: os.kill(pid, signal.SIGKILL)
-
-    def submitted(self, batch: int, tasks: Sequence[Task]) -> None:
-        with self.client() as client:
-            client.submit_batch(batch_id=batch, tasks=list(tasks), batch_type="train")
-
-    def finalized(self, batch: int) -> None:
-        with self.client() as client:
-            client.finalize_train_batch(batch, timeout=300)
-
-    def experiences(self, batch: int) -> list[Experience]:
-        with trinity_es.open_log(self.config.store.url) as log:
-            state = log.replay(batch)
-        payloads = open_payloads(self.config.store.url)
-        return list(read_experiences(payloads, state.experiences))
-
-
-@contextmanager
-def system(url: str, interval: float, retries: int, places: int = 16, **model: Any) -> Iterator[System]:
-    """Run a system. `interval`: seconds between two records of the journal, 0 for none; `model`: its engine."""
-    model = model or {"engine_type": "benchmarks.chaos_progress_engine:Counting"}
-    with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
-        notes = Notes(Path(name) / "notes")
-        notes.folder.mkdir()
-        os.environ[NOTES] = str(notes.folder)
-        config = scripted(
-            Path(name), store={"url": url}, system={"restarts": 10_000, "restart_pause": 0.1},
-            explorer={"max_concurrency": places, "max_retry_times": retries, "progress": {"seconds": interval},
-                      "rollout_model": model},
-        )
-        lifecycle.start(config)
-        try:
-            yield System(config, notes)
-        finally:
-            end_system(config)
-
-
+# --- tokens that are generated again ----------------------------------------------------------------------------------
 def delivered(system: System, batch: int) -> tuple[list[str], int]:
     """Return the prompts of a batch's delivered answers, and how many answers are not what the engine gave."""
     prompts, wrong = list[str](), 0
@@ -133,12 +61,6 @@ def delivered(system: System, batch: int) -> tuple[list[str], int]:
     return prompts, wrong
 
 
-def task(*prompts: str, **sampling: Any) -> Task:
-    return Task(workflow="benchmarks.chaos_progress_engine:Answers", workflow_args={"prompts": prompts},
-                rollout_args={"max_tokens": MOST, **sampling})
-
-
-# --- tokens that are generated again ----------------------------------------------------------------------------------
 @dataclass
 class Cut:
     """One kill, and what it cost the answers that were in flight."""
@@ -153,6 +75,14 @@ class Cut:
     """The most of them, in intervals' tokens."""
     ended_again: int = 0
     """Tokens of answers that had ended before the kill."""
+    waited: float = 0.0
+    """Seconds from the kill to the next token."""
+    journal_bytes: float = 0.0
+    """Bytes of the journal, a token that was generated before the kill."""
+    left_bytes: int = 0
+    """Bytes of the journal after the batch was settled."""
+    kept_bytes: float = 0.0
+    """Bytes of the payloads of lost attempts, a token that they keep."""
     lost: int = 0
     wrong: int = 0
 
@@ -171,8 +101,16 @@ def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: floa
 
     while not done():
         time.sleep(0.002)
+    if made.journal:
+        made.journal_bytes = on.journaled() / sum(on.notes.generated().values())
+    killed = time.monotonic()
     kill()
     on.finalized(batch)
+    after = [r.began for of_prompt in on.notes.requests().values() for r in of_prompt if r.began > killed]
+    made.waited = min(after, default=math.nan) - killed + seconds / max(lengths)
+    if made.journal:
+        made.left_bytes = wait_for_zero(on.journaled)
+        made.kept_bytes = kept_bytes(on.config.store.url, batch)
     got, made.wrong = delivered(on, batch)
     generated = on.notes.generated()
     made.lost = len(set(longs) - set(got))
@@ -182,22 +120,36 @@ def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: floa
     return made
 
 
+def wait_for_zero(figure: Callable[[], int], seconds: float = 5.0) -> int:
+    """Return a figure once it is 0, or after this time."""
+    until = time.monotonic() + seconds
+    while (now := figure()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return now
+
+
+def kept_bytes(url: str, batch: int) -> float:
+    """Return the bytes of what was kept of lost attempts, a kept token."""
+    with trinity_es.open_log(url) as log, closing(open_payloads(url)) as payloads:
+        kept = [r.event for r in log.events(batch) if isinstance(r.event, ev.AttemptKept)]
+        return sum(payloads.size(e.payload) or 0 for e in kept) / max(1, sum(e.tokens for e in kept))
+
+
 def cuts(
-    pool: Databases, shares: Sequence[float], lengths: Sequence[int], seconds: float, interval: float
+    pool: Databases, shares: Sequence[float], lengths: Sequence[int], seconds: float, interval: float, rounds: int
 ) -> list[Cut]:
+    """Kill at each of `shares`, once without the journal and `rounds` times with it."""
     made = []
     for backend in pool.kinds:
         for journal in (True, False):
+            moments = [(s, k) for s in shares for k in KILLED] * (rounds if journal else 1)
             with system(pool.new(backend), interval if journal else 0.0, retries=100) as on:
-                for number, (share, killed) in enumerate((s, k) for s in shares for k in KILLED):
-                    told(f"{backend}, {'with' if journal else 'without'} the journal: {killed} at {share:.0%}")
+                for number, (share, killed) in enumerate(moments):
+                    told(f"{backend}, {'with' if journal else 'without'} the journal: {killed} at {share:.0%}, "
+                         f"{number + 1} of {len(moments)}")
                     one = Cut(backend, journal, killed, share)
                     made.append(cut(on, number + 1, one, lengths, seconds, interval))
     return made
-
-
-def told(doing: str) -> None:
-    print(f"\r  {doing:<70}", end="", file=sys.stderr, flush=True)
 
 
 # --- goodput, and the lengths that are delivered ----------------------------------------------------------------------
@@ -222,9 +174,10 @@ class Under:
 def under_kills(
     url: str, way: str, prompts: Sequence[str], interval: float, every: float, retries: int, seed: int
 ) -> Under:
-    """Play answers, and kill the runner about `every` seconds (0: never)."""
+    """Play answers, and kill the runner about `every` seconds after it is ready (0: never)."""
     chance, kills = random.Random(seed), 0
-    with system(url, interval, retries, places=32) as on, ThreadPoolExecutor(1) as thread:
+    told(way)
+    with system(url, interval, retries, places=64) as on, ThreadPoolExecutor(1) as thread:
         kill = on.killing("runner")
         on.submitted(1, [task(prompt) for prompt in prompts])
         began = time.monotonic()
@@ -246,16 +199,6 @@ def mixed(count: int, least: int, most: int, pace: float) -> list[str]:
     lengths = [round(least * (most / least) ** (i / (count - 1))) for i in range(count)]
     random.Random(count).shuffle(lengths)
     return [prompt_of(i, length, length * pace) for i, length in enumerate(lengths)]
-
-
-def kolmogorov_smirnov(one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
-    """Return the greatest distance of two samples' distributions, and the p value (asymptotic)."""
-    a, b = sorted(one), sorted(other)
-    distance = max(abs(bisect_right(a, x) / len(a) - bisect_right(b, x) / len(b)) for x in {*a, *b})
-    root = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
-    x = (root + 0.12 + 0.11 / root) * distance
-    terms = [2 * (-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)]
-    return distance, 1.0 if x < 0.2 else min(1.0, max(0.0, sum(terms)))
 
 
 @dataclass(frozen=True)
@@ -295,44 +238,6 @@ def drawn(ways: Sequence[Under], file: str) -> None:
         pyplot.close(figure)
 
 
-# --- a real engine ----------------------------------------------------------------------------------------------------
-def on_vllm(length: int = 240, interval: float = 0.01) -> dict[str, Any]:
-    """Kill the runner of a real vLLM engine in the middle of a greedy answer."""
-    from examples.grpo.tiny_model import make_tiny_model
-
-    with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
-        settings = {"engine_type": "vllm", "model_path": str(make_tiny_model(Path(name) / "model", seed=0)),
-                    "max_model_len": length + 8, "gpu_memory_utilization": 0.3}
-        url = f"sqlite:///{name}/log.sqlite"
-        with system(url, interval, retries=2, **settings) as on, closing(open_journals(url)) as journals:
-
-            def half() -> bool:
-                runs = [run for life in journals.lives() for run in kept_runs(journals.read(life)).values()]
-                answers = [a for run in runs for of_call in run.calls.values() for a in of_call.values()]
-                return any(len(a.tokens) >= length // 2 for a in answers)
-
-            for batch in (1, 2):
-                kill = on.killing("runner")
-                on.submitted(batch, [task("c=", temperature=0.0, max_tokens=length, ignore_eos=True)])
-                if batch == 2:
-                    while not half():  # without a pause: the whole answer takes a second
-                        pass
-                    kill()
-                on.finalized(batch)
-            [expected], [answer] = on.experiences(1), on.experiences(2)
-            with trinity_es.open_log(url) as log:
-                [event] = [r.event for r in log.events() if isinstance(r.event, ev.AttemptKept)]
-            [run] = kept_runs([open_payloads(url).get(event.payload)]).values()
-            [[kept]] = [list(of_call.values()) for of_call in run.calls.values()]
-    assert answer.logprobs is not None
-    assert kept.logprobs is not None
-    return {
-        "tokens": length, "kept": len(kept.tokens), "splices": answer.info.get("splices"),
-        "tokens that differ": int((answer.tokens != expected.tokens).sum()),
-        "kept logprobs that differ": int((answer.logprobs[: len(kept.tokens)] != kept.logprobs).sum()),
-    }
-
-
 # --- all of it --------------------------------------------------------------------------------------------------------
 @dataclass
 class Figures:
@@ -340,6 +245,14 @@ class Figures:
     long: list[Under]
     """Goodput under answers that are all long."""
     mixed: list[Under]
+    agents: Agents
+    vllm: OnVLLM | None = None
+
+    @property
+    def kills(self) -> int:
+        """Kills with the journal."""
+        under = [u.kills for u in [*self.long, *self.mixed] if u.way == JOURNALED]
+        return sum(c.journal for c in self.cuts) + sum(under) + self.agents.kills.total()
 
     @property
     def bent(self) -> list[Bent]:
@@ -353,30 +266,33 @@ class Figures:
     @property
     def bad(self) -> list[str]:
         """What must not be with the journal, and wrong answers without it."""
-        kept = [c for c in self.cuts if c.journal]
-        over = [f"{c.killed} at {c.share:.0%} on {c.backend}: {c.intervals:.2f} intervals' tokens again"
-                for c in kept if c.intervals > BAR]
-        over += [f"{c.killed} at {c.share:.0%} on {c.backend}: an ended answer was asked for again"
-                 for c in kept if c.ended_again]
-        over += [f"{c.killed} at {c.share:.0%} on {c.backend}: {c.lost} answers lost, {c.wrong} wrong"
-                 for c in self.cuts if c.lost or c.wrong]
-        return over + [f"{u.way}: {u.wrong} answers wrong" for u in [*self.long, *self.mixed] if u.wrong]
+        found = [*self.agents.bad, *([] if self.vllm is None else self.vllm.bad)]
+        found += [f"{u.way}: {u.wrong} answers wrong" for u in [*self.long, *self.mixed] if u.wrong]
+        for c in self.cuts:
+            where = f"{c.killed} at {c.share:.0%} on {c.backend}"
+            if c.lost or c.wrong:
+                found.append(f"{where}: {c.lost} answers lost, {c.wrong} wrong")
+            if c.journal and c.intervals > BAR:
+                found.append(f"{where}: {c.intervals:.2f} intervals' tokens again")
+            if c.journal and c.ended_again:
+                found.append(f"{where}: an ended answer was asked for again")
+            if c.left_bytes:
+                found.append(f"{where}: {c.left_bytes} bytes of the journal are left")
+        return found
 
 
 def measured(*, quick: bool, seed: int) -> Figures:
     """Measure everything with the ScriptedEngine."""
     shares, lengths = (0.1, 0.5, 0.9, 0.99), (300, 600, 1024, 2048, 3072, 4096)
-    long = [prompt_of(i, 4096, 4.0) for i in range(96)]
-    every = mixed(600, 64, 4096, 0.001)
+    long, every, often = [prompt_of(i, 4096, 2.0) for i in range(96)], mixed(2_000, 64, 4096, 0.0005), 1.5
     if quick:
-        shares, lengths, every = (0.5, 0.99), (300, 4096), mixed(64, 64, 2048, 0.001)
+        shares, lengths, every = (0.5, 0.99), (300, 4096), mixed(128, 64, 2048, 0.001)
     with databases() as pool:
         if quick:
             pool.kinds = ["sqlite"]
-        made = cuts(pool, shares, lengths, seconds=1.5 if quick else 2.0, interval=0.25)
-        often = 1.5 if quick else 3.0
-        ways = {"undisturbed": (0.25, 0.0), "killed, with the journal": (0.25, often), "killed, without": (0.0, often)}
-        figures = Figures(made, [], [])
+        made = cuts(pool, shares, lengths, 1.5 if quick else 2.0, 0.25, rounds=1 if quick else 4)
+        ways = {"undisturbed": (0.25, 0.0), JOURNALED: (0.25, often), "killed, without": (0.0, often)}
+        figures = Figures(made, [], [], agents(pool.new(pool.kinds[-1]), 5 if quick else 100, seed, 4 if quick else 8))
         for way, (interval, after) in ways.items():
             if after and not quick:
                 figures.long.append(under_kills(pool.new("sqlite"), way, long, interval, 2 * after, 100, seed))
@@ -387,17 +303,26 @@ def measured(*, quick: bool, seed: int) -> Figures:
 
 def report(figures: Figures) -> str:
     """Return the figures as a table."""
-    lines = ["tokens generated again after a kill, in tokens of one interval: median (most) of the kills; in all"]
+    lines = [f"{figures.kills} kills with the journal",
+             "tokens generated again after a kill, in tokens of one interval: median (most) of the kills; in all"]
     groups = defaultdict(list)
     for c in figures.cuts:
         groups[c.backend, c.journal, c.killed].append(c)
     for (backend, journal, killed), of in groups.items():
-        worst = [c.intervals for c in of]
+        worst, waited = [c.intervals for c in of], [c.waited for c in of]
         lines.append(
             f"  {backend:<11}{'with' if journal else 'without':<8} {killed:<11}"
             f"{statistics.median(worst):6.2f} ({max(worst):.2f}) of {len(of)} kills; "
-            f"{sum(sum(c.again.values()) for c in of):,} tokens, of ended answers {sum(c.ended_again for c in of)}"
+            f"{sum(sum(c.again.values()) for c in of):,} tokens, of ended answers {sum(c.ended_again for c in of)}; "
+            f"next token after {statistics.median(waited):.1f} s ({max(waited):.1f})"
         )
+    with_journal = [c for c in figures.cuts if c.journal]
+    lines.append("bytes a token on disk: " + ", ".join(
+        f"{what} {statistics.median(of):.1f} ({max(of):.1f})" for what, of in {
+            "journal before settlement": [c.journal_bytes for c in with_journal],
+            "after it": [c.left_bytes for c in with_journal],
+            "payloads of what was kept": [c.kept_bytes for c in with_journal],
+        }.items()))
     lines.append("goodput: tokens of delivered answers / all generated")
     for u in [*figures.long, *figures.mixed]:
         lines.append(
@@ -406,24 +331,23 @@ def report(figures: Figures) -> str:
         )
     lines.append("the longest quarter of the answers that is lost, and all lengths against the undisturbed ones")
     lines += [f"  {b.way:<26}{b.longest_lost:6.1%}  KS distance {b.distance:.3f}, p {b.p:.3g}" for b in figures.bent]
+    lines += [*figures.agents.report(), *([] if figures.vllm is None else figures.vllm.report())]
     return "\n".join([*lines, *(f"  BAD: {line}" for line in figures.bad)])
 
 
 def main() -> int:
     options = options_of(__doc__, [
-        ("--vllm", {"action": "store_true", "help": "measure on a real vLLM engine instead"}),
+        ("--vllm", {"action": argparse.BooleanOptionalAction, "default": True, "help": "measure on vLLM, too"}),
         ("--seed", {"type": int, "default": 0}), ("--svg", {"help": "draw the lengths into this file"}),
     ])
     watch = Watch()
-    if options.vllm:
-        found = on_vllm()
-        print("\n".join(f"  {name}: {value}" for name, value in found.items()))
-        write_json(options.json, {**about(watch), "vllm": found})
-        return int(bool(found["tokens that differ"] or found["kept logprobs that differ"] or not found["splices"]))
     figures = measured(quick=options.quick, seed=options.seed)
+    if options.vllm:
+        figures.vllm = on_vllm(quick=options.quick, seed=options.seed)
     context = about(watch)
     print(f"{report(figures)}\n  {beside_told(context['beside'])}")
     write_json(options.json, {**context, "bad": figures.bad, "bent": figures.bent, **vars(figures),
+                              "kills": figures.kills,
                               "goodput": [(u.way, u.goodput) for u in [*figures.long, *figures.mixed]]})
     if options.svg:
         drawn(figures.mixed, options.svg)

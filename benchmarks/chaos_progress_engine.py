@@ -1,25 +1,42 @@
-"""The engine of `chaos_progress`, which counts, and the notes that outlive it."""
+"""The engine of `chaos_progress`, which counts, its notes that outlive it, and the systems with this engine."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
+import signal
+import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from trinity_es import Workflow
+import trinity_es
+from tests.helpers.systems import kill_all, pid_of, scripted
+from trinity_es import Config, Task, Workflow
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Sampling
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.client.teardown import end_system
+from trinity_es.events.errors import NotRunning
 from trinity_es.events.experience import Experience
+from trinity_es.events.store.journal_store import open_journals
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import open_payloads
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import ScriptedEngine
 
 NOTES = "CHAOS_PROGRESS_NOTES"
 """Environment variable with the folder of the engine's notes."""
-TICK = 0.005
+MOST = 8192
+"""`max_tokens` of each request; the engine ends every answer earlier."""
+TICK = 0.01
 """Seconds between two steps of the engine."""
 
 
@@ -29,7 +46,18 @@ def prompt_of(number: int, length: int, seconds: float) -> str:
 
 
 def length_of(prompt: str) -> int:
-    return int(prompt.split()[1])
+    """Return the length of the answer to a prompt, or to the last message of a conversation."""
+    return int(prompt.split()[-2])
+
+
+def narrate(*words: str) -> None:
+    """Add a line to the story, whose lines have the order in which things happened in all processes."""
+    with open(f"{os.environ[NOTES]}.story", "ab", buffering=0) as story:
+        story.write(f"{' '.join(words)}\n".encode())
+
+
+def digest_of(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def answer_to(prompt: str) -> tuple[list[int], list[float]]:
@@ -44,20 +72,23 @@ class Counting(ScriptedEngine):
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        first = ids.index(ord(":")) + 1
+        first = len(ids) - ids[::-1].index(ord(":"))
+        first += ids[first : first + 1] == [ord("\n")]  # a chat template ends its messages so
         asked, kept = bytes(ids[:first]).decode(), len(ids) - first
-        (tokens, logprobs), pace = answer_to(asked), float(asked[:-1].split()[2]) / length_of(asked)
+        (tokens, logprobs), pace = answer_to(asked), float(asked.rstrip(":\n").split()[-1]) / length_of(asked)
+        narrate("asked", digest_of(asked))
         if bytes(ids[first:]) != bytes(tokens[:kept]):
             raise ValueError("an answer goes on from tokens that this engine never gave")
         whole = Completion(prompt_token_ids=ids, token_ids=tokens[kept:], logprobs=logprobs[kept:], text="",
                            finish_reason="stop")
         began, count, request = time.monotonic(), -1, REQUEST_NAME.get() or uuid4().hex
         with open(Path(os.environ[NOTES]) / uuid4().hex, "wb", buffering=0) as note:
+            note.write(f"{0:>6} {kept:>6} {began:.4f} {asked}".encode())
             while count < len(whole.token_ids):
                 count = min(len(whole.token_ids), int((time.monotonic() - began) / pace))
                 self._open[request] = began, pace, count, [whole]
                 note.seek(0)
-                note.write(f"{asked}{kept} {count:>6}".encode())
+                note.write(f"{count:>6}".encode())
                 await asyncio.sleep(TICK)
         del self._open[request]
         return [replace(whole, text=self.tokenizer.decode(whole.token_ids))]
@@ -86,26 +117,124 @@ class Answers(Workflow):
         return [answer]
 
 
+def task(*prompts: str, **sampling: Any) -> Task:
+    return Task(workflow="benchmarks.chaos_progress_engine:Answers", workflow_args={"prompts": prompts},
+                rollout_args={"max_tokens": MOST, **sampling})
+
+
+class Request(NamedTuple):
+    """A request that the engine got: how many tokens it went on from, how many were given, and when it came."""
+
+    kept: int
+    given: int
+    began: float
+
+
 @dataclass
 class Notes:
     """The engine's notes, read from their folder."""
 
     folder: Path
 
-    def given(self) -> dict[str, list[tuple[int, int]]]:
-        """Return for each prompt its requests: how many tokens the request began with, and how many it got."""
+    def requests(self) -> dict[str, list[Request]]:
+        """Return the requests for each prompt."""
         found = defaultdict(list)
         for file in self.folder.iterdir():
-            asked, _, counts = file.read_text().partition(":")
-            if counts:
-                kept, count = map(int, counts.split())
-                found[f"{asked}:"].append((kept, count))
+            if note := file.read_text():  # or it is being made
+                count, kept, began, asked = note.split(maxsplit=3)
+                found[asked].append(Request(int(kept), int(count), float(began)))
         return found
 
     def generated(self) -> dict[str, int]:
         """Return the number of tokens that were generated for each prompt."""
-        return {prompt: sum(count for _, count in requests) for prompt, requests in self.given().items()}
+        return {prompt: sum(r.given for r in requests) for prompt, requests in self.requests().items()}
+
+    @property
+    def _story(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.story")
+
+    def story(self) -> list[list[str]]:
+        return [line.split() for line in self._story.read_text().splitlines()]
 
     def clear(self) -> None:
-        for file in self.folder.iterdir():
-            file.unlink()
+        for file in [*self.folder.iterdir(), self._story]:
+            file.unlink(missing_ok=True)
+
+
+# --- systems ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class System:
+    """A system without a keeper, so that nobody starts it again but this benchmark."""
+
+    config: Config
+    notes: Notes
+
+    def client(self) -> RolloutClient:
+        client = trinity_es.connect(self.config)
+        client.wait_ready(600)
+        return client
+
+    def killing(self, killed: str) -> Callable[[], None]:
+        """Return a function that kills at once: an actor, or every process, and then starts the system again."""
+        with self.client() as client:
+            pid = pid_of(client, "runner-0" if killed == "runner" else "coordinator")
+            processes = running_system.processes(client._link.admin)
+
+        def everything() -> None:
+            kill_all(processes)
+            running_system.wait_gone(processes, 15)
+            lifecycle.start(self.config)
+
+        return everything if killed == "everything" else lambda: os.kill(pid, signal.SIGKILL)
+
+    def submitted(self, batch: int, tasks: Sequence[Task]) -> None:
+        with self.client() as client:
+            client.submit_batch(batch_id=batch, tasks=list(tasks), batch_type="train")
+
+    def finalized(self, batch: int, seconds: float = 300.0) -> None:
+        """Wait for a batch as a trainer does that asks again when the system is started again."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                with self.client() as client:
+                    client.finalize_train_batch(batch, timeout=seconds)
+                return
+            except NotRunning:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    def experiences(self, batch: int) -> list[Experience]:
+        with trinity_es.open_log(self.config.store.url) as log:
+            state = log.replay(batch)
+        payloads = open_payloads(self.config.store.url)
+        return list(read_experiences(payloads, state.experiences))
+
+    def journaled(self) -> int:
+        """Return the bytes of all journals."""
+        with closing(open_journals(self.config.store.url)) as journals:
+            return sum(len(part) for life in journals.lives() for part in journals.read(life))
+
+
+@contextmanager
+def system(url: str, interval: float, retries: int, places: int = 16, **model: Any) -> Iterator[System]:
+    """Run a system. `interval`: seconds between two records of the journal, 0 for none; `model`: its engine."""
+    model = model or {"engine_type": "benchmarks.chaos_progress_engine:Counting"}
+    with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
+        notes = Notes(Path(name) / "notes")
+        notes.folder.mkdir()
+        os.environ[NOTES] = str(notes.folder)
+        config = scripted(
+            Path(name), store={"url": url}, system={"restarts": 10_000, "restart_pause": 1e-6},  # doubled by each
+            explorer={"max_concurrency": places, "max_retry_times": retries, "progress": {"seconds": interval},
+                      "rollout_model": model},
+        )
+        lifecycle.start(config)
+        try:
+            yield System(config, notes)
+        finally:
+            end_system(config)
+
+
+def told(doing: str) -> None:
+    print(f"\r  {doing:<70}", end="", file=sys.stderr, flush=True)

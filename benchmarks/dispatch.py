@@ -106,14 +106,16 @@ class Bench:
 
     def __init__(
         self, places: int, durability: str, operators: list[dict[str, Any]], *, url: str | None = None,
-        rollout: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None, journal: float = 1.0,
     ) -> None:
-        """`url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines."""
+        """`url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines; `journal`:
+        seconds between its records."""
         self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
         self.config = trinity_es.Config.from_dict(
             {
                 "mode": "explore",
-                "explorer": {"max_concurrency": places, "rollout_model": rollout or {"engine_type": "scripted"}},
+                "explorer": {"max_concurrency": places, "rollout_model": rollout or {"engine_type": "scripted"},
+                             "progress": {"seconds": journal}},
                 "buffer": {"pipeline": {"operators": operators}},
                 "store": {"durability": durability} | ({} if url is None else {"url": url}),
             },

@@ -6,8 +6,10 @@ actors, the engine) and `trinity-es resume` goes on. Both logs are then asked th
 prompt of the taskset used for training (`resume_point.prompts_used`), which steps were trained on and in which
 order, which task was finished twice, what does `verify` find, and what did the model learn.
 
-`python -m benchmarks.interrupted [--steps 160] [--kills 1] [--seed 0] [--engine vllm] [--json FILE]`. Exit code 1 where
-the two differ in anything but what was learnt: an engine that samples in other company samples other tokens.
+`python -m benchmarks.interrupted [--steps 160] [--kills 1] [--undisturbed 1] [--seed 0] [--engine vllm] [--json FILE]`.
+With several undisturbed runs (of the next seeds) their final rewards are the spread that the killed run's is to lie in.
+Exit code 1 where the two differ in anything but what was learnt: an engine that samples in other company samples other
+tokens.
 """
 
 from __future__ import annotations
@@ -133,17 +135,20 @@ SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_fin
 """Figures that must not differ."""
 
 
-def compare(*, steps: int, kills: int, seed: int, engine: str) -> dict[str, Any]:
+def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str) -> dict[str, Any]:
     """Run both, one after the other, and compare them."""
     chance = random.Random(seed)
     moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
-        print(f"undisturbed: {steps} steps", flush=True)
-        calm = demo(Path(name) / "calm", steps=steps, seed=seed, engine=engine, moments=[])
-        print(f"  {calm['seconds']:.0f} s\nkilled at {', '.join(f'step {s}' for s, _ in moments)}", flush=True)
-        rough = demo(Path(name) / "rough", steps=steps, seed=seed, engine=engine, moments=moments)
+        runs = []
+        for number in range(undisturbed):
+            print(f"undisturbed, {number + 1} of {undisturbed}: {steps} steps", flush=True)
+            runs.append(demo(Path(name) / f"calm-{number}", steps=steps, seed=seed + number, engine=engine, moments=[]))
+            print(f"  {runs[-1]['seconds']:.0f} s, final reward {runs[-1]['reward_after']}", flush=True)
+        print(f"killed at {', '.join(f'step {s}' for s, _ in moments)}", flush=True)
+        rough, calm = demo(Path(name) / "rough", steps=steps, seed=seed, engine=engine, moments=moments), runs[0]
     differ = [key for key in SAME if calm[key] != rough[key]]
-    return {"calm": calm, "rough": rough, "differ": differ}
+    return {"calm": calm, "rough": rough, "differ": differ, "rewards": [run["reward_after"] for run in runs]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -168,6 +173,9 @@ def table(found: dict[str, Any]) -> str:
     row("eval reward before", lambda r: f"{r['reward_before']:.3f}")
     row("eval reward after", lambda r: f"{r['reward_after']:.3f}")
     row("exit", lambda r: r["exit"])
+    least, most = min(found["rewards"]), max(found["rewards"])
+    within = "within" if least <= found["rough"]["reward_after"] <= most else "outside of"
+    lines.append(f"eval reward after the kills: {within} {least:.3f} - {most:.3f} of {len(found['rewards'])} others")
     lines.append(f"decisions after the kills: {found['rough']['decisions']}")
     lines.append("they differ in: " + (", ".join(found["differ"]) or "nothing"))
     return "\n".join(lines)
@@ -176,9 +184,11 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     options = options_of(__doc__, [
         ("--steps", {"type": int, "default": 160}), ("--kills", {"type": int, "default": 1}),
+        ("--undisturbed", {"type": int, "default": 1}),
         ("--seed", {"type": int, "default": 0}), ("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"}),
     ], quick=False)
-    found = compare(steps=options.steps, kills=options.kills, seed=options.seed, engine=options.engine)
+    found = compare(steps=options.steps, kills=options.kills, undisturbed=options.undisturbed, seed=options.seed,
+                    engine=options.engine)
     print(table(found))
     write_json(options.json, found)
     return 1 if found["differ"] or found["rough"]["exit"] != found["calm"]["exit"] else 0

@@ -22,12 +22,13 @@ from tests.helpers.lost_runs import (
     kill_runner,
     sections_of,
 )
-from tests.helpers.systems import StartSystem, finalize_in_thread
+from tests.helpers.systems import StartSystem, finalize_in_thread, kill_system
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError
+from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 
@@ -63,19 +64,26 @@ def test_promise_12_a_lost_attempt_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1])
-def test_without_a_journal_a_lost_attempt_begins_at_its_prompt(
+def test_without_a_journal_a_lost_attempt_begins_at_its_prompt_and_the_log_is_sound(
     seconds: float, start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None is written, or somebody deletes it."""
+    """None is written, or somebody deletes that of a dead system."""
     requests = tmp_path / "requests"
     monkeypatch.setenv("REQUESTS", str(requests))
-    client = start_system(explorer={**SECTIONS["explorer"], "progress": {"seconds": seconds}})
+    explorer = {**SECTIONS["explorer"], "progress": {"seconds": seconds}}
+    client = start_system(explorer=explorer)
     client.submit_batch(batch_id=1, tasks=[Task(workflow=TwoCalls)], batch_type="train")
     wait_until(lambda: requests.exists() and len(requests.read_text().splitlines()) == 2, "the second call")
     if seconds:
         wait_until(lambda: journaled(client) > 0, "a record")
-        shutil.rmtree(f"{client.log.url.removeprefix('sqlite:///')}.journals")
-    kill_runner(client, start_system)
+        kill_system(client)
+        url = client.config.store.url
+        assert verify_log(url).problems == []
+        shutil.rmtree(f"{url.removeprefix('sqlite:///')}.journals")
+        assert verify_log(url).problems == [], "the journal is no part of the log"
+        client = start_system(explorer=explorer, store={"url": url})
+    else:
+        kill_runner(client, start_system)
     assert finalize_in_thread(client, 1).result(60)["finished_task_count"] == 1
     assert [line.split()[0] for line in requests.read_text().splitlines()] == ["2", "22", "2", "22"]
     wait_until(lambda: journaled(client) == 0, "the journal to be freed")

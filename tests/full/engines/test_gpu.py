@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.full.engines.test_vllm_journal import again, cut_off
 from tests.helpers.engines import Live
 from tests.helpers.servers import free_port
 from tests.helpers.weight_transfer import PROMPT, state_of
-from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.testing import wait_until
@@ -93,3 +95,39 @@ def test_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, othe
     finally:
         live.close()
         shared_memory.forget_memory(config, keep="")
+
+
+def test_trap_9_what_is_kept_is_bit_equal_and_the_rest_is_as_close_as_two_undisturbed_answers(tiny: Path) -> None:
+    """Greedy answers differ from run to run on a GPU, so the rest is compared by the logprobs of equal tokens."""
+    live = Live(EngineConfig(model_path=str(tiny), max_model_len=256, gpu_memory_utilization=0.3))
+    greedy = Sampling(temperature=0.0, max_tokens=120, ignore_eos=True)
+    try:
+        undisturbed = [live.run(live.engine.generate("c=", greedy))[0] for _ in range(4)]
+        spread = max(
+            abs(a - b) for one, two in itertools.combinations(undisturbed, 2)
+            for a, b in zip(*same_so_far(one, two, 0), strict=True)
+        )
+        for least in (1, 40, 90):
+            writer = live.run(cut_off(live, greedy, least))
+            kept = writer.kept()
+            assert kept is not None
+            [[part]] = [list(answers.values()) for answers in kept.calls.values()]
+            [answer] = again(live, greedy, writer)
+            length = len(part.tokens)
+            assert answer.token_ids[:length] == part.tokens
+            assert answer.logprobs is not None
+            assert answer.logprobs[:length] == part.logprobs
+            nearest = min(
+                max((abs(a - b) for a, b in zip(*same_so_far(answer, one, length), strict=True)), default=0.0)
+                for one in undisturbed if one.token_ids[:length] == part.tokens
+            )
+            assert nearest <= 2 * spread + 1e-4
+    finally:
+        live.close()
+
+
+def same_so_far(one: Completion, other: Completion, start: int) -> tuple[list[float], list[float]]:
+    """Return the logprobs of two answers from `start` to the first token in which they differ."""
+    pairs = zip(one.token_ids, other.token_ids, strict=True)
+    end = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one.token_ids))
+    return (one.logprobs or [])[start:end], (other.logprobs or [])[start:end]

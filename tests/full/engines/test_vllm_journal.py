@@ -103,6 +103,40 @@ def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(
     assert answer.version_spans == ((0, 0, middle), (1, middle, LENGTH))
 
 
+def test_trap_4_a_prompt_that_goes_on_finds_its_blocks_in_the_same_engine_and_none_of_old_weights(
+    live: Live, other: Path
+) -> None:
+    """The engine reads again what fills no block, or after a change of weights everything."""
+    cached: list[tuple[int, int]] = []
+    source = live.engine.outputs
+
+    async def outputs(*args: Any, **more: Any) -> Any:
+        async for output, adapter in source(*args, **more):
+            if output.finished:
+                cached.append((len(output.prompt_token_ids), output.num_cached_tokens))
+            yield output, adapter
+
+    live.engine.outputs = outputs  # type: ignore[method-assign]
+    try:
+        long = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
+        writer = live.run(cut_off(live, long, 160))
+        [part] = tokens_of(writer.kept())
+        again(live, long, writer)
+        [(read, found)] = cached
+        assert read == len(PROMPT) + part
+        block = int(live.engine._llm.vllm_config.cache_config.block_size)
+        assert found >= (read - 1) // block * block > 0
+        live.run(live.engine.load_weights(1, str(other)))
+        [answer] = again(live, long, writer)
+        assert cached[1] == (read, 0), "keys and values of the old weights were used"
+        assert answer.logprobs is not None
+        assert answer.logprobs[part:] == pytest.approx(scored(live, answer)[part:], abs=2e-3)
+        assert answer.logprobs[:part] != pytest.approx(scored(live, answer)[:part], abs=2e-3)
+        assert answer.version_spans == ((0, 0, part), (1, part, 200))
+    finally:
+        del live.engine.outputs
+
+
 CHAT = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 TEXT = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 

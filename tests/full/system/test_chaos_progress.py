@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos_progress import kolmogorov_smirnov, measured, report
+from benchmarks.chaos_progress import measured, report
+from benchmarks.chaos_progress_vllm import kolmogorov_smirnov
 
 
 @pytest.mark.chaos
@@ -20,6 +21,10 @@ def test_promise_12_kills_lose_and_bend_nothing_with_the_journal_and_both_withou
     assert with_journal.lengths == undisturbed.lengths, report(figures)
     assert figures.bent[0].longest_lost == 0.0
     assert without.goodput < with_journal.goodput, report(figures)
+    agents = figures.agents
+    assert agents.kills.total() == 5
+    assert agents.calls >= 8 * 20, report(figures)
+    assert agents.goes_on, report(figures)
 
 
 def test_the_two_sample_test_knows_equal_and_shifted_samples() -> None:
