@@ -19,5 +19,5 @@ def test_a_syntax_warning_of_what_reasoning_gym_imports_is_not_shown(
     monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert reasoning_gym._package().NEVER is False
+        assert reasoning_gym._require_package().NEVER is False
     del sys.modules["reasoning_gym"]

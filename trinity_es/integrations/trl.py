@@ -221,8 +221,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             raise ConfigError("the trainer's model has PEFT's adapter, but whole weights are published: train those")
         if any(isinstance(fn, torch.nn.Module) for fn in trainer.reward_funcs):
             raise ConfigError(
-                "reward_funcs has a model, which would reward runs that failed, too: call it in a function, or make it "
-                "an auxiliary model"
+                "reward_funcs has a model, which TRL would call for failed runs too: give a function that calls it, or "
+                "make it an auxiliary model"
             )
         if getattr(trainer, "tools", None):
             raise ConfigError("the trainer has tools, which TRL itself would call: have a workflow call them")

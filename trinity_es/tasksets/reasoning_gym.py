@@ -48,7 +48,7 @@ class Score:
 
     def _score_one(self, prompt: Any, completion: Any, entry: str) -> float:
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        answer = text if self._tag is None else _package().utils.extract_answer(text, tag_name=self._tag)
+        answer = text if self._tag is None else _require_package().utils.extract_answer(text, tag_name=self._tag)
         full_entry = {"question": prompt, **ast.literal_eval(entry)}
         return float(_dataset(self._family, self._args).score_answer(answer, full_entry))
 
@@ -67,23 +67,26 @@ def installed_version() -> str:
 
 def system_prompt() -> str:
     """Return reasoning-gym's own system prompt, which asks for the answer between `<answer>` and `</answer>`."""
-    return str(_package().utils.SYSTEM_PROMPTS["default"])
+    return str(_require_package().utils.SYSTEM_PROMPTS["default"])
 
 
 @functools.lru_cache(maxsize=64)
 def _dataset(family: str, args: str) -> Any:
+    """Return the dataset of a family, or of several (`composite`); `args` is JSON."""
     arguments: dict[str, Any] = {"seed": 0, **json.loads(args)}
     if family == "composite":
-        _package()
-        spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
+        _require_package()
+        dataset_spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
         parts = arguments.get("datasets") or []
-        arguments["datasets"] = [spec(**_family_spec(part)) for part in (parts if isinstance(parts, list) else [parts])]
+        arguments["datasets"] = [
+            dataset_spec(**_family_spec(part)) for part in (parts if isinstance(parts, list) else [parts])
+        ]
     return _make_dataset(family, arguments)
 
 
 def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
     """Return a family's dataset. Raises DataError for an unknown family or argument."""
-    gym = _package()
+    gym = _require_package()
     families = importlib.import_module("reasoning_gym.factory").DATASETS
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3) or sorted(families)[:3]
@@ -116,7 +119,8 @@ def _require_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -
             raise DataError(f"{owner} has no parameter {name!r}: {meant} has {', '.join(known)}")
 
 
-def _package() -> Any:
+def _require_package() -> Any:
+    """Return the package reasoning-gym. Raises DataError if it is missing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # cellpylib's, which it imports
