@@ -76,10 +76,10 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
 
 
 def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
-    """Return what an answer's log lost of what this process has seen, in words; None if it lost nothing.
+    """Describe the loss if an answer's log lacks events that this process has seen; None if it lacks none.
 
-    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations don't compare: only the log
-    shows whether one follows from the other.
+    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations can't be compared, because only
+    the log shows whether one generation follows from the other.
     """
     if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeaderLock:
+    """Thread that takes the lock of a store, keeps it, and takes it again after a lost connection."""
 
     def __init__(self, url: str) -> None:
         self._url, self._over = url, threading.Event()
