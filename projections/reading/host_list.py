@@ -107,7 +107,7 @@ def host_list(
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Replace the log's values by the running system's."""
+    """Replace the log's values by those that the running system reported."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():
