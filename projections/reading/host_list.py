@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.projections.history.host_lives import HostLife, last_lives
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import HostLife, host_of, last_lives
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
 
 if TYPE_CHECKING:
