@@ -215,7 +215,7 @@ class Experience:
             raise self._error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def require_finite(self) -> None:
-        """Refuse NaN and infinities in the reward and in any array. Raises NotFinite. A quick part of `validate`."""
+        """Refuse NaN and infinities in the reward and in any array: a quick part of `validate`. Raises NotFinite."""
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
@@ -311,7 +311,7 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the one experience of a payload. Raises CorruptPayload; DataError if it has another number."""
+        """Return the only experience of a payload. Raises CorruptPayload, and DataError for more or none."""
         experiences = cls.deserialize_many(data)
         if len(experiences) != 1:
             raise DataError(f"this payload holds {len(experiences)} experiences, not one: "
@@ -355,7 +355,7 @@ class Experience:
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
-        """Oldest and newest weights that made any of its tokens; None if neither spans nor a stamp has them."""
+        """Oldest and newest weights that made any of its tokens; None where `info` has neither spans nor a version."""
         if versions := [version for version, _, _ in self.version_spans]:
             return min(versions), max(versions)
         oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")

@@ -87,7 +87,7 @@ def same_array(a: Array, b: Array | None) -> bool:
 
 # --- reading --------------------------------------------------------------------------------------------------------
 def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the experiences of other payloads that these refer to: source -> number there -> index in `numbers`."""
+    """Return the bases, in other payloads, of these experiences: source -> number there -> index in `numbers`."""
     bases: dict[int, dict[int, int]] = {}
     for place, number in enumerate(numbers):
         of = payload.items[number].get("of")

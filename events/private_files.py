@@ -75,7 +75,7 @@ def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None
 
 
 def holder(handle: int) -> str:
-    """Describe the process that locks this open file: "process 12 (python x.py) of user root", if it can be seen."""
+    """Describe the process that locks this open file: "process 12 (python x.py) of user root" if /proc shows it."""
     status = os.fstat(handle)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     try:

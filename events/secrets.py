@@ -158,7 +158,7 @@ def _mask_within(text: str) -> str:
 
 
 def masked_text(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text, such as a program's error, with `***` for this environment's keys and whatever looks like one."""
+    """Return a text, such as a program's error, with `***` for this environment's secrets and what looks like one."""
     for name, value in environment.items():
         if name != "PWD" and is_secret_key(name) and len(value) >= SHORT:
             text = text.replace(value, MASK)

@@ -65,7 +65,7 @@ def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str
 
 
 def with_offset(at: datetime) -> datetime:
-    """Return a moment with its offset; one without a zone is local.
+    """Return a moment with its offset. A moment without a time zone is local time.
 
     Raises DataError for a local time that came twice or never, because clocks were changed.
     """

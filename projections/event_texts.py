@@ -8,7 +8,7 @@ __all__ = ["kept_text", "missing_text"]
 
 
 def kept_text(event: ev.AttemptKept) -> str:
-    """Return what the next attempt goes on from, which tokens it can't go on from, and who kept them, in words."""
+    """Describe what was kept of a lost attempt, and by which runner, and which of its tokens can't be used."""
     def counted(n: int, name: str) -> str:
         return f"{n:,} {name}{'' if n == 1 else 's'}"
 

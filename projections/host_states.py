@@ -1,17 +1,21 @@
-"""Fold of the hosts that joined the head's own. Pure.
+"""Folds of the hosts that joined the head's own: their current states, and the lives of each. Pure.
 
 The coordinator decides on this state in `actors/coordinator/decisions/host_decisions.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.records.log_values import Recorded
 
-__all__ = ["HOST_STATES", "Host", "HostEvent", "Hosts", "evolve_hosts", "host_of", "left_reason", "lost_reason",
-           "went_with_host"]
+__all__ = [
+    "HOST_STATES", "Host", "HostEvent", "HostLife", "Hosts", "evolve_hosts", "host_lives", "host_of", "last_lives",
+    "left_reason", "lost_reason", "went_with_host",
+]
 
 HostEvent = ev.HostJoined | ev.HostDraining | ev.HostLost | ev.HostLeft
 
@@ -68,3 +72,55 @@ def went_with_host(runner: str, reason: str) -> bool:
     """Return whether a runner that ended for this reason went with its host, so that the runner is not at fault."""
     host = host_of(runner)
     return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))
+
+
+@dataclass(slots=True, kw_only=True)
+class HostLife:
+    """One life (epoch) of a host, from join to end."""
+
+    host: str
+    epoch: int
+    state: str
+    """`joined`, `draining`, `lost` or `left`."""
+    since: float
+    """When this state began: unix seconds, like all fields that end in `_at`."""
+    joined_at: float
+    draining_at: float | None = None
+    ended_at: float | None = None
+    address: str = ""
+    pid: int = 0
+    places: dict[str, int] = field(default_factory=dict)
+    """Numbers of `gpus` and `cores`."""
+    reason: str = ""
+
+    @property
+    def there(self) -> bool:
+        return self.ended_at is None
+
+
+def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
+    """Return the lives of all hosts, in the order in which they began."""
+    lives: dict[tuple[str, int], HostLife] = {}
+    hosts: Hosts = {}
+    for item in recorded:
+        event = cast(HostEvent, item.event)
+        evolve_hosts(hosts, event)
+        host = hosts.get(event.host)
+        if host is None or host.epoch != event.epoch:  # the event is about a life that is over
+            continue
+        life = lives.setdefault((host.name, host.epoch), HostLife(
+            host=host.name, epoch=host.epoch, state=host.state, since=item.recorded_at, joined_at=item.recorded_at,
+            address=host.address, pid=host.pid, places=dict(host.places),
+        ))
+        if host.state != life.state:
+            life.state, life.since = host.state, item.recorded_at
+        life.reason = host.reason
+        if host.state == "draining" and life.draining_at is None:
+            life.draining_at = item.recorded_at
+        elif not host.there and life.ended_at is None:
+            life.ended_at = item.recorded_at
+    return list(lives.values())
+
+
+def last_lives(lives: Iterable[HostLife]) -> dict[str, HostLife]:
+    return {life.host: life for life in lives}

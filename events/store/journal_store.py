@@ -30,16 +30,16 @@ Life = tuple[str, int]
 
 
 class Journals(Protocol):
-    """Each method raises LogUnavailable if the store can't be reached or written."""
+    """Store of journals. Each method raises LogUnavailable if the store can't be reached or written."""
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
-        """Add bytes to a segment. `durable`: they survive a crash of the machine; otherwise only of this process."""
+        """Add bytes to a segment. They survive a crash of this process, and with `durable` also one of the machine."""
 
     def read(self, life: Life) -> list[bytes]:
         """Return a life's segments in order; [] if there are none. A segment's tail may be torn."""
 
     def drop(self, life: Life, segment: int | None = None) -> None:
-        """Delete a segment, or all of a life; nothing happens if it is missing."""
+        """Delete a segment, or all segments of a life; nothing happens if they are missing."""
 
     def lives(self) -> list[Life]:
         """Return the lives that have a journal."""

@@ -271,7 +271,7 @@ class EventLog:
         return writer_lease.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the lease, or None if it was never taken. A released one, or a copy's, has an empty `owner`."""
+        """Return the lease, or None if no writer ever took it. In a copy, or after its release, `owner` is empty."""
         return writer_lease.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:
@@ -322,8 +322,8 @@ class EventLog:
     ) -> Iterator[Recorded]:
         """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
 
-        In order of position, or the newest first; at most `limit`. An index finds them, so the cost does not grow with
-        the log. Raises ValueError for a bulk type.
+        At most `limit` events come in order of position, or with `descending` the newest first. An index finds them, so
+        the cost does not grow with the log. Raises ValueError for a bulk type.
         """
         chosen = require_rare(types)
         left = limit
@@ -391,7 +391,7 @@ class EventLog:
     def position_at(self, time: float) -> int:
         """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
 
-        If the clock was stepped: in the last stretch between two steps that had begun by then.
+        If the clock was stepped, the last stretch between two steps that had begun by that moment counts.
         """
         return self._db.read(lambda c: position_at(c, self.url, time, self.clock_steps()))
 

@@ -54,8 +54,8 @@ class ReadModels:
             projector.apply(connection, recorded)
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
-        own = _K.name.in_([p.name for p in self.projectors])
-        connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
+        names = [p.name for p in self.projectors]
+        connection.execute(update(schema.checkpoints).where(_K.name.in_(names)).values(generation=generation))
 
     def rebuild(self, connection: Connection, progress: Callable[[int, int], None] | None = None) -> int:
         head = lock_head(connection, self._db)

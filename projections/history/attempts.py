@@ -363,7 +363,7 @@ def chosen(
 
 
 def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
-    """Sort rows by a value; rows without one come last in both directions."""
+    """Sort rows by a value. Rows without a value come last in both directions."""
     pairs = [(row, value(row)) for row in rows]
     valued = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)
     return [*(row for row, _ in valued), *(row for row, v in pairs if v is None)]

@@ -262,5 +262,5 @@ def _without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def is_clock(name: str) -> bool:
-    """Return whether the name is that of a time, which differs between any two runs."""
+    """Return whether a metric of this name is a time, which differs between any two runs."""
     return _TIME.search(name) is not None

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.projections.history.host_lives import HostLife, last_lives
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import HostLife, host_of, last_lives
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def host_list(
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Replace the log's values by the running system's."""
+    """Replace the log's values by those that the running system reported."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time as _time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -13,16 +14,17 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError
+from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError, LogNotFound, LogReplaced, NotALog
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
-from trinity_es.projections.history.host_lives import HostLife, host_lives
+from trinity_es.projections.host_states import HostLife, host_lives
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_events import LogEvents
-from trinity_es.projections.reading.overview import NOTABLE, Distributions, Overview, distributions, summarize
+from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
 from trinity_es.projections.tables import host_work, open_leases, read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_queries import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.experience_usage import Usage, read_usage
@@ -36,9 +38,12 @@ from trinity_es.projections.why.system_state import Followed, read_situation
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience
 
-__all__ = ["NOTABLE", "Log", "canonical", "open_log", "recomputed_result"]
+__all__ = ["NOTABLE", "Log", "canonical", "open_log", "read_repeatedly", "recomputed_result"]
 
 T = TypeVar("T")
+
+NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
+"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
 
 
 def open_log(url: str) -> Log:
@@ -128,7 +133,17 @@ class Log(LogEvents):
 
     def overview(self, recent: int = 20) -> Overview:
         """Summarize the run, with its `recent` last rare events and stalls."""
-        return summarize(self, recent)
+        head, rows = self.head().position, self.batches()
+        first, last = self.at(min(head, 1)), self.at(head)
+        return summarize(
+            head=head, first_at=None if first is None else first.recorded_at,
+            last_at=None if last is None else last.recorded_at, rows=rows,
+            config=self.config()[1], lives=self.runner_lives(),
+            coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
+            model_version=self.model_version(), losses=self.losses(),
+            stalls=list(self.rare(["StallDetected"], limit=recent, descending=True)),
+            recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
+        )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
         """Return durations, rewards, lengths and failures in these batches, or in the `last` that ended.
@@ -274,3 +289,28 @@ class Log(LogEvents):
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return the problems of this log. `progress(done, total)` counts events. `verify_log` also returns notes."""
         return verify_open(self._events, self._url, progress).problems
+
+
+def read_repeatedly(
+    url: str, look: Callable[[Log], None], stop: threading.Event, seconds: float, complain: Callable[[Exception], None]
+) -> None:
+    """Call `look` with the log at `url` every `seconds` until `stop` is set, and once more after that.
+
+    Waits for a log that does not exist yet or was replaced. Reports any other error to `complain` and tries again.
+    """
+    last = False
+    while True:
+        try:
+            with open_log(url) as log:
+                while True:
+                    look(log)
+                    if last:
+                        return
+                    last = stop.wait(seconds)
+        except (LogNotFound, LogReplaced, NotALog):
+            pass
+        except Exception as e:  # for example, the database is unreachable
+            complain(e)
+        if last:
+            return
+        last = stop.wait(seconds)

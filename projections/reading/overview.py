@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
-    from trinity_es.projections.reading.log_reader import Log
     from trinity_es.projections.tables.batch_queries import BatchRow
+    from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
-__all__ = ["NOTABLE", "Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
+__all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
 
-NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -168,30 +164,28 @@ def _point(row: BatchRow, value: float) -> Point:
     return Point(batch_id=row.batch_id, step=step, name=name, value=value)
 
 
-def summarize(log: Log, recent: int) -> Overview:
-    """Summarize the run of a log, with its `recent` last rare events and stalls."""
-    head, rows, lives = log.head().position, log.batches(), log.runner_lives()
-    first_at, last_at = (None if event is None else event.recorded_at for event in (log.at(min(head, 1)), log.at(head)))
+def summarize(
+    *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
+    lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
+    losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
+) -> Overview:
     finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
     lost: dict[str, Counter[str]] = defaultdict(Counter)
-    for (kind, reason), count in log.losses().items():
+    for (kind, reason), count in losses.items():
         lost[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
     sums = {name: sum(getattr(row, name) for row in rows) for name in (
         "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
-        head=head, first_at=first_at, last_at=last_at, config=log.config()[1],
+        head=head, first_at=first_at, last_at=last_at, config=config,
         states=dict(Counter(row.state for row in rows)), **sums,
-        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=log.model_version(),
+        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
         runners=dict(Counter({life.runner: life.how for life in lives}.values())),
-        runner_deaths=sum(life.died for life in lives),
-        coordinator_starts=sum(1 for _ in log.rare(["CoordinatorStarted"])),
+        runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
         staleness=[_point(r, r.staleness) for r in finalized if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0),
-        recent=list(log.rare(NOTABLE, limit=recent, descending=True)),
-        stalls=list(log.rare(["StallDetected"], limit=recent, descending=True)),
+        throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
         attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
     )

@@ -89,9 +89,9 @@ def verify_log(
 ) -> Verification:
     """Check the log at a database URL or file path. Its run may go on meanwhile.
 
-    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: this host's memory of the log, if it
-    is neither where the log says nor beside it. Raises LogNotFound, NotALog for something that never was a log, and
-    LogUnavailable if it can't be reached.
+    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: place of this host's memory of the log
+    (`Memory`), if that is neither where the log's config says nor beside the log. Raises LogNotFound, NotALog for
+    something that never was a log, and LogUnavailable for a database that can't be reached.
     """
     try:
         log = EventLog.open(url, read_only=True)
@@ -400,12 +400,12 @@ class _Fold:
             elif epoch > last_epoch:
                 self.notes.append(f"{lease}: it is at epoch {epoch}, and the last that wrote events is {last_epoch}: "
                                   "its holder has written nothing, or it was changed")
-            held = orjson.loads(owner)
-            if not isinstance(held, dict):
-                self.problems.add(f"{lease}: its owner is a {type(held).__name__}, not an object")
-            elif held and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
+            stored = orjson.loads(owner)
+            if not isinstance(stored, dict):
+                self.problems.add(f"{lease}: its owner is a {type(stored).__name__}, not an object")
+            elif stored and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
                 recorded = {"pid": self._started.pid, "host": self._started.host}
-                if differs := {k: held.get(k) for k, v in recorded.items() if held.get(k) != v}:
+                if differs := {k: stored.get(k) for k, v in recorded.items() if stored.get(k) != v}:
                     self.problems.add(f"{lease}: its owner is {short(differs)}, by the events {short(recorded)}")
         for name in self._epochs.keys() - {row[0] for row in rows}:
             self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")

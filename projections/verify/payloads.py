@@ -24,7 +24,7 @@ NAMED = 5
 
 
 class Needs:
-    """Payloads that the events so far need, with the owner of each. Experiences of batches may be freed."""
+    """Payloads that the events so far need, with the owner of each. Experiences of batches may be freed later."""
 
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
@@ -135,29 +135,29 @@ class Payloads:
     def _compare(
         self, store: PayloadStore, needed: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
     ) -> None:
-        count, missing, spare = len(self._needs), list[tuple[str, str]](), list[str]()
-        due = next(needed, None)
+        count, missing, unneeded = len(self._needs), list[tuple[str, str]](), list[str]()
+        next_needed = next(needed, None)
         for digest in store.digests():
-            while due is not None and due[0] < digest:
-                missing.append(due)
-                due = next(needed, None)
+            while next_needed is not None and next_needed[0] < digest:
+                missing.append(next_needed)
+                next_needed = next(needed, None)
             self.read += 1
-            if due is None or due[0] != digest:
-                spare.append(digest)
+            if next_needed is None or next_needed[0] != digest:
+                unneeded.append(digest)
                 self._read(store, digest, "")
             else:
-                if not self._read(store, digest, due[1]):
-                    missing.append(due)
-                due = next(needed, None)
+                if not self._read(store, digest, next_needed[1]):
+                    missing.append(next_needed)
+                next_needed = next(needed, None)
             if progress and self.read % 100 == 0:
                 progress(self.read, max(self.read, count))
-        missing += [*([] if due is None else [due]), *needed]
+        missing += [*([] if next_needed is None else [next_needed]), *needed]
         for digest, owner in self._still_needed(missing):
             self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
         if progress:
             progress(self.read, self.read)
-        self._add_note(spare, "payloads are named by no event: their runner ended before its result was recorded, or "
-                       "this is about to happen")
+        self._add_note(unneeded, "payloads are named by no event: their runner ended before its result was recorded, "
+                       "or this is about to happen")
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
     def _add_note(self, names: Sequence[str], text: str) -> None:
@@ -179,7 +179,7 @@ class Payloads:
         """Return the missing payloads that were not freed since the events were read."""
         if not missing:
             return []
-        later = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))
-        self._needs.free(later)
+        events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until)
+        self._needs.free(freed_positions(events))
         needed = dict(self._needs.listed())
         return [(digest, needed[digest]) for digest, _ in missing if digest in needed]

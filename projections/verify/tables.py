@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from sqlalchemy import Connection, inspect, text
@@ -37,9 +37,9 @@ def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems
 
 def _tables(scratch: sqlite3.Connection) -> Iterator[tuple[str, list[str], list[int]]]:
     """Yield (name, columns, column indices of the key) of every table of the read models."""
-    own = {table.name for table in schema.tables.sorted_tables}
-    names = [row[0] for row in scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    for name in sorted(set(names) - own):
+    of_log = {table.name for table in schema.tables.sorted_tables}
+    names = {row[0] for row in scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for name in sorted(names - of_log):
         if not name.startswith("sqlite_"):
             info = list(scratch.execute(f"PRAGMA table_info({name})"))
             key = sorted((row for row in info if row[5]), key=lambda row: row[5])
@@ -50,13 +50,13 @@ def _compare(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
-    stored = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
-        connection).has_table(table) else set()
+    exists = inspect(connection).has_table(table)
+    stored = {column["name"] for column in inspect(connection).get_columns(table)} if exists else set()
     (count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
-    if not stored and table in NEWER and not count:
+    if not exists and table in NEWER and not count:
         return  # the log is of an older release without this table
     if missing := [column for column in columns if column not in stored]:
-        problems.add(f"table {table} {'lacks ' + ', '.join(missing) if stored else 'is missing'}: {REBUILD}")
+        problems.add(f"table {table} {'lacks ' + ', '.join(missing) if exists else 'is missing'}: {REBUILD}")
         return
     names = ", ".join(columns)
     condition = " AND ".join(f"{columns[i]} = ?" for i in key)
@@ -77,10 +77,10 @@ def _compare(
                 problems.add(f"table {table}: no event makes its row {key_text}")
                 continue
             matched += 1
-            for column, value, right in zip(columns, values, expected, strict=True):
-                if value != right or (exact and type(value) is not type(right)):
+            for column, value, folded in zip(columns, values, expected, strict=True):
+                if value != folded or (exact and type(value) is not type(folded)):
                     problems.add(f"table {table}, row {key_text}: {column} is {short(value)}, by the events it is "
-                                 f"{short(right)}")
+                                 f"{short(folded)}")
     if matched < count:
         _report_missing(connection, scratch, problems, table, columns, key)
     elif matched > count:
@@ -88,11 +88,9 @@ def _compare(
 
 
 def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
-    try:
-        row: tuple[Any, ...] | None = scratch.execute(lookup, key).fetchone()
-    except (sqlite3.Error, OverflowError, UnicodeEncodeError):
-        return None
-    return row
+    with suppress(sqlite3.Error, OverflowError, UnicodeEncodeError):
+        return scratch.execute(lookup, key).fetchone()  # type: ignore[no-any-return]  # the driver's own
+    return None
 
 
 def _report_missing(

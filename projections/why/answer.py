@@ -55,7 +55,7 @@ class Waiting:
     limit: float | None = None
     """Limit of the attempt in seconds."""
     host: str = ""
-    """Host that it is about, or of its runner; empty: the head's own."""
+    """Host that the batch waits for, or host of `runner`; empty: the head's own."""
     server: str = ""
     """URL of the external server that is its runner's engine, if the running system reported it."""
     resume: str = ""
@@ -63,7 +63,7 @@ class Waiting:
     system_up: bool = False
     """If all runs of a step failed: whether its system runs, so that its runners have loaded the code that failed."""
     person: bool = False
-    """True if it lasts until a person acts."""
+    """True if the wait lasts until a person acts."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class Why:
     """Unix seconds of its last event."""
     now: float
     stalled: bool
-    """True if it needs a person, or has made no progress for too long."""
+    """True if the batch needs a person, or has made no progress for too long."""
     waiting: tuple[Waiting, ...]
 
     @property

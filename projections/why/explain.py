@@ -1,11 +1,11 @@
 """Explanation of what a batch waits for, where and since when: the answer of `why` (promise 7). Pure.
 
 `why` explains one batch from a `SystemSnapshot`, a fold of the log. A running system knows more than its log, such as
-the last sign of life of each runner. Its answer to `status` is passed as `live`, facts on its processes as `system`;
-both are optional, and any of their fields may be missing.
+the last sign of life of each runner. The caller passes the system's answer to `status` as `live`, and facts on its
+processes as `system`. Both are optional, and any of their fields may be missing.
 
-A unit is slow if it takes longer than the others did while its runner lives. It is hung if it is past its limit or its
-runner is silent, so that it will not finish by itself.
+A unit is slow if it takes longer than the others did while its runner lives. A unit is hung if it is past its limit or
+its runner is silent, so that it will not finish by itself.
 """
 
 from __future__ import annotations
@@ -275,9 +275,9 @@ def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
 
 def _pending_text(batch: BatchTimes) -> str:
     key, first = next(iter(batch.state.pending.items()))
-    more = len(batch.state.pending) - 1
+    others = len(batch.state.pending) - 1
     text = _unit_text(batch.state, first, batch.state.strikes.get(key, 0))
-    return text + (f" and {counted(more, 'more unit')}" if more else "")
+    return text + (f" and {counted(others, 'more unit')}" if others else "")
 
 
 def _of_unit(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
@@ -357,9 +357,9 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     if runner.silent is not None:
         quiet = runner.silent > QUIET_SECONDS
         loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
-    heard = f"its runner {', '.join(signs)}{loop}" if signs else ""
+    life = f"its runner {', '.join(signs)}{loop}" if signs else ""
     waits = runner.runs_wait or (f"it waits for {runner.waits_for}" if runner.waits_for else "")
-    return "; ".join(part for part in (heard, short(waits)) if part)
+    return "; ".join(part for part in (life, short(waits)) if part)
 
 
 def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:

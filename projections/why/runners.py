@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 SILENT_SECONDS = 10.0
-"""Seconds without a heartbeat (sent every two) or answer of the engine's loop after which a runner is silent."""
+"""Seconds without a heartbeat (sent every 2 s) or an answer of the engine's loop after which a runner is silent."""
 AWAITED_SECONDS = 10.0
 """Seconds after which an engine that waits for something external, such as its server, is a problem."""
 LOADING_SECONDS = 300.0
@@ -59,7 +59,7 @@ def behind(runner: RunnerSnapshot) -> Waiting:
 
 
 def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
-    """Return what is wrong with a runner and what to do, as a text to follow its name; None if nothing is."""
+    """Return the problem of a runner and what to do, as a text to follow its name; None if it has no problem."""
     waits, wrong = "", None
     match runner.state:
         case "retired":
@@ -105,8 +105,8 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
         case "quarantined":
             return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
         case "lost":
-            again = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
-            return "lost", f"was lost ({reason}) and is started again{again}", since, False
+            delay = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
+            return "lost", f"was lost ({reason}) and is started again{delay}", since, False
         case "retired" | "down":
             return "ended", f"was ended{ago}", since, True
     text = f"{'waits to start' if waits else 'is loading'} its engine"
@@ -123,9 +123,9 @@ def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None,
 
 def coordinator_away(child: Mapping[str, Any]) -> str:
     """Return why there is no coordinator and when it starts again. `child`: its row in the guardian's status."""
-    again, reason = child.get("restart_in"), short(child.get("reason") or "")
-    soon = "it is being started" if again is None else f"it is started in {span(again)}"
-    return f"there is no coordinator now{reason and f' ({reason})'}: {soon}"
+    delay, reason = child.get("restart_in"), short(child.get("reason") or "")
+    start = "it is being started" if delay is None else f"it is started in {span(delay)}"
+    return f"there is no coordinator now{reason and f' ({reason})'}: {start}"
 
 
 def short(text: str, width: int = 300) -> str:

@@ -282,7 +282,7 @@ class Followed:
         self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId],
         read: Callable[[BatchId, int], Iterable[Recorded]],
     ) -> SystemSnapshot:
-        """Add these batches to a snapshot that has its runners, as `observe` of all their events would.
+        """Add these batches to a snapshot that has the runners. The result is that of `observe` over all events.
 
         Drops the folds of other batches. `read(batch_id, position)` returns a batch's events after a position.
         """
@@ -305,7 +305,7 @@ def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTim
 
 
 STEP_SECONDS = 5.0
-"""Minimum difference of two clocks that means a clock step; less may be the delay of an answer."""
+"""Minimum difference of two clocks that counts as a clock step. A smaller one may be the delay of an answer."""
 
 
 def with_live(
@@ -319,9 +319,9 @@ def with_live(
     servers = {s["runner"]: s for s in status.get("servers", [])}
     children = {c["name"]: c for c in status.get("system", {}).get("children", []) if c["name"] != "coordinator"}
     # The guardian reports the slots of this machine only; those of other hosts come from the runners' rows.
-    own = {host_of(name) for name in children}
-    far = {name: row for name, row in rows.items() if host_of(name) not in own}
-    names = {**snapshot.runners, **rows} if not children else {**children, **far}
+    local_hosts = {host_of(name) for name in children}
+    remote = {name: row for name, row in rows.items() if host_of(name) not in local_hosts}
+    names = {**snapshot.runners, **rows} if not children else {**children, **remote}
     for name in sorted(names):
         life = replace(snapshot.runners.get(name, RunnerSnapshot(name=name)))
         row, child = rows.get(name, {}), children.get(name, {})
@@ -334,14 +334,14 @@ def with_live(
             for key in ("seen", "progressed", "finished", "loading_since"):
                 if row.get(key):
                     setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
-            if life.since is None or not life.reason:  # if not, the log has the better reason
+            if life.since is None or not life.reason:  # otherwise the log has the better reason
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
             life.waits_for, life.runs_wait = row.get("waits_for") or "", row.get("runs_wait") or ""
             if "refused" in row:
                 life.refused = (status["weights_version"], row["refused"]) if row["refused"] else None
             if life.seen is not None and life.silent:
-                life.silent += max(0.0, now - life.seen)  # and it has been silent since then
+                life.silent += max(0.0, now - life.seen)  # the loop has been silent since then, too
         if name in servers:
             life.server, life.leaving = servers[name]["url"], not servers[name]["wanted"]
         _apply_child(life, child, now)

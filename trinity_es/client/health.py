@@ -14,8 +14,7 @@ from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
-from trinity_es.projections.history.host_lives import last_lives
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of

@@ -29,8 +29,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.reading.log_polling import read_repeatedly
-from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.log_reader import Log, read_repeatedly
 from trinity_es.telemetry import explorer_metrics
 from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
 from trinity_es.telemetry.monitor_services import Monitor

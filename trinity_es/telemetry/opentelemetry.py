@@ -25,8 +25,7 @@ from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
-from trinity_es.projections.reading.log_polling import read_repeatedly
-from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.log_reader import Log, open_log, read_repeatedly
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

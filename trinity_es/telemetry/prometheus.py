@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
-from trinity_es.projections.history.host_lives import last_lives
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 

@@ -76,10 +76,10 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
 
 
 def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
-    """Return what an answer's log lost of what this process has seen, in words; None if it lost nothing.
+    """Describe the loss if an answer's log lacks events that this process has seen; None if it lacks none.
 
-    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations don't compare: only the log
-    shows whether one follows from the other.
+    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations can't be compared, because only
+    the log shows whether one generation follows from the other.
     """
     if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None
@@ -198,9 +198,9 @@ class Memory:
     def claims(self, generation: str = "") -> list[Claim]:
         """Return this host's claims about the store.
 
-        If no claim at its own address has this `generation`, claims under other addresses count too, since a log may
-        move or have several addresses. Claims about a copy don't count: the original's file still exists, or its
-        database has another key.
+        If no claim under the store's address has this `generation`, claims under other addresses count too, since a log
+        may move or have several addresses. Claims about the original of a copy don't count. A store is a copy if the
+        original's file still exists, or the original's database has another key.
         """
         claims, _, _ = _read(self.path)
         if not generation or any(claim.mark.generation == generation for claim in claims):
@@ -212,7 +212,7 @@ class Memory:
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
-        """Return True if the log at another place exists beside this one."""
+        """Return True if this log is a copy of the one at `place`, which still exists."""
         if place.startswith("/"):
             return os.path.exists(place)
         # Without the port: a server that takes over from another has the same data, and may lack its end.

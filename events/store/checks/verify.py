@@ -46,13 +46,16 @@ _BEYOND = text("SELECT max(position) FROM es_event")
 
 
 class Watcher(Protocol):
-    """Check that sees the same events in the same pass."""
+    """Further check of the events, in the same pass."""
 
     def take(self, recorded: Sequence[Recorded]) -> None:
-        """Take more events, in order of position and each once. All of them decode."""
+        """Check the next events, in order of position and each once. All of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Compare after the last event, in its transaction. `whole`: no event was missing or unreadable."""
+        """Make the comparisons that need all events, in the last transaction.
+
+        `whole`: whether no event was missing or unreadable.
+        """
 
 
 class Problems:

@@ -52,7 +52,7 @@ _BUSY_MILLISECONDS = 5000
 class Database:
     """One process's connections to one database. Safe for threads; not usable after a fork.
 
-    For `patience` seconds each call waits out passing trouble: a lost connection, a lock held by another process.
+    Each call waits up to `patience` seconds for trouble to pass: a lost connection, a lock held by another process.
     """
 
     def __init__(self, url: str, *, durability: Durability = "power", read_only: bool = False, patience: float = 20.0):
@@ -136,8 +136,8 @@ class Database:
     ) -> T:
         """Run `work` in one writing transaction, on SQLite as the only writer of all processes.
 
-        On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether it was done
-        before. `size`: roughly the bytes it writes. Raises LogUnavailable: nothing was written, or a retry finds it.
+        On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether an earlier
+        try was committed. `size`: roughly the number of bytes that `work` writes. Raises LogUnavailable.
         """
         self._check_process()
         if self.read_only:
@@ -176,7 +176,7 @@ class Database:
     def require_place(self) -> None:
         """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
 
-        It costs only some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        Costs only some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
         if self._place is None or self.read_only:
             return
@@ -235,7 +235,8 @@ class Database:
                 new.close()
                 os.rename(making, path)
             except OSError as e:
-                raise LogUnavailable(f"{path} can't be made: {e.strerror}; this user needs to write there") from e
+                raise LogUnavailable(
+                    f"{path} can't be made ({e.strerror}): let this user write in {path.parent}") from e
             finally:
                 new.close()
                 for name in temporary:

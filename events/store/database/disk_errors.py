@@ -24,7 +24,7 @@ def is_out_of_files() -> bool:
 
 
 def refusal(path: Path, needed: int, e: OSError) -> str:
-    """Return why a file of about `needed` bytes could not be written, and the way out."""
+    """Return the reason why a file of about `needed` bytes could not be written, and what to do."""
     if e.errno in _FULL:
         return room(path, needed)
     if e.errno == errno.EROFS:
@@ -39,7 +39,7 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
 
 
 def room(path: Path, needed: int) -> str:
-    """Return how full the disk of `path` is, when about `needed` bytes were to be written, and the way out."""
+    """Describe how full the disk of `path` is, if about `needed` bytes could not be written, and what to do."""
     for folder in (path, *path.parents):
         try:
             usage = shutil.disk_usage(folder)

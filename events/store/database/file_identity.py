@@ -84,7 +84,8 @@ class Place:
     def require(self) -> None:
         """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, SidecarGone.
 
-        Call it in a writing transaction, before its commit and after it. It costs only some calls of `stat`.
+        Call this in a writing transaction before the commit, and again after the commit. Costs only some calls of
+        `stat`.
         """
         status = self._stat()
         if _file_id(status) != self.file:
@@ -217,11 +218,10 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:
-    """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts; {} if it is unusable.
+    """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts.
 
-    Later frames were never committed, even if a commit record is there: a killed writer did not count them, and a
-    shorter log was written over their beginning. Call this before the log is opened, since the first process to open
-    it, even to read, rebuilds the index. An index that has seen no commit is unusable.
+    {} if the index is unusable, as before the first commit. Frames beyond this number were never committed, even if a
+    commit record is there: a killed writer did not count them, and a shorter log was written over their beginning.
     """
     try:
         with Path(f"{path}-shm").open("rb") as file:

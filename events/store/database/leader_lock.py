@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeaderLock:
+    """Thread that takes the lock of a store, keeps it, and takes it again after a lost connection."""
 
     def __init__(self, url: str) -> None:
         self._url, self._over = url, threading.Event()
@@ -72,7 +73,10 @@ def is_led(url: str) -> bool:
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
-    """Wait until the lock was free for `seconds`, in which a coordinator may restart. An error counts as led."""
+    """Wait until the lock was free for `seconds`, the time in which a coordinator may restart.
+
+    A database that can't be read counts as led.
+    """
     free_since: float | None = None
     while True:
         try:

@@ -17,7 +17,7 @@ _POSTGRES_ARGS = {
     "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 20000,
 }
-"""With these a server that vanishes with its machine or network is noticed in some 20 s, not 15 minutes."""
+"""With these options a client notices in some 20 s, not 15 minutes, that its server or the network is gone."""
 _LIMITS = (
     "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
     "client_min_messages = warning",
@@ -26,12 +26,12 @@ _KEEPALIVE = (
     "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
     "SET tcp_user_timeout = '10s'"
 )
-"""With these the server notices a vanished client in some 10 s. Otherwise a client cut off in the middle of a message
-keeps its locks, also the lease's, for two hours: no timeout of a statement runs then."""
+"""With these settings the server notices in some 10 s that a client is gone. Without them a client that vanishes in the
+middle of a message keeps its locks, the lease's too, for two hours, because no timeout of a statement runs then."""
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
-    """Require a database in UTF-8, or, with `refused`, in none of these encodings. Raises ConfigError."""
+    """Require that a database's encoding is UTF-8, or with `refused` that it is none of these. Raises ConfigError."""
     encoding = connection.info.parameter_status("server_encoding")
     if encoding in refused if refused else encoding != "UTF8":
         raise ConfigError(f"the encoding of {shown} is {encoding}, which does not hold every text: make the database "
@@ -45,16 +45,16 @@ _session_urls: set[URL] = set()
 def _require_own_session(shown: str, connection: Any, another: Callable[[], Any]) -> None:
     """Require that a connection keeps its server process, which holds its settings and locks. Raises ConfigError.
 
-    A pooler gives each transaction another process. `connection` commits by itself; `another` opens a second one, whose
-    transaction occupies a server process meanwhile.
+    A pooler gives each transaction another process. `connection` commits each statement; `another` opens a second
+    connection, whose transaction occupies a server process meanwhile.
     """
-    def process(of: Any) -> int:
-        return int(of.execute("SELECT pg_backend_pid()").fetchone()[0])
+    def server_process(session: Any) -> int:
+        return int(session.execute("SELECT pg_backend_pid()").fetchone()[0])
 
-    own = process(connection)
+    pid = server_process(connection)
     with contextlib.closing(another()) as other:
         try:
-            changes = process(other) == own or any(process(connection) != own for _ in range(3))
+            changes = server_process(other) == pid or any(server_process(connection) != pid for _ in range(3))
         except Exception as e:
             if not POOLED.search(str(e)):
                 raise
@@ -67,17 +67,17 @@ def _require_own_session(shown: str, connection: Any, another: Callable[[], Any]
 
 def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
     """Return an engine whose connections notice a vanished server. Raises ConfigError, also when connecting."""
-    more: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
+    defaults: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
     if read_only:
-        more["prepare_threshold"] = None  # a prepared statement would outlive its transaction in a pooler
+        defaults["prepare_threshold"] = None  # a prepared statement would outlive its transaction in a pooler
     try:
-        engine = create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, connect_args=more)
+        engine = create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, connect_args=defaults)
     except ModuleNotFoundError as e:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
 
     def another() -> Any:
         arguments, options = engine.dialect.create_connect_args(url)
-        return engine.dialect.connect(*arguments, **{**options, **more})
+        return engine.dialect.connect(*arguments, **{**options, **defaults})
 
     @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy reads its first text
     def _configure(connection: Any, _record: Any) -> None:

@@ -70,7 +70,7 @@ class Gathered:
         self._rows: dict[Prepared, list[Values]] = {}
 
     def add(self, statement: Prepared, *rows: Values) -> None:
-        """Keep these rows for this statement. The rows of one statement stay in order, the statements may not."""
+        """Keep these rows for this statement. `write` keeps the order of a statement's rows, not that of statements."""
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:

@@ -113,7 +113,7 @@ class Backoff:
 
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """Return `tell` without repetitions: it is called only if the error differs from the last one."""
+    """Return a function that calls `tell` only if the error differs from the last one."""
     last = ""
 
     def tell_news(error: Exception) -> None:
@@ -135,9 +135,9 @@ def patiently(
     now: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random,
     tell: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """Run `work()`, again for about `seconds` while it fails with passing trouble; then raise its error.
+    """Run `work()`, and repeat it for about `seconds` while it fails with passing trouble. Then raise its error.
 
-    `wait` pauses, and returns True to give up now; `tell` gets each error that is waited out.
+    `wait` pauses, and returns True to give up now. `tell` gets each error after which `work` is repeated.
     """
     pauses, until = Backoff(), None
     while True:
@@ -157,7 +157,7 @@ def patiently(
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Run `work()` in a thread and return its result. Raises its error, or LogUnavailable after `seconds`.
 
-    The thread is then abandoned: a call to a frozen server never returns.
+    After that the thread is abandoned, because a call to a frozen server never returns.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 

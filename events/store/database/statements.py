@@ -84,9 +84,10 @@ class LockedHead(NamedTuple):
 
 
 def lock_head(connection: Connection, db: Database) -> LockedHead:
-    """Return the head row. On PostgreSQL this takes the turn to write, until the commit is visible.
+    """Return the head row. On PostgreSQL this locks the row until the commit, so that one writer appends at a time.
 
-    It is a separate statement, so that later ones see all commits before this turn. Raises LogCorrupt, LogTooNew.
+    The lock is a statement of its own, so that later statements see all commits before it. Raises LogCorrupt,
+    LogTooNew.
     """
     row = _LOCK_HEAD[db.dialect].first(connection, {"now": time.time()})
     if row is None:

@@ -114,9 +114,10 @@ def _name_payload(digest: str) -> Iterator[None]:
 def write_delivered(
     payloads: PayloadStore, experiences: Sequence[Experience], raw: Mapping[str, bytes]
 ) -> list[PayloadRef]:
-    """Write experiences made from those in the `raw` payloads; return their references.
+    """Write experiences that were made from those in the `raw` payloads; return references to them.
 
-    The new payloads refer to raw ones for unchanged fields, so those must be kept as long. With {} they are complete.
+    The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long. If `raw` is {}, the
+    new payloads are complete.
     """
     originals = _Originals(raw, experiences)
     chunks = (experiences[first : first + PER_PAYLOAD] for first in range(0, len(experiences), PER_PAYLOAD))
@@ -140,7 +141,10 @@ class _Originals:
         self._places = {key: place for key, place in delivered.items() if place[0] in self._left}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
-        """Return a payload of these. Only one may refer to an original, since two would share its arrays."""
+        """Return a payload of these experiences.
+
+        Only one experience may refer to an original, since two of them would share its arrays.
+        """
         sources: dict[str, int] = {}
         items, arrays = [], []
         for e in experiences:

@@ -36,16 +36,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class PayloadStore(Protocol):
-    """Immutable bytes by their digest; they can only be deleted."""
+    """Immutable bytes by their digest."""
 
     def put(self, data: bytes) -> str:
-        """Store, and return the digest. Durable when it returns. Stored bytes are read instead of written again.
+        """Store the bytes durably, and return their digest.
 
-        Other bytes under the digest are replaced. Raises LogUnavailable if it can't be stored.
+        If the digest is there already, its bytes are compared, and are replaced if they differ. Raises LogUnavailable.
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes, checked. Raises PayloadNotFound, or CorruptPayload for other bytes than were put."""
+        """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
 
     def read(self, digest: str) -> bytearray:
         """Return the same as `get`, in writable memory of its own."""

@@ -33,7 +33,7 @@ class Write:
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
-    """Return a write whose events an append will accept; it may still refuse the version. Raises InvalidEvent."""
+    """Return a write whose events are checked, so that an append can refuse only its version. Raises InvalidEvent."""
     _check_name("stream", stream)
     return Write(
         stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
@@ -221,7 +221,7 @@ class Straightener:
         self.offset = _offsets[-1]
 
     def __call__(self, recorded: Recorded) -> Recorded:
-        """Return the event, with its time by the current clock if that differs."""
+        """Return the event. If the current clock gives it another time, the result has that time."""
         mono = recorded.metadata.get("mono")
         if not isinstance(mono, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
             return recorded

@@ -13,8 +13,7 @@ from tests.helpers.several_hosts import BROKE, several_hosts, write_several_host
 from tests.helpers.story import Story, configured, status
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.projections.history.host_lives import host_lives
-from trinity_es.projections.host_states import left_reason, lost_reason, went_with_host
+from trinity_es.projections.host_states import host_lives, left_reason, lost_reason, went_with_host
 from trinity_es.projections.reading.host_list import host_list, read_hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors

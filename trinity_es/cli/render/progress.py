@@ -17,8 +17,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import mean_reward, missing_runs
-from trinity_es.projections.reading.log_polling import read_repeatedly
-from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.log_reader import Log, read_repeatedly
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import batch_named, error_line, plain

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import where
-from trinity_es.projections.history.host_lives import last_lives
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.overview import Overview, Point
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
 from trinity_es.projections.why.answer import Why

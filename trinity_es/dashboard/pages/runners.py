@@ -12,9 +12,8 @@ from trinity_es.events.errors import RunnerNotFound
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
-from trinity_es.projections.history.host_lives import HostLife
 from trinity_es.projections.history.runner_work import WORK, work_of
-from trinity_es.projections.host_states import host_of
+from trinity_es.projections.host_states import HostLife, host_of
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
 from trinity_es.safe_text import devices, summary
