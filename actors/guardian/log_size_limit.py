@@ -46,7 +46,7 @@ def cut(paths: Iterable[str], most: int = MOST_BYTES) -> list[str]:
 
 
 def _cut(path: str, most: int) -> None:
-    with open(path, "r+b", opener=_appending) as file:
+    with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_APPEND)) as file:
         size = file.seek(0, os.SEEK_END)
         copy_note = f"the last {most >> 20} MiB of that are in {path}.1"
         try:
@@ -58,7 +58,3 @@ def _cut(path: str, most: int) -> None:
         file.truncate(0)
         file.write(
             f"(this file was cut: more than {most >> 20} MiB had been written, {size} bytes; {copy_note})\n".encode())
-
-
-def _appending(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_APPEND)

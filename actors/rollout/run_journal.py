@@ -262,7 +262,9 @@ class JournaledCall:
                 await self.written(call, None)
                 raise
         if self.engine.model_version == version:
-            answers = [a if a.version_spans else _of_version(a, version) for a in answers]
+            answers = [
+                a if a.version_spans else replace(a, version_spans=((version, 0, len(a.token_ids)),)) for a in answers
+            ]
         if before is not None:
             answers = [_cut_at_stop(cast(KeepsProgress, self.engine), answers[0], self.sampling, before)]
         await self.written(call, answers)
@@ -300,10 +302,6 @@ def _completion(prompt: list[int], kept: KeptAnswer) -> Completion:
         adapter=None if kept.adapter is None else (kept.adapter[0], kept.adapter[1]),
         version_spans=tuple((v, start, end) for v, start, end in kept.spans), splices=tuple(kept.splices),
     )
-
-
-def _of_version(answer: Completion, version: int) -> Completion:
-    return replace(answer, version_spans=((version, 0, len(answer.token_ids)),))
 
 
 def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, tokens: list[int]) -> tuple[int, str]:

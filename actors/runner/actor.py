@@ -36,7 +36,7 @@ BEAT_SECONDS = 2.0
 ANNOUNCE_BEATS = 5
 """Interval between two RunnerStatus messages, in heartbeats; from them a coordinator sees which messages were lost."""
 ASK_SECONDS = 5.0
-"""Interval between two requests for another life in this slot."""
+"""Interval between two requests to the guardian to replace this runner."""
 HANG_SHARE = 0.8
 """Share of `system.hang_timeout` after which a runner fails a workflow that blocks its loop."""
 LEASE_SECONDS = 0.1
@@ -46,9 +46,7 @@ GIVE_UP_SECONDS = 30.0
 
 
 def import_ahead() -> None:
-    """Import everything that a runner's endpoint needs, in the process from which runners are forked, so that they
-    share it.
-    """
+    """Import what runners' endpoints need, in the process from which runners are forked, so that they share it."""
     make_server(make_app([]))
 
 
@@ -59,7 +57,7 @@ class Runner(BaseActor):
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
-        """Refuse messages for another life, because an address may be given to another actor."""
+        """Refuse messages for an earlier runner: an address may be given to another actor when its first one ends."""
         return not hasattr(self, "incarnation") or getattr(message, "incarnation", self.incarnation) == self.incarnation
 
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
@@ -99,7 +97,7 @@ class Runner(BaseActor):
         self.engine_side.start()
 
     def crashed(self, error: BaseException) -> None:
-        """Tell the guardian if this life could not begin, since it would never be heard of otherwise."""
+        """Tell the guardian if this runner failed before its engine's side was made: no heartbeat would report it."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(
                 self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.how.engine_type,
@@ -113,15 +111,15 @@ class Runner(BaseActor):
         self.send_due(anew=True)
 
     def send_due(self, *, anew: bool = False) -> None:
-        """Send everything that stayed unconfirmed for long, or with `anew` everything unconfirmed."""
+        """Send again what the coordinator has not confirmed for long, or with `anew` everything unconfirmed."""
         for group in (*self.leases.due(self.now(), anew=anew), *self.outbox.due(self.now(), anew=anew)):
             self.tell(group)
 
     def beat(self) -> None:
-        """Send a sign of life of this process and of its engine's loop; send again what may have been lost."""
+        """Send a heartbeat, which says how long the engine's loop has not answered; send again what may be lost."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        now, asked = self.now(), self.beaten
-        if now - asked > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
+        now, last_beat = self.now(), self.beaten
+        if now - last_beat > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
             self.answered = now
         self.beaten = now
 
@@ -129,18 +127,18 @@ class Runner(BaseActor):
             self.answered = now
 
         self.engine_side.ping(answered)
-        silent = 0.0 if self.answered >= asked else max(0.0, now - self.answered - BEAT_SECONDS)
+        silent = 0.0 if self.answered >= last_beat else max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.loop.playing()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it is ending for that unit: the guardian must not do it and blame all
             silent = 0.0
         trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
-        alive = messages.Heartbeat(
+        heartbeat = messages.Heartbeat(
             self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.runs_wait,
         )
-        self.tell(alive)
-        self.send(self.guardian, alive)
+        self.tell(heartbeat)
+        self.send(self.guardian, heartbeat)
         self.beats += 1
         if self.coordinator is None:
             return
@@ -153,7 +151,7 @@ class Runner(BaseActor):
         for (batch_id, submission, task, base), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, base, item.unit.attempt))
         places = self.engine_side.places
-        up = messages.RunnerStatus(
+        status = messages.RunnerStatus(
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
             engine=self.how.engine_type, places=places.count,
             model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
@@ -164,8 +162,8 @@ class Runner(BaseActor):
             known=self.known,
             kv_share=places.kv_share, waiting=places.waiting,
         )
-        self.tell(up)
-        self.send(self.guardian, up)
+        self.tell(status)
+        self.send(self.guardian, status)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
         if not self.trusts(message.end):
@@ -184,8 +182,8 @@ class Runner(BaseActor):
             return  # it could not run them; its report when it is ready brings them again
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
-            had = self.units.get(key)
-            if had is not None and had.unit.attempt >= item.unit.attempt:
+            current = self.units.get(key)
+            if current is not None and current.unit.attempt >= item.unit.attempt:
                 continue  # it was sent twice
             if self.outbox.has_settled(key, item.unit.attempt):
                 continue
@@ -193,11 +191,11 @@ class Runner(BaseActor):
             self.engine_side.begin(key, item)
 
     def trusts(self, end: Mark | None) -> bool:
-        """Return True if the sender knows as much of the log as this runner; otherwise tell it what this runner knows.
+        """Return True if the sender's log reaches as far as this runner knows; otherwise report what this runner knows.
         """
-        wrong = lost_between(self.known, end)
-        if wrong is not None:  # or it was under way while another took its place
-            self.log.error("refused what a coordinator sent: %s", wrong)
+        loss = lost_between(self.known, end)
+        if loss is not None:  # its log lost events, or the message comes from a coordinator that was replaced
+            self.log.error("refused what a coordinator sent: %s", loss)
             self.announce()
             return False
         self.known = end or self.known
@@ -245,7 +243,7 @@ class Runner(BaseActor):
         self.announce()
 
     def report(self, outcomes: list[messages.UnitOutcome]) -> None:
-        """Send the coordinator a group that is safe in the payload store, and before it the lease changes."""
+        """Send the coordinator outcomes whose payload is stored, and the lease changes before them."""
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
@@ -258,7 +256,7 @@ class Runner(BaseActor):
             self.after(LEASE_SECONDS, "leases", self.send_leases)
 
     def after_message(self) -> None:
-        """Send changes for which a run waits, with all others of this turn."""
+        """Send lease changes for which a run waits, with all others of this turn."""
         if self.lease_waited_for:
             self.send_leases()
 
@@ -272,8 +270,7 @@ class Runner(BaseActor):
         self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
-        """Fail a unit that can't be ended, and end this life for it. Its other units are attempted again without blame.
-        """
+        """Fail a unit that can't be stopped, and end this runner for it. Its other units run again without a strike."""
         item = self.units.get(key)
         if self.given_up is not None or item is None or self.state != "ready":
             return
@@ -283,7 +280,7 @@ class Runner(BaseActor):
         self.after(GIVE_UP_SECONDS, "give up", self.end)
 
     def end(self) -> None:
-        """Ask for another life in this slot, at once and without blame for its units, until it is granted."""
+        """Ask the guardian to replace this runner at once, and repeat the request until this process is ended."""
         self.after(ASK_SECONDS, "give up", self.end)
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.ended_for))
 

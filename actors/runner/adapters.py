@@ -1,4 +1,4 @@
-"""A runner's reaction to an order to serve LoRA adapters, on the engine's loop."""
+"""Loading of LoRA adapters into a runner's engine, on the engine's loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def serve_adapters(
     for event in wanted:
         name, version = event.adapter, event.version
         if getattr(engine, "adapters", {}).get(name, -1) >= version:
-            continue  # it has it; or this order is older than the last
+            continue  # the engine has this version, or a newer one of a later order
         started = time.monotonic()
         try:
             if not hasattr(engine, "load_adapter"):

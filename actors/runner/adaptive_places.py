@@ -27,13 +27,13 @@ MOST_GROWTH, STEP_SHARE = 2.0, 0.125
 ROOM = 0.9
 """Share of an engine's KV cache, or of its running requests, at which it counts as full."""
 QUEUE_FOR_MORE, QUEUE_AFTER, QUEUE_MOST = 1.0, 3.0, 4.0
-"""Waiting requests for each running one: the limit for more places, the aim of a cut, and the limit for a cut."""
+"""Waiting requests for each running one: maximum for growth, aim of a cut, and the value above which places are cut."""
 AGAIN_FOR_MORE, AGAIN_MOST = 0.1, 0.5
-"""Recomputed tokens for each generated one: the limit for more places, and the limit for fewer."""
+"""Recomputed tokens for each generated one: maximum for growth, and the value above which places are cut."""
 CUT = 0.75
-"""Share of the places that stays if too much is recomputed."""
+"""Factor for the number of places if too much is recomputed."""
 MOST_CUT = 0.5
-"""Least share of the places that stays after a round."""
+"""Smallest factor for the number of places after a round with a long queue."""
 
 
 @dataclass(slots=True)
@@ -84,18 +84,18 @@ class AdaptivePlaces:
         """
         self._round.add(load, taken >= self.places)
         if finished - self._round.begun >= self.places and self._round.running:
-            self.places = self._after(self._round)
+            self.places = self._places_after(self._round)
             self._round = _Round(finished)
         return self.places
 
-    def _after(self, had: _Round) -> int:
-        full, queue, again = (total / had.running for total in (had.full, had.waiting, had.again))
-        if again > AGAIN_MOST:
+    def _places_after(self, past: _Round) -> int:
+        full, queue, recomputed = (total / past.running for total in (past.full, past.waiting, past.again))
+        if recomputed > AGAIN_MOST:
             self._too_many = self.places
             return max(1, int(self.places * CUT))
         if queue > QUEUE_MOST:
             return max(1, int(self.places * max(MOST_CUT, (1 + QUEUE_AFTER) / (1 + queue))))
-        if not had.taken or queue > QUEUE_FOR_MORE or again > AGAIN_FOR_MORE:
+        if not past.taken or queue > QUEUE_FOR_MORE or recomputed > AGAIN_FOR_MORE:
             return self.places
         growth = min(MOST_GROWTH, ROOM / full if full else MOST_GROWTH)
         wanted = max(int(self.places * growth), self.places + max(1, int(self.places * STEP_SHARE)))
@@ -106,18 +106,18 @@ class AdaptivePlaces:
 
 
 class Places:
-    """A semaphore whose size can change: it follows the engine's load if `given` is auto.
+    """A semaphore for units, whose size follows the engine's load if `given` is auto.
 
-    If it shrinks, units that are inside stay.
+    Units that have a place keep it when the size shrinks.
     """
 
     def __init__(self, given: int | Literal["auto"]) -> None:
         self.adaptive = given == "auto"
         self.count, self.taken = START if given == "auto" else given, 0
         self.finished = 0
-        """Number of units that left by themselves."""
+        """Number of units that left without an error."""
         self.kv_share, self.waiting = 0.0, 0
-        """The engine's number when the count last changed."""
+        """The engine's load when the count last changed: fill of its KV cache (0 to 1), and its waiting requests."""
         self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
@@ -129,7 +129,7 @@ class Places:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come in
+            if not turn.cancelled():  # the place was given before the cancellation
                 self._leave()
             raise
 

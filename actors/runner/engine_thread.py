@@ -74,16 +74,16 @@ _P = ParamSpec("_P")
 
 
 def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
-    """Run a method or coroutine on the loop; the caller does not wait."""
+    """Make a method that schedules `work` on the loop and returns at once."""
 
     @functools.wraps(work)
-    def left(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def scheduled(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if inspect.iscoroutinefunction(work):
             asyncio.run_coroutine_threadsafe(work(self, *args, **kwargs), self.loop)
         else:
             self.loop.call_soon_threadsafe(functools.partial(work, self, *args, **kwargs))
 
-    return left
+    return scheduled
 
 
 class EngineOwner(Protocol):
@@ -169,9 +169,9 @@ class EngineThread:
         return RunActivity() if self.workflows is None else self.workflows.played
 
     # --- on the loop ------------------------------------------------------------------------------------------------
-    def tell(self, say: Callable[..., None], *what: Any) -> None:
-        """Have the actor run this in its own loop."""
-        self.owner.post(functools.partial(say, *what))
+    def tell(self, method: Callable[..., None], *args: Any) -> None:
+        """Have the actor call one of its methods in its own loop."""
+        self.owner.post(functools.partial(method, *args))
 
     def run_loop(self) -> None:
         as_runner()
@@ -192,7 +192,7 @@ class EngineThread:
         if self.ending or self.workflows is None:
             return
         if self.reporting.done():
-            self.log.error("what reports outcomes ended: it is begun again")
+            self.log.error("the task that reports outcomes ended: it is started again")
             self.reporting = self.loop.create_task(self.reporter.run())
         dead = getattr(self.engine, "dead", None)
         if dead is not None or (self.server is not None and not self.server.serves()):
@@ -221,7 +221,7 @@ class EngineThread:
             self.server = await self.serve(self.engine)
         except BaseException as e:
             self.log.error("the engine did not start", exc_info=e)
-            self.tell(self.owner.become, "failed", _said(e), 0.0)
+            self.tell(self.owner.become, "failed", _error_text(e), 0.0)
             return
         if self.model != "rollout":
             self.places.resize(0)
@@ -317,7 +317,7 @@ class EngineThread:
 
     @_on_loop
     def settled(self, keys: list[Key], lost: list[Key]) -> None:
-        """Free the journal of units whose outcomes are in the log; that of `lost` ones later, after it is read."""
+        """Free the journal of units whose outcomes are in the log; of `lost` units later, after it was read."""
         self._free_journal(keys)
         if lost:
             self.loop.call_later(LOST_SECONDS, self._free_journal, lost)
@@ -340,8 +340,8 @@ class EngineThread:
                 data = item.task
                 if data is None:
                     data = await self.reporter.in_thread(self.reporter.payloads.get, item.task_digest or "")
-                told = self.secrets.reveal(orjson.loads(data))
-                task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
+                revealed = self.secrets.reveal(orjson.loads(data))
+                task = task_from_dict(revealed, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
                 limit, journal = item.timeout or None, await self.journal_of(key, item)
@@ -380,8 +380,7 @@ class EngineThread:
         return lambda run: RunJournal(identity(run), journal, kept.get(run))
 
     def end_with_engine(self, reason: str) -> None:
-        """Report that the engine is gone for good, report finished units, and end; the guardian starts another runner.
-        """
+        """End this runner, since its engine is dead; finished units are reported first. The guardian replaces it."""
         if self.owner.state != "ready" or self.ending:
             return
         self.ending = True
@@ -401,14 +400,14 @@ class EngineThread:
             else:
                 await self.engine.load_weights(message.version, message.path)
         except BaseException as e:
-            error = self.not_changed("weights not loaded", e)
+            error = self.load_error("weights not loaded", e)
         self.tell(self.owner.weights_done, message.version, time.monotonic() - started, error)
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:
         """Serve the adapters of an order one after another; `adapters_done` gets the result."""
         async with self.ordering:
-            done = await serve_adapters(self.engine, message.adapters, self.not_changed)
+            done = await serve_adapters(self.engine, message.adapters, self.load_error)
         self.tell(self.owner.adapters_done, message.number, done)
 
     @_on_loop
@@ -423,19 +422,17 @@ class EngineThread:
                 message.address, message.port, message.rank_offset, message.world_size, self.patience
             )
         except BaseException as e:
-            error = self.not_changed("no group for weights", e)
+            error = self.load_error("no group for weights", e)
         self.tell(self.owner.group_joined, message.id, error)
 
-    def not_changed(self, what: str, error: BaseException) -> str:
-        """Log that weights could not be loaded, and return the message for the coordinator. A dead engine ends this
-        runner.
-        """
+    def load_error(self, what: str, error: BaseException) -> str:
+        """Log that loading failed, and return the error's text for the coordinator. A dead engine ends this runner."""
         self.log.error(what, exc_info=error)
-        said = _said(error)
+        text = _error_text(error)
         if isinstance(error, EngineError) and error.details.get("dead"):
-            self.end_with_engine(said)
-        return said
+            self.end_with_engine(text)
+        return text
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

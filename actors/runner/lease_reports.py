@@ -1,9 +1,9 @@
 """Lease changes of runs, on their way into the log.
 
-Changes go out in numbered groups, in order. A group is kept and sent again until the coordinator confirms that the log
-has it. A run waits for a lease that it takes, so that change goes at once, with all earlier ones; others wait a moment
-for company. Texts are cleaned and values checked when a run reports them (`UnitLeases`), because later there is no
-caller to refuse them to.
+Changes go out in numbered groups, in order. A runner keeps a group and sends it again until the coordinator confirms
+that the log has it. A run that takes a lease waits for this confirmation, so the runner sends that change at once, with
+all earlier ones. Other changes wait 0.1 s, so that one group carries several. `UnitLeases` cleans texts and checks
+values when a run reports them, because a later error could not be raised in the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         """Changes for leases that were taken and are not in the log yet."""
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Send a change with the next group; `recorded` is done when a taken lease is in the log."""
+        """Add a change to the next group. `recorded` ends when the log has the lease; at once if none is taken."""
         if change.what in ("released", "left") and change.lease in self._futures:
             self._take_back(change.lease)
         self._waiting.append(change)
@@ -47,20 +47,20 @@ class LeaseReports(NumberedGroups[LeaseReport]):
             recorded.set_result(None)
 
     def _take_back(self, lease: str) -> None:
-        """Give up a lease that is not known to be in the log: nothing was made, and no run waits for it.
+        """Drop the taking of a lease that was left before the log confirmed it: nothing was created for it.
 
-        It may be in the log all the same and released by now, so sending it again would take it once more.
+        The log may have the lease, and the coordinator may have released it: sent again, it would be taken once more.
         """
 
-        def wanted(changes: list[LeaseChange]) -> list[LeaseChange]:
+        def without_taking(changes: list[LeaseChange]) -> list[LeaseChange]:
             return [c for c in changes if (c.lease, c.what) != (lease, "taken")]
 
-        self._waiting = wanted(self._waiting)
-        self.unacked = {n: replace(group, changes=wanted(group.changes)) for n, group in self.unacked.items()}
+        self._waiting = without_taking(self._waiting)
+        self.unacked = {n: replace(group, changes=without_taking(group.changes)) for n, group in self.unacked.items()}
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
     def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return waiting changes as groups to send now."""
+        """Return the waiting changes as groups to send now. `known`: how far this runner knows the log."""
         if not self._waiting:
             return []
         parts = grouped(self._waiting, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
@@ -72,7 +72,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         return groups
 
     def acknowledge(self, reply: LeaseReply) -> None:
-        """Forget a group that is in the log, and wake the runs that wait for it. A second confirmation is fine."""
+        """Forget a confirmed group, and end the waiting of its runs. A second confirmation does nothing."""
         group = self.drop(reply.number)
         if group is None:
             return
@@ -92,16 +92,13 @@ class UnitLeases:
     def __init__(
         self, changed: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
-        """Call `changed` with each change, from any thread. `secrets` are those of tasks, which must not be in the log.
-        """
+        """Call `changed` with each change, from any thread. `secrets`: of tasks; the log must not have them."""
         self._changed, self._item, self._secrets = changed, item, secrets
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
-        """Have the runner report to its coordinator. Raises WorkflowError for values that can't or must not be
-        recorded.
-        """
+        """Report a change to the coordinator. Raises WorkflowError for values that can't or must not be recorded."""
         for name in more.keys() & {"args", "handle"}:
-            self._require(f"the {name} of a lease", more[name])
+            self._require_recordable(f"the {name} of a lease", more[name])
         if "reason" in more:
             more["reason"] = shortened(masked_text(self._secrets.scrubbed(more["reason"]), os.environ))
         item = self._item
@@ -109,15 +106,15 @@ class UnitLeases:
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
         )
         recorded: Future[None] = Future()
-        recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer is fine
+        recorded.set_running_or_notify_cancel()  # so that no caller can cancel it, and setting its result never fails
         self._changed(change, recorded)
         return recorded
 
-    def _require(self, what: str, value: Any) -> None:
+    def _require_recordable(self, what: str, value: Any) -> None:
         try:
             recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
         if self._secrets.stands_in(value):
-            raise WorkflowError(f"{what} holds a secret of a task, and would stand in the log: let the provider read "
+            raise WorkflowError(f"{what} holds a secret of a task, which the log must not have: let the provider read "
                                 "it from the environment")

@@ -48,9 +48,9 @@ class NumberedGroups(Generic[_G]):
         return group
 
     def due(self, now: float, *, anew: bool = False) -> list[_G]:
-        """Return groups to send now: those unconfirmed for too long, or with `anew` all of them, for a new coordinator.
+        """Return the groups to send now, and note them as sent.
 
-        They count as sent.
+        These are the groups unconfirmed for too long, or with `anew` all of them, for a new coordinator.
         """
         numbers = [n for n in self.unacked if anew or now - self._sent[n] > RESEND_SECONDS]
         self._sent.update(dict.fromkeys(numbers, now))
@@ -74,12 +74,12 @@ class Outbox(NumberedGroups[OutcomeReport]):
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
         """Forget these groups, which are in the log; return their outcomes. A second confirmation is fine."""
-        found = [outcome for n in numbers if (group := self.drop(n)) for outcome in group.outcomes]
-        for outcome in found:
+        outcomes = [outcome for n in numbers if (group := self.drop(n)) for outcome in group.outcomes]
+        for outcome in outcomes:
             self._settled[key_of(outcome), outcome.unit.attempt] = None
         while len(self._settled) > REMEMBERED_UNITS:
             self._settled.popitem(last=False)
-        return found
+        return outcomes
 
     def has_settled(self, key: Key, attempt: int) -> bool:
         """Return True if this attempt's outcome is in the log, as far as it is remembered."""

@@ -384,7 +384,7 @@ class _Exchange:
         if self._several:  # the last part waits until it is recorded
             self._held, message = message, self._held
             if message is not None:
-                self._place.pass_by(message.get("body", b""))
+                self._place.count(message.get("body", b""))
                 await self._send({**message, "more_body": True})
             message = self._held if ends else None
         self._ended = ends

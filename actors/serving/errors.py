@@ -32,7 +32,7 @@ class ApiError(Exception):
 
 
 def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    """Return the error for a field with an impossible value."""
+    """Return the error for the field `name` of a request; `wanted` describes the values that it may have."""
     return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
 
 
@@ -48,7 +48,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> ApiError:
-    """Return the response for an error of ours."""
+    """Return the error response for an exception that occurred during a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, WorkflowError | DataError):
@@ -57,8 +57,8 @@ def refusal(error: Exception) -> ApiError:
         if error.details.get("refused"):
             return ApiError(str(error), code="engine_refused")
         return ApiError(str(error), status=503 if error.details.get("dead") else 500, code="engine_failed")
-    what = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
-    return ApiError(what, status=500)
+    message = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
+    return ApiError(message, status=500)
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -74,14 +74,14 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
 
 
 class StreamPlace:
-    """State of a stream on this route, for the form of an error as its last event."""
+    """Position in a stream of events on this route: an error that ends the stream needs the next number."""
 
     def __init__(self, path: str) -> None:
         self.path, self.number = path, 0
 
-    def pass_by(self, part: bytes) -> None:
-        if self.path == "/v1/responses" and (found := _NUMBER.findall(part)):
-            self.number = int(found[-1]) + 1
+    def count(self, part: bytes) -> None:
+        if self.path == "/v1/responses" and (numbers := _NUMBER.findall(part)):
+            self.number = int(numbers[-1]) + 1
 
     def last_event(self, error: ApiError) -> bytes:
         """Return an error as the event that ends the stream here.

@@ -1,11 +1,11 @@
-"""An answer and what is recorded of it, on one connection: from an engine's server to the proxy of mode `serve`.
+"""Frames that carry an answer together with its record, from an engine's server to the proxy of mode `serve`.
 
-The proxy asks for it by a header, which the answer has, too. Its body is frames then: a kind (a byte), a length (8
-bytes), and so many bytes.
+The proxy requests frames by the header `WANTED`, and the answer has this header, too. The body of such an answer is a
+sequence of frames. A frame is its kind (1 byte), the length of its data (8 bytes, big-endian), and the data.
 
-| kind | |
+| kind | data |
 |---|---|
-| `r` | a `Record`: comes before the end of the answer, where there is something to record |
+| `r` | a `Record`, before the end of the answer; there is none if nothing is to be recorded |
 | `b` | a part of the response's body |
 """
 
@@ -24,29 +24,29 @@ from trinity_es.events.experience import Experience
 __all__ = ["WANTED", "Framed", "Record", "frames", "id_in", "recorded"]
 
 WANTED = "x-trinity-record"
-"""Header of a request whose answer is to come in frames."""
-_HEAD = 9
+"""Header of a request that wants its answer in frames, and of an answer in frames."""
+_HEADER_BYTES = 9
+"""Kind and length of a frame."""
 _ID = re.compile(rb'"(?:id|request_id)"\s*:\s*"([^"\\]{1,200})"')
 
 
 class Record(TypedDict):
-    """Record of an answer, beside its experiences, which follow it in the frame."""
+    """Record of an answer. The answer's experiences follow it in the same frame."""
 
     message: str
     """The response's id, as its client gets it."""
     versions: list[int]
-    """Versions served when the engine was asked, and versions of the tokens."""
+    """Model versions: those served when the engine was called, then those that made the tokens."""
     prompt_tokens: int
     response_tokens: int
     choices: list[int]
-    """Indexes of the answers with an experience: one without a token has none, since there is nothing to learn from it.
-    """
+    """Indexes of the answers that have an experience. An answer without a token has none."""
 
 
 def id_in(body: bytes) -> str:
-    """Return the response's id, if the first parts of an answer have it."""
-    found = _ID.search(body)
-    return found[1].decode() if found else ""
+    """Return the response's id that this part of its body has; empty if it has none."""
+    match = _ID.search(body)
+    return match[1].decode() if match else ""
 
 
 class Framed:
@@ -64,18 +64,18 @@ class Framed:
 
     @staticmethod
     def recorded(record: RequestRecord, experiences: list[Experience], message: str) -> bytes:
-        """Return the record as its frame has it; `message` is the response's id."""
+        """Return the data of a record's frame. `message` is the response's id."""
         versions = [g.before for g in record.generations]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
         answers = [c for g in record.generations for c in g.completions or ()]
-        some = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
-        told = orjson.dumps(Record(
+        with_tokens = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
+        header = orjson.dumps(Record(
             message=message or uuid4().hex, versions=versions,
             prompt_tokens=sum(len(g.completions[0].prompt_token_ids) for g in record.generations if g.completions),
-            response_tokens=sum(len(c.token_ids) for c in answers), choices=some,
+            response_tokens=sum(len(c.token_ids) for c in answers), choices=with_tokens,
         ))
-        payload = Experience.serialize_many([experiences[i] for i in some]) if some else b""
-        return len(told).to_bytes(8, "big") + told + payload
+        payload = Experience.serialize_many([experiences[i] for i in with_tokens]) if with_tokens else b""
+        return len(header).to_bytes(8, "big") + header + payload
 
     async def record(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": _frame(b"r", data), "more_body": True})
@@ -86,19 +86,22 @@ def _frame(kind: bytes, data: bytes) -> bytes:
 
 
 async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes]]:
-    """Yield (kind, data) of each frame of a body. Raises EOFError if it ends inside a frame."""
-    rest = bytearray()
+    """Yield (kind, data) of each frame of a body. Raises EOFError if the body ends inside a frame."""
+    unread = bytearray()
     async for part in parts:
-        rest += part
-        while len(rest) >= _HEAD and len(rest) >= (end := _HEAD + int.from_bytes(rest[1:_HEAD], "big")):
-            yield chr(rest[0]), bytes(rest[_HEAD:end])
-            del rest[:end]
-    if rest:
+        unread += part
+        while len(unread) >= _HEADER_BYTES:
+            end = _HEADER_BYTES + int.from_bytes(unread[1:_HEADER_BYTES], "big")
+            if len(unread) < end:
+                break
+            yield chr(unread[0]), bytes(unread[_HEADER_BYTES:end])
+            del unread[:end]
+    if unread:
         raise EOFError("the answer ended in the middle of a frame")
 
 
 def recorded(data: bytes) -> tuple[Record, bytes]:
     """Return a frame's record and its serialized experiences; empty if there are none."""
     end = 8 + int.from_bytes(data[:8], "big")
-    told: Record = orjson.loads(data[8:end])
-    return told, data[end:]
+    record: Record = orjson.loads(data[8:end])
+    return record, data[end:]

@@ -1,7 +1,6 @@
 """Limits of requests to an engine's server, for every API: routes, sizes, defaults. Pure.
 
-The application interprets a request; this module knows only where its sampling is, and how much of something is too
-much.
+The application interprets a request. This module knows only where the sampling stands in it, and its upper limits.
 """
 
 from __future__ import annotations
@@ -28,41 +27,39 @@ RESPONSES, MESSAGES, BATCH = "/v1/responses", "/v1/messages", "/v1/chat/completi
 CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """Routes whose prompt is made of messages."""
 MOST_RECORDED_BYTES = 2**27
-"""Maximum of a request's bytes times its `n`: its prompt is recorded with each answer, as text and as ids."""
-_READ = frozenset({"/v1/models", "/version", "/load", "/ping"})
-_ASKED = frozenset({
+"""Maximum of a request's bytes times its `n`: each answer is recorded with the prompt, as text and as ids."""
+_GET_ROUTES = frozenset({"/v1/models", "/version", "/load", "/ping"})
+_POST_ROUTES = frozenset({
     CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
     "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
 })
-ROUTES = [*(("GET", path) for path in sorted(_READ)), *(("POST", path) for path in sorted(_ASKED))]
+ROUTES = [*(("GET", path) for path in sorted(_GET_ROUTES)), *(("POST", path) for path in sorted(_POST_ROUTES))]
 """Routes of an engine's server that clients may use: (method, path)."""
 
 
 def allowed(method: str, path: str) -> bool:
-    """Return True for a route that clients may use. Routes that change the engine or others' requests are not among
-    them.
-    """
-    return path in (_READ if method in ("GET", "HEAD") else _ASKED if method == "POST" else ())
+    """Return True for a route that clients may use: none that changes the engine or requests of others."""
+    return path in (_GET_ROUTES if method in ("GET", "HEAD") else _POST_ROUTES if method == "POST" else ())
 
 
 def checked(path: str, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request without absurd numbers. Raises ApiError."""
+    """Return a request's JSON object. Raises ApiError for a value above its limit or an unsupported option."""
     body = json_object(raw)
     body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
-    asked = _sampling_of(path, body)
+    sampling = _sampling_of(path, body)
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
                        ("min_tokens", MOST_TOKENS)):
-        value = asked.get(name)
+        value = sampling.get(name)
         if _number(value) > most:
             raise ApiError(f"{name}: {brief(value)} was given: the limit is {most:,}", param=name, code="invalid_value")
-    for part in (body, asked):
+    for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
             if wrong := oversized({name: part[name]}):
                 raise ApiError(f"{name}: {wrong}", param=name, code="invalid_value")
-    if asked.get("use_beam_search"):
+    if sampling.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
-    adapter = asked.get("adapter", body.get("adapter"))
+    adapter = sampling.get("adapter", body.get("adapter"))
     if adapter is not None:  # forwarded, it would change nothing, and another model than the requested one would answer
         raise ApiError(f'adapter: {brief(adapter)} was given: name an adapter as the model ("model": "NAME")',
                        param="adapter", code="unsupported_value")
@@ -72,9 +69,9 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     field = {COMPLETIONS: "prompt", BATCH: "messages"}.get(path, "")
     prompts = body.get(field)
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
-        answers = int(len(prompts) * max(_number(asked.get("n", 1)), 1))
+        answers = int(len(prompts) * max(_number(sampling.get("n", 1)), 1))
         if answers > MOST_PROMPTS:
-            raise ApiError(f"{field}: {answers:,} answers to one request: the limit is {MOST_PROMPTS:,}",
+            raise ApiError(f"{field}: one request may have {MOST_PROMPTS:,} answers, not {answers:,}",
                            param=field, code="invalid_value")
     for name in ("messages", "tools"):
         try:
@@ -89,18 +86,18 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
-    """Refuse a request of this many bytes whose answers would be recorded with too many. Raises ApiError."""
+    """Raise ApiError if the records of all answers to a request of `size` bytes would take too many bytes."""
     answers = _number(_sampling_of(path, body).get("n")) if path in _SAMPLED else 0
     if answers * size > MOST_RECORDED_BYTES:
         raise ApiError(
-            f"n: {answers:,.0f} answers to a request of {size:,} bytes: each is recorded with its prompt, and "
-            f"answers times request may take {MOST_RECORDED_BYTES:,} bytes: ask for fewer at a time", param="n",
+            f"n: {answers:,.0f} answers would each be recorded with this request of {size:,} bytes, and together they "
+            f"may take at most {MOST_RECORDED_BYTES:,} bytes. Ask for fewer answers at a time", param="n",
             code="invalid_value",
         )
 
 
 def _number(value: Any) -> float:
-    """Return a number as vLLM reads it, also from a text; 0 if it is none."""
+    """Return a field's number as vLLM reads it, also from a text; 0 if the value is no number."""
     try:
         return float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:
@@ -120,44 +117,45 @@ def dumped(body: Mapping[str, Any]) -> bytes:
 def completed(
     path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
 ) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """Return the request with the run's sampling as defaults; the longest answer if it names none; and the sampling
-    that its API can't express.
+    """Return the request with the run's sampling as defaults, its default length, and sampling that its API lacks.
 
-    The length is not written into the request: with less room than that, the room is the limit, and it is no error.
-    `ids` asks for token ids in the answer.
+    The default length (None if the request has its own) is not written into the request: if the context has less room,
+    the room is the limit, which is no error. The sampling that the route's API can't express goes to
+    the engine directly. `ids`: the answer is to have token ids.
     """
-    unsaid: dict[str, Any] = {}
+    engine_only: dict[str, Any] = {}
     if path not in _SAMPLED:
-        return body, None, unsaid
-    asked = _sampling_of(path, body)
+        return body, None, engine_only
+    sampling = _sampling_of(path, body)
     for name, value in defaults.items():
-        name = _SPOKEN.get(path, {}).get(name, name)
-        if value is None or name in _NOT_SAID or (name == "n" and path in _ONE_ANSWER):
+        name = _OTHER_NAMES.get(path, {}).get(name, name)
+        if value is None or name in _NEVER_DEFAULTS or (name == "n" and path in _ONE_ANSWER):
             continue
         if name in _NO_FIELD.get(path, ()) or (name == "json_schema" and path not in (CHAT, COMPLETIONS)):
-            unsaid[name] = value
+            engine_only[name] = value
         elif name == "json_schema":
-            if value and asked.get("response_format") is None:
+            if value and sampling.get("response_format") is None:
                 schema = orjson.loads(value) if isinstance(value, str) else value
-                asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        elif asked.get(name) is None:
-            asked[name] = list(value) if isinstance(value, tuple) else value
+                named_schema = {"name": "answer", "schema": schema}
+                sampling["response_format"] = {"type": "json_schema", "json_schema": named_schema}
+        elif sampling.get(name) is None:
+            sampling[name] = list(value) if isinstance(value, tuple) else value
     if ids and path in (CHAT, COMPLETIONS) and body.get("return_token_ids") is None:
         body["return_token_ids"] = True
-    said = any(asked.get(name) is not None for name in _LENGTHS)
-    return body, None if said else defaults.get("max_tokens"), unsaid
+    has_length = any(sampling.get(name) is not None for name in _LENGTHS)
+    return body, None if has_length else defaults.get("max_tokens"), engine_only
 
 
-_NOT_SAID = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
+_NEVER_DEFAULTS = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
 """Defaults that a request never gets: its client decides about display, the server about length and adapter."""
-_SPOKEN = {MESSAGES: {"stop": "stop_sequences"}}
+_OTHER_NAMES = {MESSAGES: {"stop": "stop_sequences"}}
 """Other names of sampling fields, by API."""
 _NO_FIELD = {
     RESPONSES: frozenset({"min_tokens"}),
     MESSAGES: frozenset({"seed", "min_p", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
                          "repetition_penalty"}),
 }
-"""Sampling that this API can't express: the engine gets it directly."""
+"""Sampling fields that an API lacks: the engine gets them directly."""
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -171,10 +169,10 @@ _SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, BATCH})
 
 
 def _sampling_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a request that has its sampling."""
+    """Return the part of a request that has its sampling options."""
     if path != GENERATE:
         return body
-    asked = body.setdefault("sampling_params", {})
-    if not isinstance(asked, dict):
-        raise ApiError(f"sampling_params: {brief(asked)} was given: give an object", param="sampling_params")
-    return asked
+    sampling = body.setdefault("sampling_params", {})
+    if not isinstance(sampling, dict):
+        raise ApiError(f"sampling_params: {brief(sampling)} was given: give an object", param="sampling_params")
+    return sampling

@@ -391,11 +391,11 @@ class Proxy:
     ) -> AsyncGenerator[bytes]:
         import httpx
 
-        place.pass_by(first)
+        place.count(first)
         try:
             yield first
             async for part in parts:
-                place.pass_by(part)
+                place.count(part)
                 yield part
             engine.answered += 1
             whole.set()

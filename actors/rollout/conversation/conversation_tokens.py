@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -109,7 +109,7 @@ class Conversing:
         return Marks(
             asks=asks.removeprefix(first) if asks.startswith(first) else "",
             opens=white if opened.startswith(asks) and (white := opened[len(asks) :]).isspace() else "",
-            closes=_common_prefix(ends, later) if closed else None,
+            closes=os.path.commonprefix([ends, later]) if closed else None,  # noqa: RUF071  # texts, not paths
             ends=ends if closed else None,
         )
 
@@ -291,10 +291,6 @@ def _common_length(a: list[int], b: list[int]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
-
-
-def _common_prefix(a: str, b: str) -> str:
-    return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _flat(rendered: Any) -> list[int]:

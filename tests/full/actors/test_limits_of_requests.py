@@ -176,7 +176,7 @@ async def test_many_answers_to_a_large_request_are_refused_where_each_is_recorde
         ):
             refused = await posted(server, body, path)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
-            assert "64 answers to a request of 4,194,3" in refused.json()["error"]["message"]
+            assert "64 answers would each be recorded with this request of 4,19" in refused.json()["error"]["message"]
         assert engine.asked == []
         assert (await posted(server, {**asked, "max_tokens": 1}, f"/s/{few}/v1/chat/completions")).status_code == 200
         assert (await posted(server, {"messages": HELLO}, f"/s/{session}/v1/chat/completions")).status_code == 200
