@@ -21,12 +21,15 @@ import orjson
 from trinity_es.events.values import BatchId
 
 __all__ = [
-    "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames", "kept_runs", "run_of",
-    "step", "without_open_steps",
+    "MOST_SPLICES", "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames",
+    "kept_runs", "run_of", "step", "without_open_steps",
 ]
 
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""
+
+MOST_SPLICES = 8
+"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
 
 _FRAME = struct.Struct("<II")
 """Length and CRC-32 of the body, which is the length of its JSON, the JSON and the arrays."""
@@ -54,6 +57,19 @@ class KeptAnswer:
     """Name and version of the LoRA adapter that answers."""
     forbids: str = ""
     """The sampling field with which a partial answer can't go on; empty if it can."""
+    left_out: int = 0
+    """Tokens of later records that can't be joined, because records before them are missing."""
+    model: str = ""
+    max_tokens: int = 0
+    """Maximum number of tokens of the whole; 0 if it is unknown."""
+
+
+    @property
+    def refusal(self) -> str:
+        """The reason why the answer can't go on; empty if it can, or is whole."""
+        if self.finish:
+            return ""
+        return self.forbids or ("" if len(self.splices) < MOST_SPLICES else f"{MOST_SPLICES} splices")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +129,7 @@ def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int
     head: dict[str, Any] = {"run": run, "s": round(seconds, 3), "call": call, "nth": nth, "choice": choice,
                             "at": start, "n": len(new.tokens)}
     optional = {"spans": new.spans, "splices": new.splices, "end": new.finish, "text": new.text, "by": new.adapter,
-                "prompt": new.prompt, "forbids": new.forbids}
+                "prompt": new.prompt, "forbids": new.forbids, "model": new.model, "most": new.max_tokens}
     head |= {name: value for name, value in optional.items() if value}
     tokens = np.asarray(new.tokens, dtype=np.int32)
     if new.logprobs is None:
@@ -187,8 +203,9 @@ def _continue(answer: KeptAnswer, head: dict[str, Any], arrays: bytes) -> None:
     if answer.finish:
         return
     if head["at"] == 0:
-        answer.tokens, answer.logprobs = [], None
+        answer.tokens, answer.logprobs, answer.left_out = [], None, 0
     if head["at"] != len(answer.tokens):
+        answer.left_out += head["n"] if head["at"] > len(answer.tokens) else 0
         return
     count = head["n"]
     if "lp" in head:
@@ -196,4 +213,5 @@ def _continue(answer: KeptAnswer, head: dict[str, Any], arrays: bytes) -> None:
     answer.tokens += np.frombuffer(arrays, np.int32, count).tolist()
     answer.spans, answer.splices, answer.prompt = head.get("spans", []), head.get("splices", []), head.get("prompt", [])
     answer.finish, answer.text, answer.adapter = head.get("end", ""), head.get("text", ""), head.get("by")
-    answer.forbids = head.get("forbids", "")
+    answer.forbids, answer.model = head.get("forbids", ""), head.get("model", "")
+    answer.max_tokens = head.get("most", 0)

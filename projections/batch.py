@@ -67,6 +67,8 @@ class TaskState:
     seconds: float = 0.0
     """Duration of its longest successful attempt."""
     first_error: str | None = None
+    ended_by: str | None = None
+    """The first failure after which runs were not attempted again."""
     is_eval: bool = False
     """An eval task, whose experiences are not kept."""
     attempts: int = 0
@@ -80,6 +82,8 @@ class TaskState:
         message = None
         if len(self.done) < self.total_runs:
             message = f"{len(self.done)}/{self.total_runs} runs completed."
+            if self.ended_by != self.first_error and self.ended_by:
+                message += f" Given up after: {self.ended_by}."
             if self.first_error:
                 message += f" First error: {self.first_error}"
         return Status(
@@ -347,6 +351,7 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
                     state.kept[event.task, base] = flight.kept
             state.strikes[event.task, base] = strikes
     else:
+        task.ended_by = task.ended_by or f"{event.kind}: {event.message}"
         task.failed |= dict.fromkeys(event.failed_runs, event.message)
         if task.settled:
             state.statuses[event.task] = task.status()

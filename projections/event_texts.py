@@ -14,6 +14,8 @@ def kept_text(event: ev.AttemptKept) -> str:
 
     answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
     parts = [f"{counted(event.tokens, 'token')} of {' and '.join(answers)}"] if answers else []
+    if event.max_tokens and (event.calls, event.open_calls) == (0, 1):
+        parts = [f"token {event.tokens:,} of {event.max_tokens:,}"]
     parts += [counted(event.steps, "step result")] if event.steps else []
     lost = [f"; {counted(n, 'token')} can't go on because of {name}" for name, n in sorted(event.not_kept.items())]
     if event.possibly_delivered:

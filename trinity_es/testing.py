@@ -9,6 +9,7 @@ import asyncio
 import codecs
 import hashlib
 import json
+import math
 import os
 import random
 import time
@@ -71,6 +72,16 @@ _SCRIPT: dict[str, Any] = {
 }
 
 
+def _check_times(values: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a duration of the script that is no number from 0 on."""
+    for name in ("load_seconds", "latency_seconds", "token_seconds"):
+        value = values.get(name, 0.0)
+        numbers = value if isinstance(value, list) and len(value) == 2 and name == "latency_seconds" else [value]
+        if not all(isinstance(n, int | float) and 0.0 <= n < math.inf for n in numbers):
+            pair = ", or two of them" if name == "latency_seconds" else ""
+            raise ConfigError(f"{name} is {value!r} in {where}: give a number of seconds, at least 0{pair}")
+
+
 class ScriptedEngine:
     """Engine that takes completions, latencies and faults from a script.
 
@@ -93,6 +104,8 @@ class ScriptedEngine:
         if unknown:
             raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in the script: there are {', '.join(_SCRIPT)}")
         self.script = {**_SCRIPT, **config.options}
+        for number, rule in enumerate([self.script, *self.script["rules"]]):
+            _check_times(rule, f"rule {number} of the script" if number else "the script")
         self.seed, self.max_model_len = config.seed, config.max_model_len
         self.model_version = config.initial_version
         script = hashlib.sha256(json.dumps(self.script, sort_keys=True).encode()).hexdigest()[:8]

@@ -67,6 +67,9 @@ class RunSteps:
             future = self._recorded(method, *args)
             return future.result() if sync else await asyncio.wrap_future(future)
 
+        if not callable(fn):
+            raise WorkflowError(f"step {name!r} needs a function, and got {fn!r:.80}: give the function and its "
+                                "arguments, not the result of a call")
         key = f"{name} {fingerprint(_plain(f'the arguments of step {name!r}', args))}"
         nth, kept = await recorded("begin_step", key, idempotent) or (0, None)
         if kept is not None:

@@ -24,14 +24,11 @@ from uuid import uuid4
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
-from trinity_es.events.journal import KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
+from trinity_es.events.journal import MOST_SPLICES, KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
 
 __all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
 
 _warn_once = lru_cache(maxsize=100)(logging.getLogger(__name__).warning)
-
-MOST_SPLICES = 8
-"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
 
 
 class JournalWriter(Protocol):
@@ -70,6 +67,8 @@ class OpenCall:
     choices: dict[int, tuple[int, KeptAnswer]]
     """For each of the engine's answers its number among those of the call, and what was there before."""
     forbids: str
+    model: str
+    max_tokens: int
     by_text: bool
     """The prompt is a text, so records hold its token ids too."""
     recorded: dict[int, list[int]] = field(default_factory=dict)
@@ -114,6 +113,7 @@ class OpenCall:
             spans=_joined_spans(before.spans, new.version_spans, len(before.tokens)),
             finish=new.finish_reason if ended else "", text=new.text if ended else "",
             adapter=None if new.adapter is None else list(new.adapter), forbids=self.forbids,
+            model=self.model, max_tokens=self.max_tokens,
         ))]
 
 
@@ -162,7 +162,7 @@ class RunJournal:
         key = fingerprint(model, repr(prompt).encode(), options)  # any prompt: a wrong one is refused by the engine
         nth, self._asked[key] = self._asked[key], self._asked[key] + 1
         return JournaledCall(
-            journal=self, engine=engine, prompt=prompt, sampling=sampling, key=(key, nth),
+            journal=self, engine=engine, model=model, prompt=prompt, sampling=sampling, key=(key, nth),
             forbids=forbids or starts_over(sampling), kept=self.kept.calls.get((key, nth), {}),
         )
 
@@ -173,6 +173,7 @@ class JournaledCall:
 
     journal: RunJournal
     engine: Engine
+    model: str
     prompt: str | list[int]
     sampling: Sampling
     key: tuple[str, int]
@@ -207,7 +208,8 @@ class JournaledCall:
         numbers = range(self.sampling.n) if choices is None else choices
         call = OpenCall(
             journal=self.journal, call=self.key[0], nth=self.key[1], engine=self.engine, request=request,
-            forbids=self.forbids, by_text=before is None and isinstance(self.prompt, str),
+            forbids=self.forbids, model=self.model, max_tokens=self.sampling.max_tokens,
+            by_text=before is None and isinstance(self.prompt, str),
             choices={i: (choice, before or KeptAnswer()) for i, choice in enumerate(numbers)},
         )
         self.journal.writer.open.add(call)

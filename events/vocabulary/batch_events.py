@@ -146,12 +146,15 @@ class AttemptKept(Event, stream="batch/<id>"):
     """Partial answers that can go on."""
     tokens: int
     """Tokens of these answers, which are not generated again."""
+    max_tokens: int = 0
+    """Maximum number of tokens of the partial answers together; 0 if it is unknown."""
     steps: int
     """Steps of workflows that it has with their results."""
     seconds: float
     """How long the lost attempts had played at the last record, which counts in the time limit of the next."""
     not_kept: dict[str, int] = field(default_factory=dict)
-    """Tokens of partial answers that can't go on, by the sampling field that forbids it."""
+    """Tokens of partial answers that can't go on, by reason: a sampling field, `8 splices`, or `a gap in the journal`
+    (records before them were damaged, or dropped by `explorer.progress.max_bytes`)."""
     possibly_delivered: list[str] = field(default_factory=list)
     """Names of unfinished steps, whose effect may have happened. Their runs start over, and nothing else of them is
     kept."""

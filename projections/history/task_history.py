@@ -13,7 +13,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
 from trinity_es.projections.event_texts import kept_text
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, RunRow, evolve_timeline
 
 __all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
@@ -40,6 +40,7 @@ class TaskHistory:
     reason: str = ""
     submitted_at: float = 0.0
     turns: list[TaskEvent] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     made: dict[int, RunRow] = field(default_factory=dict)
     other_prompt_tokens: int = 0
     """Prompt tokens besides those of `made` (see `RunsFinished`)."""
@@ -71,6 +72,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
         raise BatchNotFound(f"there is no task {task}: the batch has tasks 0 to {count - 1}" if count
                             else f"there is no task {task}: the batch has none")
     history.made = {row.run: row for row in timeline.rows if row.task == task and row.outcome == "finished"}
+    history.attempts = timeline.tasks[task].attempts
     history.delivered, history.trained_step = timeline.state.experiences, timeline.state.trained_step
     return history
 

@@ -13,7 +13,7 @@ from tests.helpers.handmade import cli, finished, unit, write
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.journal import KeptAnswer, chunk
+from trinity_es.events.journal import KeptAnswer, chunk, step
 from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
@@ -25,7 +25,12 @@ LOST = "; 60 tokens can't go on because of presence_penalty"
 
 def lost(path: Path, *, ended: bool) -> Path:
     """A log in which task 0 was lost with runner-2 and goes on with runner-1; run 0 is spliced twice."""
-    record = chunk((3, "s", 0, 0), 1.0, "c", 0, 0, 0, KeptAnswer(tokens=[104, 105], logprobs=[-0.1, -0.2]))
+    run = 3, "s", 0, 0
+    record = b"".join([
+        chunk(run, 0.5, "b", 0, 0, 0, KeptAnswer(tokens=[104] * 3, spans=[[4, 0, 3]], finish="stop", model="m")),
+        step(run, 0.6, "pay ab12", 0, done=False), step(run, 0.8, "pay ab12", 0, done=True, value=1),
+        chunk(run, 1.0, "c", 0, 0, 0, KeptAnswer(tokens=[104, 105], logprobs=[-0.1, -0.2], splices=[1], max_tokens=9)),
+    ])
     journals = open_journals(str(path))
     journals.append(("runner-2", 1), 0, record, durable=True)
     journals.close()
@@ -71,6 +76,29 @@ def test_show_says_what_an_attempt_and_a_run_went_on_from(path: Path) -> None:
     with open_log(str(path)) as log:
         [told] = [summary(r.event) for r in log.events(3) if isinstance(r.event, ev.AttemptKept)]
     assert told == f"task 0 goes on from {KEPT}{LOST}"
+
+
+def test_show_draws_the_attempts_of_a_task_with_their_answers_steps_and_splices(path: Path) -> None:
+    drawn = cli("show", 3, "--task", 0, "--log", path).stdout
+    lives = [line.split() for line in drawn.splitlines() if line.startswith("  attempt")]
+    assert [(line[1], line[-3:]) for line in lives] == [
+        ("1", ["runner-2", "#1:", "runner_lost"]), ("2", ["runner-1", "#1:", "finished"])]
+    assert "run 0 goes on from answer 3 tokens (stop) → step pay → answer 2/9 tokens (partial) spliced at 1\n" in drawn
+    document = json.loads(cli("show", 3, "--task", 0, "--json", "--log", path).stdout)
+    first, second = document["attempts"]
+    assert (first["parts"], second["kept"]["tokens"]) == ([], 3840)
+    assert [(part["step"], part["finish"], part["tokens"], part["splices"]) for part in second["parts"]] == [
+        ("", "stop", 3, []), ("pay", "done", 0, []), ("", "", 2, [1])]
+    assert all("kept" not in run for run in document["runs_made"])  # it is told once, with its attempt
+
+
+def test_show_draws_attempts_whose_kept_answers_are_gone(path: Path) -> None:
+    with open_log(str(path)) as log:
+        [kept] = [r.event.payload for r in log.events(3) if isinstance(r.event, ev.AttemptKept)]
+    store = open_payloads(str(path), durability="process")
+    store.delete(kept)
+    store.close()
+    assert "attempt 2" in cli("show", 3, "--task", 0, "--log", path).stdout
 
 
 def test_the_dashboard_marks_where_an_answer_was_spliced(path: Path) -> None:

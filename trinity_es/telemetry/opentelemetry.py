@@ -1,5 +1,7 @@
 """OpenTelemetry traces of a log: one trace per batch, with a span for each task and for each of its attempts.
 
+A lost attempt also has a span for each answer and step that its journal kept.
+
 `start_traces` follows a log in its own thread and sends each batch when it has ended, over OTLP/HTTP. It is off unless
 an endpoint is set (`monitor.otlp_endpoint`, or OpenTelemetry's variables). Times are those of the log. Ids derive from
 the log's generation, batch, task and attempt, so two processes that follow one log send the same spans. It sends only
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from itertools import takewhile
@@ -25,6 +27,7 @@ from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.reading.journal_parts import JournalPart, kept_parts
 from trinity_es.projections.reading.log_reader import Log, open_log, read_repeatedly
 
 if TYPE_CHECKING:
@@ -55,9 +58,16 @@ ATTRIBUTES = {
     "rl.attempt.outcome": "Attempt: `finished`, `dropped`, `running` (its batch was aborted), or its failure's kind.",
     "rl.attempt.seconds": "Attempt: duration measured by the runner.",
     "rl.failure.kind": "Failed attempt: `data`, `workflow`, `timeout`, `grader`, `runner_lost`, `infra`.",
+    "rl.call.finish": "Kept answer: its finish reason; `partial` if it was not whole.",
+    "rl.call.kept": "Kept answer: its tokens that an earlier attempt had made.",
+    "rl.call.model": "Kept answer: the model that was asked.",
+    "rl.call.tokens": "Kept answer: number of its tokens.",
+    "rl.run": "Kept answer, step: the run of the task.",
+    "rl.step.name": "Kept step: its name in the workflow.",
+    "rl.step.state": "Kept step: `done` if its result was kept, else `begun`.",
     "rl.runner": "Attempt: its runner.",
     "rl.runner.incarnation": "Attempt: the life of its runner.",
-    "rl.weights.version": "Batch, attempt: newest weights version among its tokens.",
+    "rl.weights.version": "Batch, attempt, kept answer: newest weights version among its tokens.",
     "rl.reward": "Batch, task: mean reward of its runs.",
     "rl.tokens.response": "Batch, task: number of response tokens.",
 }
@@ -170,7 +180,9 @@ class Traces:
 
     def _send(self, log: Log, ended: Recorded) -> None:
         events = takewhile(lambda r: r.position <= ended.position, log.read(stream=ended.stream))
-        spans = list(spans_of(tell(events), ended.stream, log.head().generation, masked(log.url)))
+        timeline = tell(events)
+        kept = kept_parts(log, {a.kept.payload for task in timeline.tasks for a in task.attempts if a.kept is not None})
+        spans = list(spans_of(timeline, ended.stream, log.head().generation, masked(log.url), kept))
         for first in range(0, len(spans), CHUNK):
             if self._exporter.export(spans[first : first + CHUNK]).name != "SUCCESS":
                 raise OSError(f"the receiver did not take {len(spans)} spans of {ended.stream}")
@@ -182,8 +194,14 @@ class Traces:
                          type(error).__name__, error)
 
 
-def spans_of(timeline: BatchTimeline, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
-    """Yield the spans of an ended batch: its own, then those of each task and its attempts."""
+def spans_of(
+    timeline: BatchTimeline, stream: str, generation: str, url: str = "",
+    parts: Mapping[str, Sequence[JournalPart]] | None = None,
+) -> Iterator[ReadableSpan]:
+    """Yield the spans of an ended batch: its own, then those of each task and its attempts.
+
+    `parts` are what lost attempts had, by the digest of its payload.
+    """
     spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
         "rl.run.id": generation, "rl.log": url,
@@ -207,6 +225,7 @@ def spans_of(timeline: BatchTimeline, stream: str, generation: str, url: str = "
     )
     for task in timeline.tasks:
         yield from _task_spans(spans, str(state.batch_id), task, end)
+        yield from _part_spans(spans, str(state.batch_id), task, parts or {})
 
 
 def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, end: float) -> Iterator[ReadableSpan]:
@@ -228,6 +247,42 @@ def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, end: float)
         key = attempt.run_id_base, attempt.attempt
         dispatches[key] = dispatches.get(key, 0) + 1
         yield _attempt_span(spans, batch, task.task, attempt, dispatches[key], ended)
+
+
+def _part_spans(
+    spans: _SpanFactory, batch: str, task: TaskTimeline, parts: Mapping[str, Sequence[JournalPart]]
+) -> Iterator[ReadableSpan]:
+    """Yield the spans of the answers and steps of each lost attempt, from its first to its last record of each."""
+    for kept in (attempt.kept for attempt in task.attempts if attempt.kept is not None):
+        lives = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
+                 (kept.runner, kept.incarnation, kept.attempt) and
+                 a.run_id_base <= kept.run_id_base < a.run_id_base + a.runs]
+        if not lives:
+            continue
+        lost = lives[-1]
+        before = 0.0 if lost.kept is None else lost.kept.seconds
+        key = task.task, lost.run_id_base, lost.attempt, len(lives)
+        for number, part in enumerate(parts.get(kept.payload, ())):
+            if part.ended > before and kept.run_id_base <= part.run < kept.run_id_base + kept.runs:
+                identity = (*key, kept.run_id_base, number)
+                yield _part_span(spans, batch, part, identity, key, lost.dispatched_at - before, before)
+
+
+def _part_span(
+    spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...], start: float,
+    before: float,
+) -> ReadableSpan:
+    attributes: dict[str, Any] = {"rl.batch.id": batch, "rl.task.index": key[0], "rl.run": part.run}
+    if part.step:
+        attributes |= {"rl.step.name": part.step[:_WIDTH], "rl.step.state": part.finish or "begun"}
+    else:
+        attributes |= {
+            "rl.call.model": part.model or None, "rl.call.tokens": part.tokens,
+            "rl.call.kept": part.splices[-1] if part.splices else 0, "rl.call.finish": part.finish or "partial",
+            "rl.weights.version": max(part.versions, default=None),
+        }
+    return spans.span("rl.step" if part.step else "rl.call", key, parent, start + max(part.began, before),
+                      start + part.ended, attributes)
 
 
 def _attempt_span(

@@ -21,6 +21,8 @@ from trinity_es.projections.batch import BatchState
 
 __all__ = ["LostJournals"]
 
+_GAP = "a gap in the journal"
+"""Reason why tokens can't go on: records before them were damaged, or dropped by `explorer.progress.max_bytes`."""
 _LOG = logging.getLogger("trinity_es.journal")
 
 
@@ -150,14 +152,17 @@ class LostJournals:
         answers = [answer for run in own_runs for of_call in run.calls.values() for answer in of_call.values()]
         not_kept: dict[str, int] = {}
         for answer in answers:
-            if answer.forbids and not answer.finish:
-                not_kept[answer.forbids] = not_kept.get(answer.forbids, 0) + len(answer.tokens)
-        usable = [answer for answer in answers if answer.finish or not answer.forbids]
+            for reason, tokens in ((answer.refusal, len(answer.tokens)), (_GAP, answer.left_out)):
+                if reason and tokens and not answer.finish:
+                    not_kept[reason] = not_kept.get(reason, 0) + tokens
+        usable = [answer for answer in answers if not answer.refusal and (answer.tokens or answer.finish)]
+        limits = [answer.max_tokens for answer in usable if not answer.finish]
         return ev.AttemptKept(
             task=unit.task, run_id_base=unit.run_id_base, runs=unit.runs, attempt=unit.attempt - 1,
             runner=life[0], incarnation=life[1], payload=self._live.payloads.put(data),
             calls=sum(bool(a.finish) for a in usable), open_calls=sum(not a.finish for a in usable),
-            tokens=sum(len(a.tokens) for a in usable), steps=sum(s.done for r in own_runs for s in r.steps.values()),
+            tokens=sum(len(a.tokens) for a in usable), max_tokens=sum(limits) if all(limits) else 0,
+            steps=sum(s.done for r in own_runs for s in r.steps.values()),
             seconds=max((run.seconds for run in own_runs), default=0.0), not_kept=not_kept,
             possibly_delivered=sorted({name for names in opened.values() for name in names}),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history.attempts import tell
+from trinity_es.projections.reading.journal_parts import JournalPart
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.telemetry.monitors import Monitors
 from trinity_es.telemetry.opentelemetry import ATTRIBUTES, Traces, spans_of, start_traces
@@ -59,9 +61,51 @@ def memory() -> Any:
     return InMemorySpanExporter()
 
 
-def spans(path: Path, batch_id: int | str) -> list[Any]:
+def spans(path: Path, batch_id: int | str, parts: Mapping[str, Sequence[JournalPart]] | None = None) -> list[Any]:
     with open_log(str(path)) as log:
-        return list(spans_of(tell(log.events(batch_id)), batch_stream(batch_id), log.head().generation))
+        return list(spans_of(
+            tell(log.events(batch_id)), batch_stream(batch_id), log.head().generation, parts=parts,
+        ))
+
+
+def lost_twice(path: Path) -> dict[str, list[JournalPart]]:
+    """Batch 13, whose task was lost with two runners; what its journal had, by the digest of the payload."""
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=13, batch_type="train", repeat_times=[2], tasks=[{}], max_attempts=2)]
+    for life, (digest, seconds) in enumerate([("1" * 64, 2.0), ("2" * 64, 4.0)], 1):
+        who = {"runner": f"runner-{life}", "incarnation": 1, "task": 0, "run_id_base": 0, "attempt": life}
+        events += [
+            ev.TasksDispatched(runner=f"runner-{life}", incarnation=1, units=[unit(0, life)], model_version=5),
+            ev.AttemptFailed(**who, failed_runs=[0, 1], kind="runner_lost", message="signal 9", retry=True,
+                             blamed=False),
+            ev.AttemptKept(**who, runs=2, payload=digest, calls=0, open_calls=1, tokens=20 * life, steps=1,
+                           seconds=seconds),
+        ]
+    events += [ev.TasksDispatched(runner="runner-3", incarnation=1, units=[unit(0, 3)], model_version=5),
+               finished(0, DIGEST, attempt=3)]
+    state = fold(events)
+    assert state is not None
+    write(path, [(batch_stream(13), [*events, ev.BatchFinalized(result=batch_result(state))])])
+    paid = JournalPart(run=1, step="pay", began=0.5, ended=1.0, finish="done")
+    answer = JournalPart(run=1, began=1.5, ended=2.0, tokens=20, model="m", versions=[4, 5])
+    longer = replace(answer, ended=4.0, tokens=40, splices=[20])
+    return {"1" * 64: [paid, answer], "2" * 64: [paid, longer]}
+
+
+def test_a_lost_attempt_has_a_span_for_each_answer_and_step_that_was_kept_of_it(path: Path) -> None:
+    parts = lost_twice(path)
+    batch, *others = spans(path, 13, parts)
+    lives = {s.context.span_id: s for s in others if s.name == "rl.attempt"}
+    kept = [s for s in others if s.name in ("rl.call", "rl.step")]
+    assert [(s.name, lives[s.parent.span_id].attributes["rl.attempt"]) for s in kept] == [
+        ("rl.step", 1), ("rl.call", 1), ("rl.call", 2)]  # what the second life only had from the first is the first's
+    assert [s.attributes["rl.call.tokens"] for s in kept[1:]] == [20, 40]
+    assert [s.attributes["rl.call.kept"] for s in kept[1:]] == [0, 20]
+    assert kept[0].attributes["rl.step.state"] == "done"
+    assert (kept[1].attributes["rl.call.model"], kept[1].attributes["rl.weights.version"]) == ("m", 5)
+    assert all(lives[s.parent.span_id].start_time <= s.start_time <= s.end_time for s in kept)
+    assert [s.context for s in spans(path, 13, parts)] == [s.context for s in [batch, *others]]
+    assert len({s.context.span_id for s in others}) == len(others)
 
 
 def sent(exporter: Any) -> list[str]:
@@ -109,7 +153,8 @@ def test_an_aborted_batch_is_an_error_and_its_task_was_dropped_or_never_begun(pa
 
 
 def test_only_attributes_that_are_documented_are_sent(path: Path) -> None:
-    sent = {name for batch_id in (3, "0/letters", 4) for s in spans(path, batch_id)
+    parts = lost_twice(path)
+    sent = {name for batch_id in (3, "0/letters", 4, 13) for s in spans(path, batch_id, parts)
             for name in [*s.attributes, *(n for n in s.resource.attributes if n.startswith("rl."))]}
     assert sent == ATTRIBUTES.keys()
     docs = (ROOT / "docs" / "OBSERVABILITY.md").read_text()

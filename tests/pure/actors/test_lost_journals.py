@@ -9,6 +9,7 @@ from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals, _Los
 from trinity_es.events.journal import KeptAnswer, attempt, chunk, kept_runs, step
 from trinity_es.events.store.payloads.payloads import digest_of
 from trinity_es.events.vocabulary import AttemptKept, Unit
+from trinity_es.projections.event_texts import kept_text
 
 UNIT = Unit(task=4, run_id_base=2, runs=2, attempt=2)
 
@@ -62,3 +63,16 @@ def test_a_later_attempt_in_the_same_life_leaves_out_what_failed_before_it_and_a
 def test_a_journal_without_the_unit_gives_no_event() -> None:
     assert kept([answer(9, "a", 5)]) == (None, b"")
     assert kept([]) == (None, b"")
+
+
+def test_whatever_can_not_go_on_is_named_with_its_tokens() -> None:
+    run = (7, "s", 4, 2)
+    spliced = chunk(run, 1.0, "a", 0, 0, 0, KeptAnswer(tokens=[9] * 30, spans=[[0, 0, 30]], splices=[*range(1, 9)]))
+    begin = chunk(run, 1.0, "b", 0, 0, 0, KeptAnswer(tokens=[9] * 10, spans=[[0, 0, 10]], max_tokens=64))
+    after = chunk(run, 2.0, "b", 0, 0, 14, KeptAnswer(tokens=[9] * 5, spans=[[0, 0, 19]], max_tokens=64))
+    event, _ = kept([spliced + begin + after])
+    assert event is not None
+    assert event.not_kept == {"8 splices": 30, "a gap in the journal": 5}
+    assert (event.open_calls, event.tokens, event.max_tokens) == (1, 10, 64)
+    assert kept_text(event) == ("token 10 of 64, kept by runner-0 #3; 30 tokens can't go on because of 8 splices; "
+                                "5 tokens can't go on because of a gap in the journal")

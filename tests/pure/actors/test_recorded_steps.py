@@ -189,6 +189,13 @@ def test_what_is_no_plain_json_names_the_step(sync: bool, writer: Written | None
         life(lambda make: make("pay", lambda: {"at": {1}}), None, writer, sync)
 
 
+@BOTH
+@pytest.mark.parametrize("writer", [None, Written()])
+def test_a_step_without_a_function_is_named(sync: bool, writer: Written | None) -> None:
+    with pytest.raises(WorkflowError, match=r"step 'pay' needs a function, and got 3: give the function and its arg"):
+        life(lambda make: make("pay", 3), None, writer, sync)
+
+
 def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_values() -> None:
     calls: list[int] = []
 

@@ -137,6 +137,16 @@ def test_a_unit_that_goes_on_says_from_what_and_has_less_time(story: Story) -> N
     )
 
 
+def test_a_task_that_failed_names_the_failure_that_ended_it_before_the_first(story: Story) -> None:
+    story.batch(tasks=1).dispatch(0).fail(0, kind="runner_lost", blamed=False).dispatch(0, attempt=2)
+    story.add("batch/3", ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0, 1, 2, 3], attempt=2, runner="runner-0", incarnation=1, kind="timeout",
+        message="took more than 60 s", retry=False,
+    ), ev.BatchFinalizing(), ev.BatchFinalized(result={}))
+    assert "0/4 runs completed. Given up after: timeout: took more than 60 s. First error: runner_lost: " in (
+        story.why(100).sentence)
+
+
 # --- units that no runner takes -------------------------------------------------------------------------------------
 def test_a_runner_that_loads_its_engine_is_named() -> None:
     started = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=1, host="here", engine="vllm")

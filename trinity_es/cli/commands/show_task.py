@@ -13,8 +13,9 @@ from trinity_es.cli.render import task as views_task
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.attempts import Attempt, RunRow
 from trinity_es.projections.history.task_history import TaskHistory, follow_task, prompt_of
+from trinity_es.projections.reading.journal_parts import JournalPart, kept_parts
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
@@ -28,11 +29,14 @@ def show_task(
     history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
     out = batch_tables.console()
     if run is None:
+        parts = kept_parts(log, {a.kept.payload for a in history.attempts if a.kept is not None})
         if as_json:
             runs = [_run_json(made) for _, made in sorted(history.made.items())]
-            print_json({**_task_json(history, sample), "runs_made": runs})
+            attempts = [{**asdict(attempt), "parts": [asdict(part) for part in _parts_of(attempt, parts)]}
+                        for attempt in history.attempts]
+            print_json({**_task_json(history, sample), "attempts": attempts, "runs_made": runs})
         else:
-            views_task.print_task(out, history, sample)
+            views_task.print_task(out, history, sample, [(a, _parts_of(a, parts)) for a in history.attempts])
         return
     made = history.made.get(run)
     if made is None:
@@ -50,7 +54,8 @@ def show_task(
     weights = _weights(log, made, [e for e, _ in experiences])
     if as_json:
         print_json({
-            **_task_json(history, sample), "run": _run_json(made), "weights": weights, "payload": gone,
+            **_task_json(history, sample), "run": {**_run_json(made), "kept": made.kept and asdict(made.kept)},
+            "weights": weights, "payload": gone,
             "experiences": [_experience_json(e, delivered) for e, delivered in experiences],
         })
     else:
@@ -73,8 +78,13 @@ def _run_json(made: RunRow) -> dict[str, Any]:
         "oldest_version": made.model_version, "newest_version": made.model_version_end, "reward": made.reward,
         "prompt_tokens": made.prompt_tokens, "response_tokens": made.response_tokens, "seconds": made.seconds,
         "at": made.finished_at, "position": made.finish_position,
-        "payload": made.unit_payload and asdict(made.unit_payload), "kept": made.kept and asdict(made.kept),
+        "payload": made.unit_payload and asdict(made.unit_payload),
     }
+
+
+def _parts_of(attempt: Attempt, parts: dict[str, list[JournalPart]]) -> list[JournalPart]:
+    runs = range(attempt.run_id_base, attempt.run_id_base + attempt.runs)
+    return [] if attempt.kept is None else [part for part in parts.get(attempt.kept.payload, ()) if part.run in runs]
 
 
 def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:

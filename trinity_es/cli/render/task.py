@@ -11,8 +11,9 @@ from rich.text import Text
 from trinity_es.cli.render.batch_tables import columns, state_text
 from trinity_es.events.experience import Experience
 from trinity_es.projections.event_texts import kept_text
-from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.attempts import Attempt, RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
+from trinity_es.projections.reading.journal_parts import JournalPart
 from trinity_es.safe_text import clock, error_line, plain
 
 __all__ = ["print_run", "print_task"]
@@ -20,15 +21,25 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Maximum number of characters of a text without --all."""
 _MOST = 100
+_BAR = 30
+"""Width of an attempt's bar."""
 
 
-def print_task(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:
-    """Print a task's turns and runs; `sample` is the task as submitted, if it can be read."""
+def print_task(
+    out: Console, history: TaskHistory, sample: dict[str, Any] | None,
+    attempts: Sequence[tuple[Attempt, Sequence[JournalPart]]],
+) -> None:
+    """Print a task's turns, attempts and runs; `sample` is the task as submitted, if it can be read.
+
+    `attempts` have what each went on from.
+    """
     _print_head(out, history, sample)
     for turn in history.turns[:_MOST]:
         _line(out, f"  +{turn.at - history.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
     if len(history.turns) > _MOST:
         _line(out, f"  and {len(history.turns) - _MOST} more: --json has all")
+    if any(attempt.kept is not None for attempt, _ in attempts):
+        _print_attempts(out, history, attempts)
     if history.made:
         numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
         table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
@@ -43,6 +54,33 @@ def print_task(out: Console, history: TaskHistory, sample: dict[str, Any] | None
             _line(out, line)
     for operator, uids in history.dropped_by.items():
         _line(out, f"filtered out by the pipeline's {plain(operator)}: {plain(', '.join(uids), 300)}")
+
+
+def _print_attempts(
+    out: Console, history: TaskHistory, attempts: Sequence[tuple[Attempt, Sequence[JournalPart]]]
+) -> None:
+    """Draw when each attempt played (━), and the kept answers and steps of each run that it went on from."""
+    start, end = history.submitted_at, max(turn.at for turn in history.turns)
+    per_second = _BAR / max(end - start, 1e-9)
+    for attempt, parts in attempts[:_MOST]:
+        first, last = (round((at - start) * per_second) for at in (attempt.dispatched_at, attempt.ended_at or end))
+        bar = ("·" * first + "━" * max(1, last - first)).ljust(_BAR, "·")[:_BAR]
+        whose = f"runs {attempt.run_id_base}-{attempt.run_id_base + attempt.runs - 1}"
+        _line(out, f"  attempt {attempt.attempt} {bar} {whose} on {plain(attempt.runner)} #{attempt.incarnation}: "
+                   f"{attempt.outcome}")
+        for run in sorted({part.run for part in parts}):
+            of_run = [_part_text(part) for part in parts if part.run == run]
+            more = f" → and {len(of_run) - _MOST} more" if len(of_run) > _MOST else ""
+            _line(out, f"    run {run} goes on from {' → '.join(of_run[:_MOST])}{more}")
+
+
+def _part_text(part: JournalPart) -> str:
+    if part.step:
+        return f"step {plain(part.step, 80)}{'' if part.finish else ' (unfinished)'}"
+    most = f"/{part.max_tokens:,}" if part.max_tokens and not part.finish else ""
+    spliced = f" spliced at {', '.join(map(str, part.splices))}" if part.splices else ""
+    lost = f", begins again because of {part.forbids}" if part.forbids and not part.finish else ""
+    return f"answer {part.tokens:,}{most} tokens ({plain(part.finish, 40) or 'partial'}{lost}){spliced}"
 
 
 def _other_tokens(history: TaskHistory) -> Iterable[str]:
