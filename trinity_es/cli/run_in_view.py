@@ -49,6 +49,7 @@ _QUIET = {
 
 
 def quiet() -> None:
+    """Keep libraries of a trainer in this process from printing, since it shares the terminal with the view."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -56,12 +57,12 @@ def quiet() -> None:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Apply `quiet` inside only; the environment is restored afterwards."""
-    mine = _QUIET.keys() - os.environ.keys()
+    added = _QUIET.keys() - os.environ.keys()
     quiet()
     try:
         yield
     finally:
-        for name in mine:
+        for name in added:
             os.environ.pop(name, None)
 
 
@@ -151,13 +152,13 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signa
     task = asyncio.current_task()
     assert task is not None
 
-    def end(number: int) -> None:
+    def cancel(number: int) -> None:
         signals.append(number)
         task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
+            asyncio.get_running_loop().add_signal_handler(number, cancel, number)
     try:
         await part.prepare()
         return await work()
@@ -166,6 +167,7 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signa
 
 
 def _position(settings: Config) -> int:
+    """Return the last position of the log, 0 if there is none yet."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
@@ -178,7 +180,7 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     """Return a run's figures from its log, as plain JSON."""
     rows, first, last = log.batches(), log.at(1), log.at(log.head().position)
     train = [b for b in rows if b.batch_type == "train" and b.reward is not None]
-    evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing(log, b)}
+    evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing_runs(log, b)}
              for b in rows if b.batch_type == "eval" and b.ended_at is not None]
     of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # before and after are of the same taskset
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
@@ -197,7 +199,7 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     }
 
 
-def _missing(log: Log, row: BatchRow) -> int:
+def _missing_runs(log: Log, row: BatchRow) -> int:
     """Return the number of runs that an eval's mean reward leaves out."""
     last = log.last(batch_stream(row.batch_id), "BatchFinalized")
     result = last.event.result if last and isinstance(last.event, ev.BatchFinalized) else {}
@@ -206,10 +208,10 @@ def _missing(log: Log, row: BatchRow) -> int:
 
 def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
     """Yield the outcomes of units from before a batch's id was submitted again; its row counts only what came since."""
-    firsts = {batch_stream(row.batch_id): row.first_position for row in rows}
-    for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < firsts[r.stream]}:
+    first_positions = {batch_stream(row.batch_id): row.first_position for row in rows}
+    for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < first_positions[r.stream]}:
         for recorded in log.read(stream=stream, types=["RunsFinished", "TaskFinished", "AttemptFailed"]):
-            if recorded.position < firsts[stream]:
+            if recorded.position < first_positions[stream]:
                 yield recorded.event
 
 

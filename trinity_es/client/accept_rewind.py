@@ -29,33 +29,34 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     """
     from trinity_es.client.teardown import end_system
 
-    kept = memory(config)
-    if _lost(config, kept) == []:
+    own_memory = memory(config)
+    if not _lost_claims(config, own_memory):
         return None
     end_system(config)
     url = config.store.url
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         by = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost = log.lost(log.remembered(kept))
+        head, lost = log.lost(log.remembered(own_memory))
         if not lost:
             return None
         generation = uuid.uuid4().hex
         event = accepted(head, lost, generation, by, reason)
         write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
-        done = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
+        appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
-        kept.settle(log.acknowledged)
-    return {"position": done.first_position, "first": event.first, "last": event.last, "kept": event.kept,
+        own_memory.settle(log.acknowledged)
+    return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
             "generation_before": event.generation_before, "generation": generation, "by": by, "reason": reason,
-            "lost": [{"generation": k.generation, "position": k.position, "hash": k.hash, "by": k.by}
-                     for k in event.lost]}
+            "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}
+                     for claim in event.lost]}
 
 
-def _lost(config: Config, kept: Memory) -> list[Claim]:
+def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
+    """Return the claims of this host's memory that the log does not fulfil; without a log, all about its events."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost(log.remembered(kept))[1]
+            return log.lost(log.remembered(own_memory))[1]
     except (LogNotFound, NotALog):
-        return [c for c in kept.claims() if c.mark.position]
+        return [claim for claim in own_memory.claims() if claim.mark.position]

@@ -31,28 +31,28 @@ _FOREVER_SECONDS = 1e9
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """Return the tasks in the form of requests and events.
+    """Return the tasks as plain JSON, with full paths of workflows and reward functions, and secrets hidden.
 
     Raises TaskNotSerializable, UnknownWorkflow, and DataError for impossible sampling, each with the task's number.
     """
     look_in(config.code_path, first=False)
-    out = []
+    encoded = []
     tasks = listed("tasks", tasks, "tasks")
     paths: dict[Any, str] = {}
-    kept = SecretFile(config.system.log_dir)
+    secret_file = SecretFile(config.system.log_dir)
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
             try:
-                data = kept.hide(task_to_dict(_unwrapped(task)))
+                data = secret_file.hide(task_to_dict(_unwrapped(task)))
             except RecursionError as e:
                 raise TaskNotSerializable("is nested too deeply, or holds itself") from e
             if task.repeat_times is not None:
                 whole("repeat_times", task.repeat_times, least=1)
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")
-            if other := task.format_args.keys() - _FORMAT:
-                raise DataError(f"format_args has no {', '.join(sorted(map(str, other)))}: it has "
+            if unknown := task.format_args.keys() - _FORMAT:
+                raise DataError(f"format_args has no {', '.join(sorted(map(str, unknown)))}: it has "
                                 f"{', '.join(sorted(_FORMAT))}; arguments of your own workflow go into workflow_args")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
@@ -63,15 +63,13 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
                 data["reward_fn"] = REWARD_FUNCTIONS.path(data["reward_fn"])
         except TrinityError as e:
             raise type(e)(f"task {i}: {e}", **e.details) from e
-        out.append(data)
-    return out
+        encoded.append(data)
+    return encoded
 
 
 def _unwrapped(task: Task) -> Task:
     """Return the task with pydantic's SecretStr, which JSON can't hold, as `Secret`."""
-    args = {name: getattr(task, name) for name in _ARGS}
-    plain = {name: unmarked(value) for name, value in args.items() if value}
-    return replace(task, **plain) if plain and plain != args else task
+    return replace(task, **{name: unmarked(value) for name in _ARGS if (value := getattr(task, name))})
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
@@ -82,7 +80,7 @@ def whole(name: str, value: Any, least: int = 0) -> int:
     try:
         integer = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
-        integer = least - 1
+        integer = least - 1  # fails the check below
     if isinstance(value, bool | np.bool_) or not least <= integer < 2**31:
         raise DataError(f"{name} is {shown(value)}: a whole number from {least} to {2**31 - 1} is expected")
     return integer

@@ -65,6 +65,7 @@ class RolloutCoordinator:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
 
     def _open(self) -> None:
+        """Connect, after starting a system if none runs. If the connection fails, end a system that was started."""
         if self._client is None:
             if not running_system.is_up(self.config):
                 with contextlib.suppress(AlreadyRunning):  # another process was faster

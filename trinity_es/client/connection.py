@@ -44,19 +44,19 @@ __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
 
 PATIENCE_SECONDS = 5.0
 """How long to wait for an answer before asking the guardian for the coordinator and sending the request again."""
-LOOK_SECONDS = 1.0
+LIVENESS_SECONDS = 1.0
 """Interval between two checks that the system still lives, during a wait for an answer."""
 GRACE_SECONDS = 1.0
 """Extra wait after a caller's timeout for the coordinator's own timeout error, which says more."""
 CONNECT_SECONDS = 10.0
 """Timeout of the admin's first answer."""
-LEAST_SECONDS = 0.05
+MINIMUM_WAIT_SECONDS = 0.05
 """Minimum of a wait, in which messages that have arrived are read."""
-AGAIN_SECONDS = 0.05
+RETRY_SECONDS = 0.05
 """Pause before asking again if there was no coordinator."""
 REJOIN_SECONDS = 300.0
 """How long a keeper may take to start the system again."""
-AWAY_SECONDS = 330.0
+NO_COORDINATOR_SECONDS = 330.0
 """How long a system may be without a coordinator that takes messages before a call gives up."""
 
 A = TypeVar("A")
@@ -70,14 +70,13 @@ class _Connected(AuthenticatedSystemBase):
 
 
 def system_gone(admin: dict[str, Any]) -> NotRunning:
-    """Return the error for a system that is gone and that no keeper restarts, with the reason if it is recorded."""
-    why = owner_gone(admin.get("owner"))
-    reason = f" ({why})" if why else ""
+    """Return the error for a system that is gone and that no keeper restarts, with the reason if its owner ended."""
+    reason = f" ({why})" if (why := owner_gone(admin.get("owner"))) else ""
     return NotRunning(f"the actor system is gone{reason}: `trinity-es up` on the same store goes on with open batches")
 
 
-class _Gone(Exception):
-    """The system of a request is gone."""
+class _SystemGone(Exception):
+    """The system of a request is gone; `Connection` joins the one that replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +87,21 @@ class _Endpoint:
     stack: ExitStack
 
     def send(self, to: Any, message: Any, on_sent: Callable[[Any], None] = lambda status: None) -> None:
-        """Start sending. A later `next` calls `on_sent` with Thespian's delivery status."""
+        """Start sending. A later `next_message` calls `on_sent` with Thespian's delivery status."""
         transport = self.system._systemBase.transport
 
-        def done(status: Any, _: Any) -> None:
+        def report(status: Any, _: Any) -> None:
             on_sent(status)
-            transport.abort_run()
+            transport.abort_run()  # ends the `listen` of `next_message`
 
-        transport.scheduleTransmit(None, TransmitIntent(to, message, done, done))
+        transport.scheduleTransmit(None, TransmitIntent(to, message, report, report))
 
-    def next(self, seconds: float) -> Any:
-        """Return the next message; None after `seconds` (at least LEAST_SECONDS) or when a sent one was delivered."""
-        return self.system.listen(max(LEAST_SECONDS, seconds))
+    def next_message(self, seconds: float) -> Any:
+        """Return the next message that arrives within `seconds`, which are at least MINIMUM_WAIT_SECONDS.
+
+        Returns None after that time, and when a message of `send` was delivered or failed.
+        """
+        return self.system.listen(max(MINIMUM_WAIT_SECONDS, seconds))
 
     def close(self) -> None:
         transport = self.system._systemBase.transport
@@ -116,7 +118,7 @@ class _Session:
         self.coordinator: Any = None
         self._lock = threading.Lock()
         self._idle: list[_Endpoint] | None = []
-        self.require()
+        self.require_alive()
         if admin.get("protocol") != PROTOCOL:
             raise VersionMismatch(
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
@@ -124,14 +126,14 @@ class _Session:
             )
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
-        fits = self._knock(address, key)
-        if fits is False:
-            self.require()  # or it died before it could answer
+        accepted = self._accepts_key(address, key)
+        if accepted is False:
+            self.require_alive()  # an admin that dies now looks as if it refused the key
             raise WrongKey(
                 f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
                 f"(pid {admin['pid']}) was started with another key"
             )
-        if fits is None:
+        if accepted is None:
             raise NotRunning(
                 f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is stopped or "
                 "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`"
@@ -148,33 +150,36 @@ class _Session:
             # Thespian raised it because the admin died just now
             raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
 
-    def _knock(self, address: str, key: bytes) -> bool | None:
+    def _accepts_key(self, address: str, key: bytes) -> bool | None:
+        """Return whether the admin accepts this key; None if it does not answer within CONNECT_SECONDS."""
         until = time.monotonic() + CONNECT_SECONDS
         while True:
-            fits = knock(address, self.admin["port"], key)
-            if fits is not None or time.monotonic() >= until:
-                return fits
-            self.require()
-            time.sleep(AGAIN_SECONDS)
+            accepted = knock(address, self.admin["port"], key)
+            if accepted is not None or time.monotonic() >= until:
+                return accepted
+            self.require_alive()
+            time.sleep(RETRY_SECONDS)
 
     def lives(self) -> bool:
         return process_lives(self.admin["pid"], self.admin["started"])
 
-    def require(self) -> None:
+    def require_alive(self) -> None:
+        """Raise NotRunning if the system's admin has ended."""
         if not self.lives():
             raise system_gone(self.admin)
 
-    def take(self) -> _Endpoint:
-        """Take an endpoint. Raises _Gone if this process has left the session."""
+    def take_endpoint(self) -> _Endpoint:
+        """Return an endpoint that no other call uses. Raises _SystemGone if this process has left the session."""
         with self._lock:
             if self._idle is None:
-                raise _Gone
+                raise _SystemGone
             if self._idle:
                 return self._idle.pop()
             stack = ExitStack()
             return _Endpoint(stack.enter_context(self.system.private()), stack)
 
-    def give(self, endpoint: _Endpoint) -> None:
+    def give_back(self, endpoint: _Endpoint) -> None:
+        """Keep the endpoint for a later call, or close it if this process has left the session."""
         with self._lock:
             if self._idle is not None:
                 self._idle.append(endpoint)
@@ -230,7 +235,7 @@ class Connection:
         try:
             joining.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise TimeoutError("no answer in time: the actor system is being started again") from None
+            raise TimeoutError("no answer in time: the actor system is being started again; call once more") from None
 
     def _next_session(self, gone: dict[str, Any] | None) -> _Session:
         """Join the running system, or wait until its keeper has started it. `gone`: admin of the previous system."""
@@ -253,6 +258,7 @@ class Connection:
             time.sleep(0.1)
 
     def _join(self, gone: _Session, joined: Future[None]) -> None:
+        """Replace the session that is gone, in a thread, and set `joined` when that is done or failed."""
         try:
             session = self._next_session(gone.admin)
         except BaseException as e:
@@ -261,7 +267,7 @@ class Connection:
         with self._lock:
             self._session = session
         gone.leave()
-        if self._closed:  # meanwhile
+        if self._closed:  # `close` came while the thread joined
             session.leave()
         joined.set_result(None)
 
@@ -282,12 +288,12 @@ class Connection:
             self._require_open()
             session = self._session
             try:
-                endpoint = session.take()
+                endpoint = session.take_endpoint()
                 try:
                     return self._exchange(session, endpoint, request, deadline)
                 finally:
-                    session.give(endpoint)
-            except _Gone:
+                    session.give_back(endpoint)
+            except _SystemGone:
                 pass
             except (TrinityError, TimeoutError):
                 raise
@@ -297,6 +303,11 @@ class Connection:
             self._rejoin(session, deadline)
 
     def _exchange(self, session: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
+        """Send the request until its answer comes, and return that answer's value. Raises the answer's error.
+
+        Each sending but the first also asks the guardian where the coordinator is. Raises TimeoutError after
+        `deadline`, NotRunning after NO_COORDINATOR_SECONDS, and _SystemGone.
+        """
         where = Where(uuid.uuid4().hex)
         last_taken, ask_at = time.monotonic(), 0.0  # last_taken: when a coordinator last took a message
 
@@ -305,21 +316,21 @@ class Connection:
             if status is SendStatus.Sent:
                 last_taken = time.monotonic()
             elif status is SendStatus.DeadTarget and session.coordinator == to:
-                session.coordinator, ask_at = None, time.monotonic() + AGAIN_SECONDS
+                session.coordinator, ask_at = None, time.monotonic() + RETRY_SECONDS
 
-        first = True
+        is_first_sending = True
         while True:
             now = time.monotonic()
             if now >= ask_at:
                 coordinator, ask_at = session.coordinator, now + PATIENCE_SECONDS
                 if coordinator is not None:
                     endpoint.send(coordinator, replace(request, known=self.last_mark), partial(on_sent, coordinator))
-                if coordinator is None or not first:
+                if coordinator is None or not is_first_sending:
                     endpoint.send(session.guardian, where)
-                first = False
-            wait = min(LOOK_SECONDS, ask_at - now, LOOK_SECONDS if deadline is None else deadline - now)
-            answer = endpoint.next(wait)
-            if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process was suspended
+                is_first_sending = False
+            wait = min(LIVENESS_SECONDS, ask_at - now, LIVENESS_SECONDS if deadline is None else deadline - now)
+            answer = endpoint.next_message(wait)
+            if time.monotonic() - now > 3 * LIVENESS_SECONDS:  # this process was suspended
                 last_taken = time.monotonic()
             if isinstance(answer, Reply) and answer.id == request.id:
                 self._update_mark(request, answer)
@@ -329,15 +340,15 @@ class Connection:
             now = time.monotonic()
             if isinstance(answer, WhereReply) and answer.id == where.id:
                 if answer.coordinator is None:
-                    session.coordinator, ask_at = None, min(ask_at, now + AGAIN_SECONDS)
+                    session.coordinator, ask_at = None, min(ask_at, now + RETRY_SECONDS)
                 elif session.coordinator is None or session.coordinator != answer.coordinator:
                     session.coordinator, ask_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
             if answer is None and not session.lives():
-                raise _Gone
-            if now - last_taken > AWAY_SECONDS:
-                why = f"no coordinator has taken a request for {AWAY_SECONDS:.0f} s"
+                raise _SystemGone
+            if now - last_taken > NO_COORDINATOR_SECONDS:
+                why = f"no coordinator has taken a request for {NO_COORDINATOR_SECONDS:.0f} s"
                 raise NotRunning(f"{why}: `trinity-es status` says more")
 
     def _update_mark(self, request: Request, answer: Reply) -> None:
@@ -366,27 +377,27 @@ class Connection:
         session = self._session
         answer = self._where(session, timeout)
         if not answer.status:
-            session.require()
+            session.require_alive()
         return answer
 
-    def _where(self, session: _Session, timeout: float, before: Any = None) -> WhereReply:
-        """Return the guardian's answer. `before`: a message to send to it first."""
+    def _where(self, session: _Session, timeout: float, first_message: Any = None) -> WhereReply:
+        """Return the guardian's answer, or an empty one after `timeout`. `first_message`: sent before the question."""
         try:
-            endpoint = session.take()
-        except _Gone as e:
+            endpoint = session.take_endpoint()
+        except _SystemGone as e:
             raise NotRunning("the actor system was just started again: call once more") from e
         try:
             question, until = Where(uuid.uuid4().hex), time.monotonic() + timeout
-            for message in (question,) if before is None else (before, question):
+            for message in (question,) if first_message is None else (first_message, question):
                 endpoint.send(session.guardian, message)
             while (left := until - time.monotonic()) > 0:
-                answer = endpoint.next(min(LOOK_SECONDS, left))
+                answer = endpoint.next_message(min(LIVENESS_SECONDS, left))
                 if isinstance(answer, WhereReply) and answer.id == question.id:
                     return answer
                 if answer is None and not session.lives():
                     break
         finally:
-            session.give(endpoint)
+            session.give_back(endpoint)
         return WhereReply("", None, {})
 
     def tell_guardian(self, message: Any) -> bool:
@@ -407,7 +418,7 @@ class Connection:
         if not session.lives():
             return True
         deadline = time.monotonic() + timeout
-        order: Retire | None = Retire()
+        order: Retire | None = Retire()  # sent with the first question only
         children: list[dict[str, Any]] = [{"state": ""}]
         while not all(c["state"] in ENDED for c in children) and time.monotonic() < deadline:
             try:
@@ -418,12 +429,13 @@ class Connection:
                 return not session.lives()
             children, order = status.get("children", []), None
             time.sleep(0.1)
-        if session.lives() and not self.answers():
+        if session.lives() and not self.admin_answers():
             return False
         session.system.shutdown()
         return True
 
-    def answers(self) -> bool:
+    def admin_answers(self) -> bool:
+        """Return whether the admin of the joined system handles messages, rather than being stopped or hung."""
         admin = self._session.admin
         return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 

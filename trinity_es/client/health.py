@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +20,7 @@ from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.answer import (
-    Why,
-    unread,
-)
+from trinity_es.projections.why.answer import Why, unread
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import does
 from trinity_es.system import remembered_log_end
@@ -99,11 +97,12 @@ def _startup_note(live: dict[str, Any] | None) -> str:
 
 
 def look(config: Config) -> dict[str, Any]:
-    """Return health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
+    """Return the health of this store's system as plain JSON. A value is None, "", {} or [] if there is nothing to say.
 
-    `ends`: why the rest of a system is ending; `led_by`: the leader of a run in which this machine takes no part;
-    `last_batch`: the one that ended last; `run`: the `trinity-es run` in the log; `killed`: pids of the explorer and
-    trainer that were killed on this machine. None, "" or {} if there is none.
+    `up`: whether the system runs; `batches`: the open ones; `problems`: a line each; `ends`: why the processes of a
+    system are ending; `led_by`: the leader of a run in which this machine takes no part; `last_batch`: the batch that
+    ended last; `run`: progress of the `trinity-es run` in the log; `killed`: pids of the explorer and trainer that were
+    killed on this machine.
     """
     from trinity_es.system import run_lock, running_system
 
@@ -140,7 +139,7 @@ def look(config: Config) -> dict[str, Any]:
             if live is None or "weights_version" not in live:
                 _add_from_log(log, out)
             whys = log.why_open(live=live, system=processes)
-            out.update(last_batch=_last_batch(log), run=_run(log))
+            out.update(last_batch=_last_batch(log), run=_run_progress(log))
             if log.streams(HostJoined.stream):
                 listed = {h["host"] for h in out["hosts"]}
                 out["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
@@ -170,6 +169,7 @@ def look(config: Config) -> dict[str, Any]:
 
 
 def _add_live(out: dict[str, Any], live: dict[str, Any]) -> None:
+    """Add coordinator, runners, open batches and hosts from the status of the running system."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
@@ -199,6 +199,7 @@ def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -
 
 
 def _add_from_log(log: Log, out: dict[str, Any]) -> None:
+    """Add open batches and, unless they are known, runners from the log: the system gave no whole status."""
     out["batches"] = [
         {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
          "failed_attempts": b.failed_attempts}
@@ -209,7 +210,7 @@ def _add_from_log(log: Log, out: dict[str, Any]) -> None:
     gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
-         "state": life.state if out.get("led_by") else state_of_runner(life.pid, up=out["up"]),
+         "state": life.state if out.get("led_by") else state_of_runner(life.pid, system_up=out["up"]),
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
         if host_of(life.runner) not in gone
@@ -225,10 +226,10 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
     return None
 
 
-def _run(log: Log) -> dict[str, Any] | None:
+def _run_progress(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
-    `step`: the last one begun; `total_steps`: None if unknown; `complete`: None if the log can't tell.
+    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):
@@ -236,17 +237,19 @@ def _run(log: Log) -> dict[str, Any] | None:
     config, last = log.config(serve=False)[1], newest[0]
     step, total = log.count_batches(batch_type="train"), config.get("total_steps")
     trains = (config.get("trainer") or {}).get("class") is not None
-    over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
+    last_is_over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
         last.state == BatchLifecycleState.FINALIZED and not trains)
     last_step = _last_step(log, config, step)
     total = min((n for n in (total, last_step) if n is not None), default=None)
-    complete = over and step >= total if total is not None else None if over else False
+    complete: bool | None = last_is_over
+    if last_is_over:
+        complete = None if total is None else step >= total
     return {"step": step, "total_steps": total, "complete": complete}
 
 
 def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
     """Return the step at which a run's tasksets end; None if a taskset is endless or not in the log."""
-    buffer, sources, left = config.get("buffer") or {}, sources_of(log), 0
+    buffer, sources, rows_left = config.get("buffer") or {}, sources_of(log), 0
     inputs = buffer.get("explorer_input") or {}
     entries = inputs.get("tasksets")
     if not entries:
@@ -257,7 +260,8 @@ def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
         if source is None or epochs is None:
             return None
         last = log.last(f"taskset/{name}", "TasksetAdvanced")
-        read = (last.event.epoch, last.event.offset) if last and isinstance(last.event, TasksetAdvanced) else (0, 0)
-        left += (epochs - read[0]) * source.rows - read[1]
+        rows_left += epochs * source.rows
+        if last and isinstance(last.event, TasksetAdvanced):
+            rows_left -= last.event.epoch * source.rows + last.event.offset
     size = buffer.get("batch_size") or 1
-    return step + max(0, left // size if inputs.get("drop_last") else -(-left // size))
+    return step + max(0, rows_left // size if inputs.get("drop_last") else math.ceil(rows_left / size))

@@ -15,57 +15,57 @@ from trinity_es.safe_text import plain
 
 __all__ = ["problems"]
 
-_WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced", "no_coordinator",
-          "no_database"}
+_SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced",
+                  "no_coordinator", "no_database"}
 """Causes that are reported once for the system, not once per batch."""
 
 
-def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
-    """Yield each problem as a line. `out` is the dict that `look` fills; `live` the system's answer, or None."""
+def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+    """Yield a line per problem. `health`: the result of `health.look` so far; `live`: the system's status, or None."""
     logs = config.system.log_dir
-    last = out.get("last_batch") or {}
-    resume = resume_command(out["store"]) if out.get("run") else ""
-    if last.get("failed_whole") and not out["batches"]:
+    last = health.get("last_batch") or {}
+    resume = resume_command(health["store"]) if health.get("run") else ""
+    if last.get("failed_whole") and not health["batches"]:
         remedy = f"{resume_after_fix(resume)} generates it again" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last['batch_id'])}` says how: fix that, then {remedy}")
-    if out.get("led_by"):
-        yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is read from the log; "
-               "for more ask there, or on a host that takes part (`trinity-es join`)")
+    if health.get("led_by"):
+        yield (f"the run is led by {health['led_by']}, and this machine takes no part in it: this is read from the "
+               "log; for more ask there, or on a host that takes part (`trinity-es join`)")
         return
-    if not out["up"]:
+    if not health["up"]:
         remedy = resume_advice(resume)
-        if out.get("ends"):
-            if whys or _unfinished(out):
-                yield f"the actor system ends: {out['ends']}; {remedy}"
-        elif out["keeper"] is not None:
-            yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
+        if health.get("ends"):
+            if whys or _has_steps_left(health):
+                yield f"the actor system ends: {health['ends']}; {remedy}"
+        elif health["keeper"] is not None:
+            yield (f"the actor system is gone, and its keeper (pid {health['keeper']}) starts it again: if it does not "
                    f"come, keeper.log in {logs} says why")
         elif whys:
-            at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
+            at = f"the run is at step {health['run']['step']} and " if health.get("run") else ""
             yield (f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: "
                    f"{remedy}")
-        elif not (out.get("run") and out["run"]["complete"]):
-            yield from _killed(out.get("killed") or {}, resume)
+        elif not (health.get("run") and health["run"]["complete"]):
+            yield from _interrupted_run(health.get("killed") or {}, resume)
         return
-    if live is None and (halted := stopped_processes(out["admin"]["pid"])):
-        pids = " ".join(map(str, halted))
+    if live is None and (stopped_pids := stopped_processes(health["admin"]["pid"])):
+        pids = " ".join(map(str, stopped_pids))
         yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on, and "
                "nothing is lost")
         return
     if live is None:
-        yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
+        yield (f"the actor system (pid {health['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
                f"{logs} say why; `trinity-es down` and `trinity-es up` go on with what is open")
         return
-    if out["keeper"] is None and out.get("keeper_ended") and config.system.keeper:
-        yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, but if the guardian or the admin "
+    if health["keeper"] is None and health.get("keeper_ended") and config.system.keeper:
+        yield (f"its keeper (pid {health['keeper_ended']}) has ended: batches go on, but if the guardian or the admin "
                "dies, neither is started again; `trinity-es down` and `trinity-es up` bring a keeper back")
     fenced = live["system"].get("fenced")
     if fenced:
         yield (f"another system took this store ({fenced}), so this one has halted: end the wrong one with "
                "`trinity-es down` on its host")
         return
-    if out["coordinator"] is None and not live.get("refuses"):  # a coordinator that refuses reports its trouble below
+    if health["coordinator"] is None and not live.get("refuses"):  # one that refuses reports its trouble below
         children = {c["name"]: c for c in live["system"].get("children", [])}
         yield (f"{coordinator_away(children.get('coordinator', {}))}; if it does not come, coordinator.log in {logs} "
                "says why")
@@ -80,25 +80,26 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
                f"tried again: {lease['error']}; fix what it names; `trinity-es leases` lists all {failing['failing']}")
     for host in live.get("hosts", []):
-        if wrong := _wrong_host(host):
-            yield f"host {host['host']} {wrong}"
+        if fault := _host_fault(host):
+            yield f"host {host['host']} {fault}"
     if live.get("server_list"):
         yield f"{live['server_list']}; the servers stay as they are until that is fixed (text logs: {logs})"
     if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()
-    situation = SystemSnapshot(weights=live.get("weights_version", 0))
-    for name, life in with_live(situation, live, now):
-        if wrong := problem(situation, life, now):
-            yield f"{name} {wrong} ({name}.log in {logs} says more)"
+    snapshot = SystemSnapshot(weights=live.get("weights_version", 0))
+    for name, life in with_live(snapshot, live, now):
+        if fault := problem(snapshot, life, now):
+            yield f"{name} {fault} ({name}.log in {logs} says more)"
     for why in whys:
-        if why.stalled and why.cause not in _WHOLE:
+        if why.stalled and why.cause not in _SYSTEM_CAUSES:
             first = why.waiting[0]
             more = f"; `trinity-es why {why.batch_id}` says more" if len(why.waiting) > 1 or first.way_out else ""
             yield f"batch {why.batch_id} is stalled: {why.sentence}{more}"
 
 
-def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
+def _interrupted_run(killed: dict[str, int], resume: str) -> Iterator[str]:
+    """Yield a problem if processes of a run were killed: `killed` has their pids by role."""
     if killed:
         if len(set(killed.values())) == 1:  # of a run in one process
             who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
@@ -108,7 +109,7 @@ def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
         yield f"the run did not end in order: {who} died in the middle of it; {remedy}"
 
 
-def _wrong_host(host: dict[str, Any]) -> str | None:
+def _host_fault(host: dict[str, Any]) -> str | None:
     """Return the fault of a host that joined and the way out; None if it has none."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
@@ -120,9 +121,9 @@ def _wrong_host(host: dict[str, Any]) -> str | None:
     return None
 
 
-def _unfinished(out: dict[str, Any]) -> bool:
+def _has_steps_left(health: dict[str, Any]) -> bool:
     """Return True if a `trinity-es run` certainly has steps left."""
-    return bool(out.get("run")) and out["run"]["complete"] is False
+    return bool(health.get("run")) and health["run"]["complete"] is False
 
 
 def _count(n: int, one: str, many: str) -> str:

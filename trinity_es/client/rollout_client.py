@@ -55,7 +55,7 @@ def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
     """Return a client, a context manager, of the running system of this config's store. Raises NotRunning.
 
     A trainer that resumes from its checkpoint of step k passes `resumed_at=k` (0: from the initial model). It then
-    gets the train batches again that were acknowledged with a later step or never, without generating them anew:
+    gets those train batches again that were acknowledged with a later step or never. They are not generated again:
     `client.redelivered` lists them, and `next_batch` returns them first. Raises PayloadNotFound if `store.retention`
     freed some of them.
     """
@@ -69,24 +69,21 @@ class RolloutClient(SystemClient):
         super().__init__(config)
         self._publisher = Publisher(config, self._call_in_time, lambda: self.log)
         self.redelivered: list[BatchId] = []
-        """Batches that a resumed trainer gets again: first those trained, by step, then the others as finalized."""
+        """Batches that a resumed trainer gets again: first the trained ones by step, then the others as finalized."""
         self._redelivered_up_to = 0
+        """Log position up to which every finalized train batch is redelivered or was acknowledged earlier."""
         self._take_lock = threading.Lock()
         self._unanswered_takes: dict[tuple[int, int | None], str] = {}
         """Ids of requests for experiences without an answer in time, by number of experiences and step."""
         if resumed_at is not None:
             try:
-                self._resume(argument_checks.whole("resumed_at", resumed_at))
+                command = commands.ResumeTrainer(step=argument_checks.whole("resumed_at", resumed_at))
+                answer = self._link.call(command)
+                self.redelivered, self._redelivered_up_to = answer["batches"], answer["position"]
             except BaseException:
                 self.close()
                 raise
-        self._to_come = deque(self.redelivered)
-
-    def _resume(self, step: int) -> None:
-        if step < 0:
-            raise errors.DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
-        answer = self._link.call(commands.ResumeTrainer(step=step))
-        self.redelivered, self._redelivered_up_to = answer["batches"], answer["position"]
+        self._redelivered_left = deque(self.redelivered)
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
@@ -130,8 +127,9 @@ class RolloutClient(SystemClient):
     ) -> int:
         """Add tasks to an open train batch, and return the number of the first; `cursor` is as in `submit_batch`.
 
-        A `min_wait_num` grows by as many. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError),
-        TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the pipeline or has ended).
+        The batch's `min_wait_num`, if it has one, grows by their number. Raises BatchNotFound (KeyError),
+        BatchTypeMismatch (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the
+        pipeline or has ended).
         """
         tasks, cursors = argument_checks.listed("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
         first = self._link.call(commands.AddTasks(
@@ -171,7 +169,7 @@ class RolloutClient(SystemClient):
             groups=None if groups is None else argument_checks.whole("groups", groups),
         )
         try:
-            return self._link.call(command, _patience(timeout))
+            return self._link.call(command, _with_grace(timeout))
         except errors.TrinityError:
             raise
         except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
@@ -188,11 +186,11 @@ class RolloutClient(SystemClient):
         ))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
-        """Let ended tasks of an open batch run again, all runs of each; their earlier results are set aside.
+        """Let ended tasks of an open batch run again, all runs of each, and ignore their earlier results.
 
-        For a task whose payload was lost (`verify` names it), or that failed for a reason that was mended. This process
-        is recorded with `reason`. Raises BatchNotFound; DataError for an open or unknown task, and for a batch that
-        has ended, whose result is final.
+        Use this for a task whose payload was lost (`verify` names it), or one that failed for a reason that you have
+        mended. `reason` and the pid and host of this process are recorded. Raises BatchNotFound; DataError for an open
+        or unknown task, and for a batch that has ended, whose result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else argument_checks.listed("tasks", tasks, "numbers of tasks")
         argument_checks.text("reason", reason)
@@ -236,10 +234,11 @@ class RolloutClient(SystemClient):
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.
 
-        `buffer.queue` sets the order, how often an experience may be taken, and how soon again; `info["use_count"]`
-        counts its uses, this one included. `step`: the trainer's step that will use them. A trainer that resumes with
-        `resumed_at=k` can take those of later steps again, but none that it took without a step. Acknowledge batches
-        when they are used up, or `store.retention` keeps them for ever.
+        `buffer.queue` sets their order, how often an experience may be taken, and how soon it may be taken again;
+        `info["use_count"]` of an experience counts its uses, this one included. `step`: the trainer's step that will
+        use them. A trainer that resumes with `resumed_at=k` can again take experiences that it took for steps after k,
+        but none that it took without a step. Acknowledge a batch when all its experiences are used up, or
+        `store.retention` keeps them for ever.
 
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
@@ -256,15 +255,17 @@ class RolloutClient(SystemClient):
         return experiences
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
-        """Return the taken experiences. An earlier request without an answer is repeated under its id: the coordinator
-        may have answered it, and those experiences would be lost.
+        """Return references to the experiences that the coordinator gave.
+
+        Send an earlier request without an answer again under its id: the coordinator may have given it experiences,
+        which would otherwise be lost.
         """
-        limit, key = _patience(command.timeout), (command.n, command.step)
+        key = (command.n, command.step)
         with self._take_lock:
             unanswered = self._unanswered_takes.pop(key, None)
         id = unanswered or uuid.uuid4().hex
         try:
-            return self._link.call(command, limit, id=id)
+            return self._link.call(command, _with_grace(command.timeout), id=id)
         except errors.TakeTimeout:
             if unanswered is None:
                 raise
@@ -304,12 +305,12 @@ class RolloutClient(SystemClient):
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """Wait for the first train batch finalized after log position `after`; returns its id and position.
 
-        A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is, with the log
-        position up to which they cover all batches. Raises TimeoutError.
+        A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is. The position
+        returned with each may be passed as the next `after`: no batch is missed. Raises TimeoutError.
         """
         timeout, after = argument_checks.seconds("timeout", timeout), argument_checks.whole("after", after)
         with contextlib.suppress(IndexError):
-            return self._to_come.popleft(), self._redelivered_up_to
+            return self._redelivered_left.popleft(), self._redelivered_up_to
         after = max(after, self._redelivered_up_to)
         batch = self._link.call(commands.GetNextBatch(after=after, timeout=timeout), timeout)
         return batch["batch_id"], batch["position"]
@@ -358,7 +359,7 @@ class RolloutClient(SystemClient):
         return self._publisher.publish(argument_checks.whole("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost from their old place and now lie in `path`."""
+        """Record that the current weights are now in the folder `path`, because they were lost or moved."""
         self._publisher.republish(version, path)
 
     def sync_adapter(
@@ -417,5 +418,6 @@ class RolloutClient(SystemClient):
         return self._link.call(command, timeout + GRACE_SECONDS)
 
 
-def _patience(timeout: float | None) -> float | None:
+def _with_grace(timeout: float | None) -> float | None:
+    """Return a wait that lets the coordinator's own timeout error, which says more, come first."""
     return None if timeout is None else timeout + GRACE_SECONDS

@@ -26,7 +26,7 @@ from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
+from trinity_es.events.errors import LogUnavailable, NotRunning, TrinityError, WaitTimeout
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.database.retry import patiently
 from trinity_es.events.values import BatchId, Status, Task, require_batch_id
@@ -66,10 +66,10 @@ class Scheduler:
         self.config = config
         self._rollouts: RolloutCoordinator | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._lock: asyncio.Lock | None = None
+        self._start_stop_lock = asyncio.Lock()
         self._stopping = False
         self._calls: set[asyncio.Future[None]] = set()
-        self._mine: set[BatchId] = set()
+        self._own_batches: set[BatchId] = set()
         """Batches that this object scheduled or waited for; `stop` pauses those that are open."""
 
     # --- start and stop ---------------------------------------------------------------------------------------------
@@ -78,15 +78,15 @@ class Scheduler:
 
         Open batches of earlier schedulers resume, and this one can collect their results. Raises StartupError.
         """
-        async with self._exclusive():
+        async with self._start_stop_lock:
             if self._rollouts is not None:
                 return
             rollouts = RolloutCoordinator(self.config)
             try:
                 await rollouts.prepare()
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
-                await self._run(lambda: rollouts.client.log)  # opened once, not by each of many threads
-                await self._run(rollouts.client.request, commands.ResumeBatches())
+                await self._in_thread(lambda: rollouts.client.log)  # opened once, not by each of many threads
+                await self._in_thread(rollouts.client.request, commands.ResumeBatches())
             except BaseException:
                 self._close_pool()
                 await rollouts.shutdown()
@@ -99,12 +99,12 @@ class Scheduler:
         Pending tasks of this scheduler, and results that were not collected, stay in the log for the next `start`.
         Calls that wait for results return those that are ready.
         """
-        async with self._exclusive():
+        async with self._start_stop_lock:
             if self._rollouts is None:
                 return
             self._stopping = True
             try:
-                await self._settle()
+                await self._pause_own_batches()
             except TrinityError as e:  # the system is gone: its running tasks will run again
                 _log.warning("stopped without its running tasks: %s", e)
             if self._calls:
@@ -113,12 +113,13 @@ class Scheduler:
             self._close_pool()
             await rollouts.shutdown()
 
-    async def _settle(self) -> None:
-        self._mine &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
-        await self._ask(commands.PauseBatches(batches=list(self._mine)))
-        for batch_id in self._mine:
+    async def _pause_own_batches(self) -> None:
+        """Pause the batches of this scheduler, and wait until none of their tasks runs."""
+        self._own_batches &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
+        await self._ask(commands.PauseBatches(batches=list(self._own_batches)))
+        for batch_id in self._own_batches:
             while True:
-                progress = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
+                progress = await self._poll_batch(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
                 if not progress["running"] or not progress["paused"]:  # not paused: another scheduler resumed it
                     break
 
@@ -130,11 +131,6 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.stop()
-
-    def _exclusive(self) -> asyncio.Lock:
-        if self._lock is None:
-            self._lock = asyncio.Lock()
-        return self._lock
 
     def _close_pool(self) -> None:
         if self._pool is not None:
@@ -148,16 +144,16 @@ class Scheduler:
             raise NotRunning("the scheduler is not started: call `await scheduler.start()` first")
         return self._rollouts.client
 
-    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
     async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
         """Return the answer to a command. `deadline`: monotonic seconds. Raises TimeoutError."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
-        return await self._run(self.client.request, command, left)
+        return await self._in_thread(self.client.request, command, left)
 
     async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Answer a read-only command, retrying for `store.retry_for` seconds if the log can't be written."""
+        """Return the answer to a read-only command. While the log can't be written, retry for `store.retry_for` s."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
@@ -167,9 +163,13 @@ class Scheduler:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _poll(
+    async def _poll_batch(
         self, batch_id: BatchId, at_least: int, seconds: float, *, resume: bool, deadline: float = math.inf
     ) -> commands.BatchProgress:
+        """Return the batch's progress, when `at_least` of its tasks can be collected or after `seconds`.
+
+        `resume`: let the batch go on if another scheduler paused it.
+        """
         command = commands.PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
         return await self._ask_patiently(command, deadline)
 
@@ -188,21 +188,21 @@ class Scheduler:
 
     async def _tracked(self, call: Awaitable[T]) -> T:
         """Await a call; `stop` waits for it too."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.add(ended)
+        call_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls.add(call_ended)
         try:
             return await call
         finally:
-            ended.set_result(None)
-            self._calls.discard(ended)
+            call_ended.set_result(None)
+            self._calls.discard(call_ended)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
         """Queue tasks, all or none: lower batch first, first in first out inside a batch. Durable when it returns.
 
-        Later tasks join an open batch and continue its numbers; if all of it was collected, they start it again. The
-        call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a batch of
-        `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
+        Tasks for an open batch join it and continue its numbers; if all tasks of the batch were collected, they start
+        it again. The call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a
+        batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         client, queued = self.client, list(tasks)
         require_batch_id(batch_id)
@@ -210,7 +210,7 @@ class Scheduler:
             raise NotRunning("the scheduler is stopping: call `await scheduler.start()` again first")
         if queued:
             first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(queued)))
-            self._mine.add(batch_id)
+            self._own_batches.add(batch_id)
             for number, task in enumerate(queued, first):
                 task.batch_id, task.task_id = batch_id, number
         return _Done()
@@ -230,11 +230,12 @@ class Scheduler:
 
         `min_num`: number of tasks to wait for (None: all; more than there are: all, with a warning). Tasks that finish
         within `explorer.over_rollout.wait_after_min` seconds after that are taken too. `timeout`: seconds after which
-        the finished tasks are returned; None: no limit but that of each attempt. With `clear_timeout_tasks` the other
-        tasks are then cancelled and their places are free; without it they go on, and a later call returns only their
-        results. `return_partial_tasks`: return also cancelled tasks that have finished runs, with these runs (None: as
-        `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected, gives
-        nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
+        the finished tasks are returned; None: no limit but that of each attempt. `clear_timeout_tasks`: cancel the
+        tasks that have not finished by then, which frees their places; otherwise they go on, and a later call returns
+        their results. `return_partial_tasks`: return also cancelled tasks that have finished runs, with these runs
+        (None: as `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected,
+        gives nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError, and PayloadNotFound if an
+        experience is not in the payload store (nothing is taken then).
         """
         statuses, groups = await self._results(
             self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
@@ -271,9 +272,9 @@ class Scheduler:
         BatchTypeMismatch for a batch of `submit_batch`.
         """
         require_batch_id(batch_id)
-        await self._drop_rest(batch_id, "abort_batch was called", return_partial_tasks)
+        await self._cancel_open_tasks(batch_id, "abort_batch was called", return_partial_tasks)
 
-    async def _drop_rest(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
+    async def _cancel_open_tasks(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
         keep = None if partial is None else bool(partial)
         await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
 
@@ -284,44 +285,46 @@ class Scheduler:
         """Wait for results and take them: the statuses, and the experiences of each taken task that `read` returned."""
         require_batch_id(batch_id)
         least = None if min_num is None else argument_checks.whole("min_num", min_num)
-        if least is not None and least < 0:
-            raise DataError(f"min_num is {min_num}: use None (all tasks), or 0 or more")
         limit = argument_checks.seconds("timeout", timeout)
         deadline = math.inf if limit is None else time.monotonic() + limit
-        self._mine.add(batch_id)
+        self._own_batches.add(batch_id)
         return await self._tracked(self._take_results(read, batch_id, least, deadline, clear, partial))
 
     async def _take_results(
         self, read: Read, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool, partial: bool | None
     ) -> tuple[list[Status], list[list[Experience]]]:
-        warned = False
+        """Wait and take until this caller got results: another caller may take those that it waited for."""
+        warn = True
         while True:
-            reason = await self._wait(batch_id, min_num, deadline, warned)
+            reason = await self._wait(batch_id, min_num, deadline, warn=warn)
             if reason and clear and not self._stopping:
-                await self._drop_rest(batch_id, reason, partial)
-            state, numbers, experiences = await self._run(self._read, batch_id, read)
+                await self._cancel_open_tasks(batch_id, reason, partial)
+            state, numbers, experiences = await self._in_thread(self._read_results, batch_id, read)
             if not numbers or state is None:
                 return [], []
             taken = await self._take(batch_id, state.submission, numbers)
             if taken or reason:
                 statuses = [state.task_status(number) for number in taken]
                 return statuses, [experiences[number] for number in taken if number in experiences]
-            warned = True  # another caller was faster: wait for the remaining tasks
+            warn = False  # another caller was faster: wait for the remaining tasks
 
-    async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, warned: bool) -> str:
-        """Wait for enough tasks; returns why it stopped waiting, or "" if no task is open."""
+    async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, *, warn: bool) -> str:
+        """Wait for enough tasks; returns why it stopped waiting, or "" if no task is open.
+
+        `warn`: log a warning if the batch has fewer tasks than `min_num`.
+        """
         enough_since: float | None = None
         at_least = 0
         seconds = 0.0
         while True:
-            progress = await self._poll(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
+            progress = await self._poll_batch(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
             now, total = time.monotonic(), progress["open"] + progress["ready"]
-            if min_num is not None and min_num > total and not warned:
+            if min_num is not None and min_num > total and warn:
                 _log.warning(
                     "min_num is %d, but batch %r has only %d tasks to collect: waiting for all of them",
                     min_num, batch_id, total,
                 )
-            warned = True
+            warn = False
             if progress["open"] == 0:
                 return ""
             if self._stopping and progress["paused"] and progress["running"] == 0:
@@ -337,17 +340,19 @@ class Scheduler:
                 return f"{progress['ready']} tasks were ready when get_results timed out"
             seconds = min(POLL_SECONDS, until - now)
 
-    def _read(self, batch_id: BatchId, read: Read) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
+    def _read_results(
+        self, batch_id: BatchId, read: Read
+    ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
         """Return the batch's state, the numbers of its tasks that can be taken, and their results."""
 
-        def work() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
+        def attempt() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
             if state is None or state.batch_type != "collect" or state.state.ended:
                 return None, [], {}
             numbers = state.ready_tasks()
             return state, numbers, read(state, numbers)
 
-        return patiently(work, seconds=self.config.store.retry_for)
+        return patiently(attempt, seconds=self.config.store.retry_for)
 
     def _experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
         """Return the experiences of each of these tasks, sorted by run and step."""
@@ -361,7 +366,7 @@ class Scheduler:
         return experiences
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
-        """Record these tasks as taken, even if cancelled meanwhile; returns those that this caller got."""
+        """Record these tasks as taken; returns those that this caller got. A cancellation waits until that is known."""
         command = commands.TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
         taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():
@@ -403,6 +408,6 @@ class Scheduler:
             seconds = min(POLL_SECONDS, since + limit - now)
         text = f"no task finished within {timeout} s; {progress['open']} were open, of batches {progress['batches']}"
         if clear:
-            await self._drop_rest(None, f"wait_all timed out: {text}", None)
+            await self._cancel_open_tasks(None, f"wait_all timed out: {text}", None)
             text += ": they were cancelled"
         raise WaitTimeout(text, batches=progress["batches"])

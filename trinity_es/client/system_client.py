@@ -79,9 +79,9 @@ class SystemClient:
         return self._log
 
     def request(self, command: Command[A], timeout: float | None = None) -> A:
-        """Return the coordinator's answer to a command of `trinity_es.actors.commands` without its own method here.
+        """Return the coordinator's answer to a command of `trinity_es.actors.commands` that has no method here.
 
-        Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
+        Raises the error that the coordinator answers with, NotRunning, and TimeoutError after `timeout` seconds.
         """
         return self._link.call(command, timeout)
 
@@ -99,27 +99,27 @@ class SystemClient:
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """End a runner's process and start another; returns `runner` and its new `incarnation` when that lives.
+        """End a runner's process and start another; returns `runner` and the new `incarnation` when the process runs.
 
-        Its units are attempted again, which doesn't count as a failed attempt; its engine then loads (`wait_ready`).
-        `RunnerLost` records this caller and `reason`. A runner that failed, was given up or waits for its restart is
-        started at once. Raises RunnerNotFound (KeyError), TimeoutError.
+        The runner's units are attempted again, which doesn't count as a failed attempt. The new engine still loads
+        then (`wait_ready`). The event `RunnerLost` records this caller and `reason`. A runner that failed, was given up
+        or waits for its restart is started at once. Raises RunnerNotFound (KeyError), TimeoutError.
         """
         limit = argument_checks.seconds("timeout", timeout) or 60.0
         until = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
-        lives = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
-        if argument_checks.text("name", name) not in lives:  # perhaps a runner of another host
+        incarnations = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
+        if argument_checks.text("name", name) not in incarnations:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))["runners"]
-            lives |= {r["runner"]: r["incarnation"] for r in rows if r["runner"] not in lives}
-        if name not in lives:
-            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(lives)) or 'none'}")
+            incarnations = {r["runner"]: r["incarnation"] for r in rows} | incarnations
+        if name not in incarnations:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(incarnations)) or 'none'}")
         caller = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
-            incarnation=lives[name],  # so a request that comes twice ends one life only
+            incarnation=incarnations[name],  # so a request that comes twice ends one life only
             reason=f"{caller}: {reason}" if reason else caller,
         )
         answer = self._link.call(command, max(0.0, until - time.monotonic()))
@@ -184,9 +184,9 @@ class SystemClient:
         running_system.stop_keeper(self.config)
         with contextlib.suppress(TrinityError):  # joins the current system if the keeper started another one
             self._link.where()
-        family = leftovers(self.config)
+        processes = leftovers(self.config)
         killed = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
-            if running_system.find(self.config) is None:  # or another system runs by now
-                killed += running_system.end(running_system.wait_gone(family, 0.5))  # processes that workflows left
+            if running_system.find(self.config) is None:  # otherwise another system runs by now
+                killed += running_system.end(running_system.wait_gone(processes, 0.5))  # processes that workflows left
         return killed

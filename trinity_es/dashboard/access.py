@@ -30,10 +30,11 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-WEEK = 7 * 86400
+WEEK_SECONDS = 7 * 86400
 
 
 def _name_of(host: str) -> str:
+    """Return the name or address in a Host header, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
@@ -83,15 +84,16 @@ class AccessMiddleware:
         tokens = [value for name, value in query if name == "token"]
         if tokens:
             if not self._is_token(tokens[0]):
-                return _login("That token is wrong.")
+                return _token_form("That token is wrong.")
             rest = urlencode([(n, v) for n, v in query if n != "token"])
-            return self._let_in(_local(scope["path"]) + (f"?{rest}" if rest else ""), secure=scope["scheme"] == "https")
+            return self._log_in(_local(scope["path"]) + (f"?{rest}" if rest else ""), secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
         if self._is_token(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
             return None
-        return _login("")
+        return _token_form("")
 
     def _is_own_name(self, name: str) -> bool:
+        """Return whether the Host header may have this name or address."""
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -102,12 +104,14 @@ class AccessMiddleware:
         return hmac.compare_digest(text.encode(errors="replace"), (self.token or "").encode())
 
     def _ticket_of(self, header: str) -> str:
+        """Return the value of our cookie in this header; "" if there is none."""
         from starlette.requests import cookie_parser
 
         ticket = cookie_parser(header).get(self.cookie, "")  # SimpleCookie stops at a malformed cookie
         return ticket if ticket.isascii() else ""
 
     async def _enter(self, receive: Any, *, secure: bool) -> Any:
+        """Return the answer to a token that was posted: a redirect with the cookie, or the form again."""
         body = b""
         while len(body) < 4096:
             message = await receive()
@@ -115,14 +119,15 @@ class AccessMiddleware:
             if not message.get("more_body"):
                 break
         token = dict(parse_qsl(body.decode("latin-1"))).get("token", "")
-        return self._let_in("/", secure=secure) if self._is_token(token) else _login("That token is wrong.")
+        return self._log_in("/", secure=secure) if self._is_token(token) else _token_form("That token is wrong.")
 
-    def _let_in(self, where: str, *, secure: bool) -> Any:
+    def _log_in(self, where: str, *, secure: bool) -> Any:
+        """Return a redirect to this path that sets the cookie."""
         from starlette.responses import RedirectResponse
 
         answer = RedirectResponse(where, status_code=303)
         answer.set_cookie(
-            self.cookie, self.ticket, max_age=WEEK, httponly=True, secure=secure, samesite="lax", path="/")
+            self.cookie, self.ticket, max_age=WEEK_SECONDS, httponly=True, secure=secure, samesite="lax", path="/")
         return answer
 
 
@@ -139,5 +144,5 @@ def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:
     return HTMLResponse(render("plain.html", {"title": title, "text": text, "form": form}), status_code=status)
 
 
-def _login(text: str) -> Any:
+def _token_form(text: str) -> Any:
     return _page(401, "a token is needed", text or "The command that started the dashboard printed it.", form=True)

@@ -48,7 +48,7 @@ def create_app(
     from starlette.staticfiles import StaticFiles
 
     tail = Tail(url)
-    second = None if other is None else Tail(other)  # not started: the log is opened when a page reads it
+    second_tail = None if other is None else Tail(other)  # not started: the log is opened when a page reads it
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
     nav = pages.navigation()
     kept: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def create_app(
             return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
         return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
 
-    def show(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
+    def render_page(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
         position = tail.position if page_request is None else min(page_request.position, tail.position)
         values = {
             "page": page, "nav": nav, "request": page_request, "position": position, "generation": tail.generation,
@@ -69,33 +69,33 @@ def create_app(
         }
         return status, render(page.template, {**values, **page.values})
 
-    def make(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
+    def make_page(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
         """Make a page, in a thread."""
         try:
             log = tail.log()
             page_request = PageRequest(
                 log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept,
-                other=None if second is None else second.log,
+                other=None if second_tail is None else second_tail.log,
             )
             made = route.make(page_request)
-            return made if isinstance(made, Attachment) else show(made, page_request)
+            return made if isinstance(made, Attachment) else render_page(made, page_request)
         except (errors.BatchNotFound, errors.RunnerNotFound, errors.PayloadNotFound, errors.WeightNotFound) as e:
-            return trouble(404, "Not found", e.message)
+            return trouble_page(404, "Not found", e.message)
         except errors.LogNotFound as e:
-            return trouble(503, "No log yet", f"{e.message}. This page appears when the log exists.")
+            return trouble_page(503, "No log yet", f"{e.message}. This page appears when the log exists.")
         except errors.TrinityError as e:
-            return trouble(503 if isinstance(e, errors.LogError) else 400, "This can't be shown now", e.message)
+            return trouble_page(503 if isinstance(e, errors.LogError) else 400, "This can't be shown now", e.message)
         except Exception as e:
             _log.exception("%s could not be shown", path)
-            return trouble(500, "This page failed", f"{type(e).__name__}: {e}")
+            return trouble_page(500, "This page failed", f"{type(e).__name__}: {e}")
 
-    def trouble(status: int, title: str, text: str) -> tuple[int, str]:
+    def trouble_page(status: int, title: str, text: str) -> tuple[int, str]:
         page = Page(template="trouble.html", title=title, values={"status": status, "text": plain(text, 2000)})
-        return show(page, None, status)
+        return render_page(page, None, status)
 
     def handler(route: Route) -> Any:
         async def handle(request: Request) -> Response:
-            work = partial(make, route, request.url.path, dict(request.query_params))
+            work = partial(make_page, route, request.url.path, dict(request.query_params))
             return html(await asyncio.get_running_loop().run_in_executor(threads, work))
 
         return handle
@@ -106,7 +106,7 @@ def create_app(
         stream = messages(tail, after, request.query_params.get("log", tail.generation), ended=closing)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
-    def scrape() -> tuple[int, bytes]:
+    def make_metrics() -> tuple[int, bytes]:
         """Return the status and text of /metrics, in a thread."""
         from trinity_es.telemetry.prometheus import prometheus_text
 
@@ -119,25 +119,25 @@ def create_app(
             return 500, type(e).__name__.encode()
 
     async def metrics(request: Request) -> Response:
-        status, text = await asyncio.get_running_loop().run_in_executor(threads, scrape)
+        status, text = await asyncio.get_running_loop().run_in_executor(threads, make_metrics)
         return Response(text, status_code=status, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return html(trouble(status, "Not found", f"there is no page {request.url.path}"))
+        return html(trouble_page(status, "Not found", f"there is no page {request.url.path}"))
 
     @contextlib.asynccontextmanager
-    async def life(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         await tail.start()
         try:
             yield
         finally:
             await tail.stop()
-            if second is not None:
-                await second.stop()
+            if second_tail is not None:
+                await second_tail.stop()
             threads.shutdown(wait=False, cancel_futures=True)
 
-    app = Starlette(lifespan=life)
+    app = Starlette(lifespan=lifespan)
     app.add_exception_handler(HTTPException, not_found)
     for route in pages.routes():
         app.add_route(route.path, handler(route), methods=["GET"])

@@ -14,7 +14,10 @@ from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 from trinity_es.projections.why.answer import span
 
-__all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "drawing", "kind_of", "lane", "rewards_between", "ticks"]
+__all__ = [
+    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "cells", "drawing", "kind_of", "lane", "rewards_between",
+    "ticks",
+]
 
 SHADES = 6
 """Number of shades of a reward, from the lowest of the batch to the highest."""
@@ -139,11 +142,13 @@ def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimelin
 
 
 def rewards_between(state: BatchState) -> tuple[float, float]:
+    """Return the lowest and the highest reward of the batch's runs; (0, 0) without any."""
     rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
     return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
 
 def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
+    """Return a cell for each run of these tasks, by task. `between`: the rewards of the first and the last shade."""
     chosen = set(tasks)
     running = {
         (task, run): flight.runner
@@ -174,7 +179,7 @@ def _cell(
     return Cell(run=run, kind="pending", title=f"{head}waits for a runner")
 
 
-def busy(timeline: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
+def attempts_by_runner(timeline: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
     """Return (task, attempt) pairs by runner."""
     by_runner: dict[str, list[tuple[int, Attempt]]] = {}
     for task in timeline.tasks:

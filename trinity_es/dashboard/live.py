@@ -121,6 +121,7 @@ class Tail:
             await self._look()
 
     async def _look(self) -> None:
+        """Read the log's end, and wake the waiting pages if it, or the notice, has changed."""
         loop = asyncio.get_running_loop()
         try:
             position, generation, hash_, new = await loop.run_in_executor(self._thread, self._read)
@@ -168,6 +169,7 @@ class Tail:
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
+        """Wait for a change of the log's end or of the notice, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 

@@ -71,6 +71,7 @@ class Overlay:
 
 
 def level(logprob: float) -> int:
+    """Return the level of a token's likelihood, from 0 (likeliest) to LEVELS - 1."""
     return next((i for i, most in enumerate(_STEPS) if -logprob <= most), LEVELS - 1)
 
 

@@ -62,10 +62,10 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
     """Return the results in this log of these steps and of all others that were evaluated, in order."""
     results_of: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
-        place = _step_and_name(row.batch_id)
-        if place is not None and row.state == BatchLifecycleState.FINALIZED:
-            result, _ = log.check_result(row.batch_id)
-            results_of.setdefault(place[0], {})[place[1]] = result or {"metrics": {}}
+        step_and_name = _step_and_name(row.batch_id)
+        if step_and_name is not None and row.state == BatchLifecycleState.FINALIZED:
+            (step, name), (result, _) = step_and_name, log.check_result(row.batch_id)
+            results_of.setdefault(step, {})[name] = result or {"metrics": {}}
     rows = []
     for step, results in sorted(results_of.items()):
         metrics = {key: value for result in results.values() for key, value in result["metrics"].items()}
@@ -77,5 +77,6 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
 
 
 def _step_and_name(batch_id: BatchId) -> tuple[int, str] | None:
+    """Return step and taskset of a benchmark's batch, as `batch_id_of` names it; None for other batches."""
     step, _, name = str(batch_id).partition("/bench/")
     return (int(step), name) if name and step.isdecimal() else None

@@ -41,6 +41,7 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, in order."""
         names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -52,14 +53,14 @@ class TrainerCheckpoints:
         self.config, self._checkpoints = config, Checkpoints(config)
         self.saved = 0
         """Step of the newest checkpoint."""
-        self._rewritten = ""
-        """Folder in shared memory to which lost weights were written again, until that is in the log."""
-        self._caught_up: dict[int, dict[str, float]] = {}
-        """Metrics of the repeated steps, until they are in the log."""
+        self._unrecorded_folder = ""
+        """Folder in shared memory to which lost weights were written again, until the log has it."""
+        self._unrecorded_metrics: dict[int, dict[str, float]] = {}
+        """Metrics of the repeated steps, until the log has them."""
         self.moved = False
         """True if the current weights lie elsewhere than the log says."""
-        self._mark = self._checkpoints.folder / "begun.json"
-        """File that names the run that writes a checkpoint here and its step, until that is published."""
+        self._begun_file = self._checkpoints.folder / "begun.json"
+        """File that names a checkpoint's step and its run while that checkpoint is written and not published yet."""
 
     @property
     def diskless(self) -> bool:
@@ -107,8 +108,8 @@ class TrainerCheckpoints:
             )
 
     # --- resume -----------------------------------------------------------------------------------------------------
-    def forget_unpublished(self, point: ResumePoint) -> None:
-        """Remove a checkpoint that may be half written: it is made again."""
+    def remove_unpublished(self, point: ResumePoint) -> None:
+        """Remove a checkpoint of a later step than `point`'s: it may be half written, and the run writes it again."""
         self.saved = point.checkpoint_version
         step = self._unpublished_step()
         if step is not None and step > self.saved:
@@ -117,10 +118,10 @@ class TrainerCheckpoints:
     def _unpublished_step(self) -> int | None:
         """Return the step whose checkpoint this run began to write and did not publish, if there is one."""
         try:
-            mark = json.loads(self._mark.read_bytes())
+            begun = json.loads(self._begun_file.read_bytes())
         except (OSError, ValueError):
             return None
-        return int(mark["step"]) if mark["store"] == self._store_id() else None
+        return int(begun["step"]) if begun["store"] == self._store_id() else None
 
     def _store_id(self) -> str:
         """Return this run's store, which identifies it; for a SQLite file its path relative to the checkpoints."""
@@ -134,7 +135,7 @@ class TrainerCheckpoints:
         were freed, ConfigError if the trainer has no `state_dict`.
         """
         if self.diskless:
-            _state_dict_method(trainer)  # raises now if there is none
+            _state_dict_method(trainer)  # raises ConfigError now, not after the first step
         if point.version <= point.checkpoint_version:
             return
         with open_log(self.config.store.url) as log:
@@ -143,7 +144,8 @@ class TrainerCheckpoints:
                 for step in range(point.checkpoint_version + 1, point.version + 1):
                     batch = log.replay(step)
                     if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
-                        self._caught_up[step] = learn(trainer, step, read_experiences(payloads, batch.experiences))
+                        experiences = read_experiences(payloads, batch.experiences)
+                        self._unrecorded_metrics[step] = learn(trainer, step, experiences)
             except PayloadNotFound as e:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
@@ -155,16 +157,16 @@ class TrainerCheckpoints:
                 payloads.close()
         if not Path(point.path).is_dir():
             state_dict = _state_dict_method(trainer)
-            self._rewritten = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
+            self._unrecorded_folder = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
         """Record the work of `catch_up` in the log, now that the system runs."""
-        if self._rewritten:
-            await rollouts.weights_written_anew(version, self._rewritten)
-            self._rewritten = ""
-        for step, metrics in self._caught_up.items():
+        if self._unrecorded_folder:
+            await rollouts.weights_written_anew(version, self._unrecorded_folder)
+            self._unrecorded_folder = ""
+        for step, metrics in self._unrecorded_metrics.items():
             await rollouts.acknowledge(step, step, metrics)
-        self._caught_up = {}
+        self._unrecorded_metrics = {}
         if version - self.saved >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, version)
 
@@ -183,17 +185,18 @@ class TrainerCheckpoints:
         path = self._checkpoints.path(step)
         if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
-        self._mark.parent.mkdir(parents=True, exist_ok=True)
-        self._mark.write_text(json.dumps({"step": step, "store": self._store_id()}))
+        self._begun_file.parent.mkdir(parents=True, exist_ok=True)
+        self._begun_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
-        self._mark.unlink(missing_ok=True)
+        self._begun_file.unlink(missing_ok=True)
         self.saved = step
         for old in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:
+    """Return the trainer's `state_dict`. Raises ConfigError if it has none."""
     method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if method is None:
         raise ConfigError(

@@ -157,13 +157,13 @@ class Explorer(RunProcess):
         """
         if self.config.mode not in ("both", "explore"):
             raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
-        elsewhere = self.has_trainer and not self.trains
-        if elsewhere:
+        trainer_is_elsewhere = self.has_trainer and not self.trains
+        if trainer_is_elsewhere:
             self.progress.note(trained=max(self.done, self._point.trained))
         self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
         loops = [self._submit_steps(), self._generate(), self._finish_evals()]
-        if elsewhere:
+        if trainer_is_elsewhere:
             await all_of(*loops, beside=follow(self, self._take, idle=self._require_weights))
             await self._let_trainer_end()
         else:
@@ -171,6 +171,7 @@ class Explorer(RunProcess):
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:
+        """Submit each step when the sync policy allows it, until the tasksets or `total_steps` end."""
         progress, size = self.progress, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
             await progress.until(lambda: progress.ended or self.policy.may_submit(
@@ -180,12 +181,13 @@ class Explorer(RunProcess):
                     return  # refills took the rest
                 await asyncio.to_thread(self._learn, self.step + 1)
                 tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, size)
-                await self._submit(self.step + 1, tasks, self._moved(cursors))
+                await self._submit(self.step + 1, tasks, self._changed_cursors(cursors))
                 self.cursors = cursors
             # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
-    def _moved(self, cursors: Mapping[str, Cursor]) -> list[dict[str, Any]]:
+    def _changed_cursors(self, cursors: Mapping[str, Cursor]) -> list[dict[str, Any]]:
+        """Return those of these cursors that are not the current ones, as `submit_batch` takes them."""
         return [
             {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
             for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
@@ -221,6 +223,7 @@ class Explorer(RunProcess):
         return math.ceil(round(tasks * (1 - self.config.explorer.over_rollout.ratio), 9))
 
     async def _generate(self) -> None:
+        """Finish every submitted step, in order, until no further one is submitted."""
         progress = self.progress
         while not (progress.ended and progress.generated >= progress.submitted):
             await progress.until(lambda: progress.submitted > progress.generated or progress.ended)
@@ -249,7 +252,7 @@ class Explorer(RunProcess):
                 resume = resume_command(self.config.masked()["store"]["url"])
                 raise _failed_whole(batch, resume, system_goes_on=not self.owns_system)
             async with self._read_lock:
-                tasks = await asyncio.to_thread(self._same_tasks, step)
+                tasks = await asyncio.to_thread(self._tasks_again, step)
             await self._submit(step, tasks, [])  # on the current weights
         if self.on_step is not None:
             self.on_step(step, result)
@@ -273,24 +276,26 @@ class Explorer(RunProcess):
         async with self._read_lock:
             tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, n)
             if tasks:
-                moved = self._moved(cursors)
-                await when_written(lambda: self.rollouts.add_tasks(step, tasks, moved))
+                changed = self._changed_cursors(cursors)
+                await when_written(lambda: self.rollouts.add_tasks(step, tasks, changed))
                 self.cursors = cursors
                 self.progress.note(ended=not self.has_more(self.step, cursors))
         return bool(tasks)
 
-    def _same_tasks(self, step: int) -> list[Task]:
+    def _tasks_again(self, step: int) -> list[Task]:
         """Return the tasks of a submitted step, made again from the same rows with the current config."""
         submitted = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
+        """Publish the weights of this step, and submit the evals on them."""
         # The evals are submitted before the steps that wait for these weights.
         await self.sync_weight(step)
         await self._submit_evals(step)
 
     # --- a trainer in another process -------------------------------------------------------------------------------
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Note what the trainer's process did: steps that it trained, and weights that it published."""
         match event:
             case ev.BatchTrained():
                 self._note_trained(max(self.progress.trained, event.step))

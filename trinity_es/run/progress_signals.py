@@ -30,7 +30,7 @@ class RunProgress:
         self._changed = asyncio.Event()
 
     def note(self, *, evals: Mapping[BatchId, bool] | None = None, **numbers: Any) -> None:
-        """Set these attributes, and wake all who wait."""
+        """Set these attributes, and wake every call of `until`."""
         for name, value in numbers.items():
             setattr(self, name, value)
         self.evals.update(evals or {})
@@ -38,6 +38,7 @@ class RunProgress:
         self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until this condition on the progress holds."""
         while not condition():
             await self._changed.wait()
 

@@ -149,6 +149,7 @@ class RunProcess:
         return tasksets
 
     def _set_point(self, point: ResumePoint) -> None:
+        """Set cursors and progress to where the run goes on."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -162,6 +163,7 @@ class RunProcess:
                            evals=point.evals)
 
     def _is_unfinished(self) -> bool:
+        """Return whether this process still has work in the run that `locate` read."""
         raise NotImplementedError
 
     @property
@@ -170,9 +172,10 @@ class RunProcess:
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
 
     def cursors_after(self, step: int) -> dict[str, Cursor]:
-        return {name: Cursor(*at) for name, at in self._point.cursors.get(step, {}).items()}
+        return {name: Cursor(*cursor) for name, cursor in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
+        """Return whether a step follows this one, after which the tasksets were read up to `cursors`."""
         if self.config.total_steps is not None and step >= self.config.total_steps:
             return False
         least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
@@ -198,6 +201,7 @@ class RunProcess:
                 "end) to read them more often")
 
     def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
+        """Return where the run in the log goes on. Raises ConfigError if its weights are not this run's or are gone."""
         config = self.config
         try:
             with open_log(config.store.url) as log:
@@ -238,12 +242,12 @@ class RunProcess:
                     f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
                     f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
                 )
-            self._monitor()
+            self._start_monitors()
             point = self._point
             if self.trains and point.version > point.checkpoint_version:  # engines need the weights that it restores
                 self.trainer = await asyncio.to_thread(self._load_trainer)
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
-            await self._system_up()
+            await self._prepare_system()
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
             self._trouble_log = asyncio.create_task(tell_trouble(self.coordinator.status))
             running = running_system.find(config)
@@ -260,8 +264,8 @@ class RunProcess:
             self.release()
             raise
 
-    async def _system_up(self) -> None:
-        """Compare a running system's settings with this config's. End this run's own system if they differ."""
+    async def _prepare_system(self) -> None:
+        """End this run's own system if it was started with other settings. Raises ConfigError if another's was."""
         if not running_system.is_up(self.config):
             return
         try:
@@ -271,7 +275,7 @@ class RunProcess:
                 raise
             await asyncio.to_thread(end_system, self.config)  # it is started again with the new settings
 
-    def _monitor(self) -> None:
+    def _start_monitors(self) -> None:
         """Start the monitors of the run, in its explorer only, so that metrics are written once."""
         if "explorer" in self.roles and self.config.mode != "serve":
             # A trainer in this process repeats the steps after its checkpoint, and their metrics are written again.
@@ -280,14 +284,15 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
+        """Return the trainer at the run's current weights, which may take training steps after its checkpoint."""
         plugin_lookup.look_in(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         cls = plugin_lookup.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint
-        self._weights.forget_unpublished(self._point)
+        self._weights.remove_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
-        driven = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
-        if driven and self.config.store.retention is not None:  # nothing bounds the steps between two checkpoints
+        trainer_decides = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
+        if trainer_decides and self.config.store.retention is not None:  # any number of steps between checkpoints
             raise ConfigError(
                 f"store.retention is {self.config.store.retention}, and the trainer decides when its weights are "
                 "published (wants_sync): the experiences since its last checkpoint might be freed. Leave out "

@@ -74,11 +74,11 @@ def choose(config: Config, taskset: str | None, index: int, workflow: str | None
     choices: list[tuple[TasksetConfig, bool]] = [
         *((c, False) for c in inputs.tasksets), *((c, True) for c in inputs.eval_tasksets)
     ]
-    match = next(((c, e) for c, e in choices if taskset in (None, c.name)), None)
-    if match is None:
+    choice = next(((c, is_eval) for c, is_eval in choices if taskset in (None, c.name)), None)
+    if choice is None:
         names = ", ".join(dict.fromkeys(c.name for c, _ in choices)) or "none"
         raise ConfigError(f"there is no taskset {taskset or ''} in the config (there are: {names})".replace("  ", " "))
-    chosen, is_eval = match
+    chosen, is_eval = choice
     if workflow is not None:
         chosen = chosen.model_copy(update={"workflow": workflow})
     rows = Taskset(chosen, is_eval=is_eval)
@@ -96,18 +96,18 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     look_in(config.code_path)
     [encoded] = encode_tasks([task], config)
     task.workflow = encoded["workflow"]  # as a runner gets it
-    explorer, number = config.explorer, runs or task.repeat_times or 1
+    explorer, run_count = config.explorer, runs or task.repeat_times or 1
     engines: list[Any] = []
     server: EngineServer | None = None
-    first, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
-    places = sum(model.tensor_parallel_size for model in models)
+    first_device, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
+    device_count = sum(model.tensor_parallel_size for model in models)
     os.environ.update(past_proxies(os.environ))  # as in a run
     try:
         for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))
-            with _environment(first, model.tensor_parallel_size, places):
+            with _environment(first_device, model.tensor_parallel_size, device_count):
                 await engines[-1].start()
-            first += model.tensor_parallel_size
+            first_device += model.tensor_parallel_size
         server = EngineServer(
             engines[0], name=explorer.rollout_model.model_path or "rollout", token=uuid.uuid4().hex,
             defaults=explorer.rollout_model.rollout_args(),
@@ -119,7 +119,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
                        for model, engine in zip(explorer.auxiliary_models, engines[1:], strict=True)],
             concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout, server=server,
         )
-        done = await runner.execute(task, "debug", range(number))
+        done = await runner.execute(task, "debug", range(run_count))
         decode = engines[0].tokenizer.decode
         texts = [[decode([token]) for token in e.tokens.tolist()] for e in done.experiences]
     finally:
@@ -128,7 +128,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
         for engine in engines:
             await engine.stop()
     played = PlayedTask(
-        task=task, runs=number, experiences=done.experiences, texts=texts,
+        task=task, runs=run_count, experiences=done.experiences, texts=texts,
         metrics=[dict(r.metrics) for r in done.results],
         failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,

@@ -36,8 +36,9 @@ class SyncPolicy:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        c = config.synchronizer
-        return cls(style=c.sync_style, interval=c.sync_interval, offset=c.sync_offset, inflight=c.max_inflight_batches)
+        sync = config.synchronizer
+        return cls(style=sync.sync_style, interval=sync.sync_interval, offset=sync.sync_offset,
+                   inflight=sync.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
         """Return True if this step may be submitted.
@@ -56,6 +57,7 @@ class SyncPolicy:
         return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.inflight)
 
     def publishes(self, step: int) -> bool:
+        """Return whether the weights of this step are published, unless the trainer decides it."""
         return step % self.interval == 0
 
     def generated_before(self, version: int) -> int:
@@ -72,6 +74,7 @@ class SyncPolicy:
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)
 
     def _multiple(self, step: int) -> int:
+        """Return the last multiple of `interval` up to this step, at least 0."""
         return max(0, step) // self.interval * self.interval
 
 

@@ -24,11 +24,11 @@ __all__ = ["POLL_SECONDS", "TrainerProcess", "all_of", "follow", "train_in_order
 
 POLL_SECONDS = 0.1
 """Interval between two reads of the log for events of the run's other process."""
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 """Interval between two checks that the actor system still runs."""
 
-_NEWS = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained",
-         "WeightsPublished")
+_FOLLOWED_TYPES = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "BatchFinalized", "BatchAborted",
+                   "BatchTrained", "WeightsPublished")
 
 
 async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitable[None]]) -> None:
@@ -73,6 +73,7 @@ async def _learn(part: RunProcess, step: int) -> None:
 
 
 async def _publishes(part: RunProcess, step: int) -> bool:
+    """Return whether the weights of this step are published: the trainer or the policy says so, or it is the last."""
     wants = getattr(part.trainer, "wants_sync", None)
     if part.policy.style == "trainer_driven" and wants is not None:
         due = bool(await asyncio.to_thread(wants, step))
@@ -91,22 +92,25 @@ async def follow(
     log, position = part.rollouts.client.log, part.position
     last_check = time.monotonic()
     while True:
-        for recorded in await asyncio.to_thread(_news, log, position):
+        for recorded in await asyncio.to_thread(_new_events, log, position):
             await take(log, recorded.stream, recorded.event)
             position = recorded.position
         idle()
-        if time.monotonic() - last_check > LOOK_SECONDS:
+        if time.monotonic() - last_check > CHECK_SECONDS:
             await asyncio.to_thread(part.require_system)
             last_check = time.monotonic()
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _news(log: Log, after: int) -> list[Recorded]:
-    return list(log.read(types=_NEWS, after=after))
+def _new_events(log: Log, after: int) -> list[Recorded]:
+    return list(log.read(types=_FOLLOWED_TYPES, after=after))
 
 
 async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None] | None = None) -> None:
-    """Run these together until all of `needed` ended. The first error cancels the others and is raised."""
+    """Run these together until all of `needed` ended; then cancel `beside`.
+
+    The first error cancels the others and is raised.
+    """
     tasks = [asyncio.ensure_future(c) for c in needed]
     extra = [asyncio.ensure_future(beside)] if beside is not None else []
     try:
@@ -138,7 +142,7 @@ class TrainerProcess(RunProcess):
         unsaved = self._point.version > self._point.checkpoint_version
         return not self.resumed or not self.progress.all_trained or unsaved
 
-    async def _system_up(self) -> None:
+    async def _prepare_system(self) -> None:
         """Wait for the actor system, which the explorer starts."""
         patience = self.config.system.startup_timeout
         deadline = time.monotonic() + patience
@@ -190,6 +194,7 @@ class TrainerProcess(RunProcess):
             )
 
     def _note_generated(self) -> None:
+        """Note up to which step all are generated, from the steps that are still open."""
         generated = min(self._open, default=self.step + 1) - 1
         ended = not self.has_more(self.step, self.cursors)
         self.progress.note(generated=generated, ended=ended)

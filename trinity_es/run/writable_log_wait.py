@@ -19,26 +19,26 @@ __all__ = ["tell_trouble", "when_written"]
 
 T = TypeVar("T")
 
-WAIT_SECONDS = 0.5, 5.0
-"""Pause before the next try: the first, and the longest."""
-LOOK_SECONDS = 3.0
+PAUSE_SECONDS = 0.5, 5.0
+"""The first and the longest pause before another try."""
+STATUS_SECONDS = 3.0
 """Interval between two status requests."""
 _LOG = logging.getLogger("trinity_es.run")
 
 
 async def when_written(ask: Callable[[], Awaitable[T]]) -> T:
     """Return the answer of `ask`, called again while it raises LogUnavailable, which is logged once."""
-    pauses, waited = Backoff(*WAIT_SECONDS), False
+    pauses, has_waited = Backoff(*PAUSE_SECONDS), False
     while True:
         try:
             answer = await ask()
         except LogUnavailable as e:
-            if not waited:
+            if not has_waited:
                 _LOG.warning("the run waits: %s", e)
-            waited = True
+            has_waited = True
             await asyncio.sleep(pauses.next(random.random()))
         else:
-            if waited:
+            if has_waited:
                 _LOG.warning("the run goes on")
             return answer
 
@@ -47,7 +47,7 @@ async def tell_trouble(status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
     """Log once, from the system's `status`, that something can't be written, and once when it can again. Never ends."""
     logged = ""
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(STATUS_SECONDS)
         try:
             answer = await status()
         except (TrinityError, TimeoutError):

@@ -44,7 +44,6 @@ __all__ = ["main"]
 
 END_SECONDS = 40.0
 """Seconds in which a system may end by itself before its keeper ends it."""
-
 KNOCK_SECONDS = 2.0
 """Interval between two knocks at the same process, and the wait for an answer."""
 STOOD_STILL_SECONDS = 2.0
@@ -53,11 +52,8 @@ STOOD_STILL_SECONDS = 2.0
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
-def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or end a system that hangs. Return the reason.
-
-    Call `meanwhile` at each check.
-    """
+def _wait_for_end(config: Config, admin: Mapping[str, Any], at_each_check: Callable[[], None]) -> str:
+    """Wait until the system or its owner has ended, or end a system that hangs. Return the reason."""
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:
@@ -67,43 +63,43 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[
     try:
         if not process_lives(admin["pid"], admin["started"]):
             return gone
-        places = {name: listening(pid) for name, pid in pids.items()}
-        limit, heard = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
+        addresses = {name: listening(pid) for name, pid in pids.items()}
+        limit, heard_at = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
         while True:
             began = time.monotonic()
             if select.select([handle], [], [], min(KNOCK_SECONDS, limit / 4))[0]:
                 return gone
-            meanwhile()
+            at_each_check()
             if reason := owner_gone(admin.get("owner")):
                 return reason
-            answers = {name: _answers(config, places[name]) for name in pids}
+            answers = {name: _answers(config, addresses[name]) for name in pids}
             now = time.monotonic()
-            if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:
-                heard = dict.fromkeys(pids, now)
-            heard |= {name: now for name in pids if answers[name]}
-            silent = next((name for name in pids if now - heard[name] > limit), None)
+            if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:  # this keeper was suspended
+                heard_at = dict.fromkeys(pids, now)
+            heard_at |= {name: now for name in pids if answers[name]}
+            silent = next((name for name in pids if now - heard_at[name] > limit), None)
             if silent is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
-                seconds = now - heard[silent]
-                return f"{silent} (pid {pids[silent]}) gave no sign of life for {seconds:.0f} s and was ended"
+                silence = now - heard_at[silent]
+                return f"{silent} (pid {pids[silent]}) gave no sign of life for {silence:.0f} s and was ended"
     finally:
         os.close(handle)
 
 
-def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
-    """Return True if the process that listens at `places` handles messages, or if the key for it can't be read."""
+def _answers(config: Config, addresses: list[tuple[str, int]]) -> bool:
+    """Return True if the process that listens at these addresses handles messages, or if its key can't be read."""
     try:
         key = read_key(running_system.key_file(config))
     except WrongKey as e:
         _log.warning("guardian and admin can't be checked for signs of life: %s", e)
         return True
-    return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
+    return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in addresses)
 
 
-def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: Policy) -> None:
-    short = 0
-    born = time.monotonic()
+def keep(config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], policy: Policy) -> None:
+    """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
+    short_life_count, born_at = 0, time.monotonic()
     memory, claims = remembered_log_end.memory(config), list[Claim]()
 
     def remember() -> None:
@@ -117,18 +113,19 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
             _log.warning("the system ends: %s", reason)
             _end(admin)
             return
-        short = short_lives(policy, short, time.monotonic() - born)
-        pause = coordinator_pause(policy, short, random.random())
+        short_life_count = short_lives(policy, short_life_count, time.monotonic() - born_at)
+        pause = coordinator_pause(policy, short_life_count, random.random())
         _log.warning("%s; next start in %.1f s", cause, pause)
         time.sleep(pause)
-        again = _start_again(config, admin, me, claims)
-        if again is None:
+        new_admin = _start_again(config, admin, this_keeper, claims)
+        if new_admin is None:
             return
-        admin, born = again, time.monotonic()
+        admin, born_at = new_admin, time.monotonic()
         _log.warning("the system is up again: admin %s", admin["pid"])
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
+    """Return why no system is needed on this store any more; "" if one is."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
 
@@ -143,9 +140,9 @@ def _end(admin: dict[str, Any]) -> None:
 
 
 def _start_again(
-    config: Config, admin: dict[str, Any], me: Mapping[str, Any], claims: Sequence[Claim]
+    config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Start the system again, with retries. Return None if it is no longer needed, or another process started it."""
+    """Start the system again, with retries; None if it is no longer needed or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
@@ -158,7 +155,7 @@ def _start_again(
                 return None
             end_leftovers(config)  # first: if the admin still lives, the system seems to run
             return lifecycle.start_here(
-                config, create=False, owner=admin.get("owner"), keeper=me, claims=claims)
+                config, create=False, owner=admin.get("owner"), keeper=this_keeper, claims=claims)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:
@@ -167,21 +164,22 @@ def _start_again(
 
 
 def main() -> int:
+    """Start the system, answer the process that asked for it, and keep the system running; return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     config = Config.from_dict(request["config"], folder="/")
-    me = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
+    this_keeper = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     outcome: dict[str, Any] | Exception
     try:
-        outcome = lifecycle.start_here(config, create=request["create"], owner=request["owner"], keeper=me)
+        outcome = lifecycle.start_here(config, create=request["create"], owner=request["owner"], keeper=this_keeper)
     except Exception as e:
         outcome = e
     with os.fdopen(os.dup(1), "wb") as answer:
         answer.write(pickle.dumps(outcome))
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # closes the pipe, so that the starter sees the end of the answer
     if isinstance(outcome, Exception):
         return 1
-    keep(config, outcome, me, Policy())
+    keep(config, outcome, this_keeper, Policy())
     return 0
 
 

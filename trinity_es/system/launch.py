@@ -34,6 +34,7 @@ from trinity_es.system import leftovers, remembered_log_end, running_system
 __all__ = ["connections_needed", "launch", "launch_host", "launched"]
 
 _LAUNCH_SECONDS = 60.0
+"""Maximum time until the launched processes run."""
 _LET_GO_SECONDS = 3.0
 """Seconds in which the database notices that a coordinator of this host has ended."""
 
@@ -41,7 +42,7 @@ _LET_GO_SECONDS = 3.0
 def launched(
     config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None
 ) -> LaunchedConfig:
-    """Return the config for the system's processes, with values that they can't look up in a higher room."""
+    """Return the config for the system's processes, with values of this process that they can't look up themselves."""
     return LaunchedConfig.model_validate({
         **dict(config), "memory": remembered_log_end.folder(config), "started_in": os.getcwd(), "owner": owner,
         "host": host,
@@ -103,12 +104,14 @@ def launch(
     config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None,
     claims: Sequence[Claim],
 ) -> dict[str, Any]:
+    """Start the processes of this store's system, and return its admin. Parameters and errors: as `start_here`."""
     remembered_log_end.require(config, claims)
     running = running_system.find_head(config)
     if running is not None:
-        place = f"port {running['port']}, pid {running['pid']}"
-        raise AlreadyRunning(f"an actor system runs on this store already ({place}): connect to it, or end it "
-                             "with `trinity-es down`")
+        raise AlreadyRunning(
+            f"an actor system runs on this store already (port {running['port']}, pid {running['pid']}): connect to "
+            "it, or end it with `trinity-es down`"
+        )
     running_system.stop_keeper(config)  # of a system that is gone, which this one replaces
     if config.hosts.address:
         _require_no_other_head(config)
@@ -120,7 +123,7 @@ def launch(
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
         if log.dialect == "postgresql":
-            _require_connections(config, log.query(lambda c: c.execute(sql(_MOST_CONNECTIONS)).scalar_one()))
+            _require_connections(config, log.query(lambda c: c.execute(sql(_CONNECTION_LIMIT)).scalar_one()))
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
@@ -144,21 +147,21 @@ def launch(
 def connections_needed(config: Config) -> int:
     """Return how many connections a run holds to PostgreSQL at least; a trainer and each command need more."""
     explorer = config.explorer
-    return _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+    return _BASE_CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
 
 
-def _require_connections(config: Config, most: int) -> None:
-    """Raise ConfigError if a run would need more connections: its coordinator would wait for one for ever."""
-    if most < (needed := connections_needed(config)):
+def _require_connections(config: Config, limit: int) -> None:
+    """Raise ConfigError if a run needs more connections than `limit`: its coordinator would wait for one for ever."""
+    if limit < (needed := connections_needed(config)):
         raise ConfigError(
-            f"{config.masked()['store']['url']} lets this user have {most} connections, and a run holds {needed} and "
+            f"{config.masked()['store']['url']} lets this user have {limit} connections, and a run holds {needed} and "
             "more: raise max_connections of its server, or the CONNECTION LIMIT of this user or database"
         )
 
 
-_CONNECTIONS = 5
+_BASE_CONNECTIONS = 5
 """Connections of a run, besides one per engine."""
-_MOST_CONNECTIONS = """
+_CONNECTION_LIMIT = """
 SELECT least(
   (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user AND NOT rolsuper),
   (SELECT nullif(datconnlimit, -1) FROM pg_database, pg_roles
@@ -182,11 +185,11 @@ def _require_no_other_head(config: Config) -> None:
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
     """Start the processes in a clean interpreter, and return its exit status. Raises StartupError."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
-            f"a process may open {most} files here, and those of an actor system need {LEAST_FILES} and more: raise "
-            "the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+            f"a process may open {hard_limit} files here, and those of an actor system need {LEAST_FILES} and more: "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
         )
     reserved = _reserve(config)
     setup = {**setup, "port": reserved.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
@@ -219,6 +222,7 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
 
 
 def _last_lines(config: Config, lines: int = 12) -> str:
+    """Return the last lines of the text logs that can tell why a start failed."""
     out: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")

@@ -42,11 +42,11 @@ def end_leftovers(config: Config) -> int:
 
 def end_all_leftovers(config: Config) -> int:
     """Repeat `end_leftovers` until no process shows up any more. Return the number of killed processes."""
-    killed, quiet, deadline = 0, 0, time.monotonic() + 15.0
-    while quiet < 2 and time.monotonic() < deadline:
-        if quiet:
+    killed, rounds_without_any, deadline = 0, 0, time.monotonic() + 15.0
+    while rounds_without_any < 2 and time.monotonic() < deadline:
+        if rounds_without_any:
             time.sleep(SETTLE_SECONDS)
         count = end_leftovers(config)
         killed += count
-        quiet = 0 if count else quiet + 1
+        rounds_without_any = 0 if count else rounds_without_any + 1
     return killed

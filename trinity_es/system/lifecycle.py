@@ -67,10 +67,10 @@ def start_here(
 
 
 def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Have a new keeper start the system."""
+    """Have a new keeper start the system; return its admin, or raise the error of that start."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
-        begin = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
+        own_lines_at = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
         process = subprocess.Popen(
             [sys.executable, "-m", "trinity_es.system.keeper"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=out, start_new_session=True,
@@ -89,7 +89,7 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
     if not reply:
         process.wait()
         end_all_leftovers(config)
-        lines = keeper_log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+        lines = keeper_log.read_bytes()[own_lines_at:].decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "it logged nothing"
         raise StartupError(f"the keeper, which starts the system, did not come up: {last} ({keeper_log})")
     outcome = pickle.loads(reply)
@@ -102,6 +102,7 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
 
 @contextlib.contextmanager
 def _start_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of starts in a log folder. Raises StartupError if another process holds it too long."""
     handle = open_private(path)
     try:
         other = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda other: _log.warning(
@@ -133,22 +134,22 @@ def wait_ready(
         listed = answer.get("servers", [])
         leaving = {s["runner"] for s in listed if not s["wanted"]}
         needed = runners - servers + min(servers, max(1, len(listed) - len(leaving)))
-        states = {r["runner"]: r for r in answer["runners"] if r["runner"] not in leaving}
+        runner_rows = {r["runner"]: r for r in answer["runners"] if r["runner"] not in leaving}
         for child in answer.get("system", {}).get("children", []):
             if child["state"] == "quarantined" and child["name"] not in leaving:
                 raise StartupError(
                     f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
                     f"{child['name']}.log in {logs} tells more"
                 )
-        failed = [r for r in states.values() if r["state"] == "failed"]
+        failed = [r for r in runner_rows.values() if r["state"] == "failed"]
         if failed:
             problem = "serves nothing" if failed[0].get("refused") else "could not start its engine"
             name = failed[0]["runner"]
             raise StartupError(f"{name} {problem}: {failed[0]['reason']} ({name}.log in {logs} tells more)")
-        if sum(r["state"] == "ready" and r.get("loading") is None for r in states.values()) >= needed:
+        if sum(r["state"] == "ready" and r.get("loading") is None for r in runner_rows.values()) >= needed:
             return
         if time.monotonic() > deadline:
-            waiting = [f"{name} {does(r)}" for name, r in states.items()]
+            waiting = [f"{name} {does(r)}" for name, r in runner_rows.items()]
             waiting += [answer["server_list"]] if answer.get("server_list") else []
             raise StartupError(
                 f"not all of {needed} runners were ready after {timeout} s: {'; '.join(waiting) or 'none answered'}"
@@ -159,7 +160,8 @@ def wait_ready(
 def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
     """End a running system, engines first, then the actors. Return how many processes had to be killed after `timeout`.
 
-    `retire` asks the guardian to end all; False means that it can't be reached, so there is nothing to wait for.
+    `retire` asks the guardian to end all. It returns False if the guardian can't be reached: then nothing ends by
+    itself, and all are killed at once.
     """
-    family = processes(admin)
-    return end(wait_gone(family, 0.0 if retire() is False else timeout))
+    system_processes = processes(admin)
+    return end(wait_gone(system_processes, 0.0 if retire() is False else timeout))

@@ -16,10 +16,10 @@ __all__ = ["folder", "look", "memory", "require"]
 
 
 def folder(config: Config) -> str:
-    """Return the folder of the memory: the key's, or the text logs' if that one can't be written."""
-    logs = config.system.log_dir
-    beside = str(Path(config.system.key_file).parent) if config.system.key_file else logs
-    return beside if os.access(beside, os.W_OK) else logs
+    """Return the folder of the memory: that of the key file, or that of the text logs if it can't be written to."""
+    log_dir = config.system.log_dir
+    key_folder = str(Path(config.system.key_file).parent) if config.system.key_file else log_dir
+    return key_folder if os.access(key_folder, os.W_OK) else log_dir
 
 
 def memory(config: Config) -> Memory:
@@ -27,13 +27,13 @@ def memory(config: Config) -> Memory:
 
 
 def require(config: Config, others: Sequence[Claim] = ()) -> None:
-    """Raise LogRewound if the log lacks a claim of this host or of `others`; LogUnavailable."""
-    own = memory(config)
+    """Raise LogRewound if the log lacks an event that this host remembers or that `others` claim; LogUnavailable."""
+    own_memory = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*log.remembered(own), *others])
+            log.require([*log.remembered(own_memory), *others])
     except (LogNotFound, NotALog):
-        claims = [c for c in (*own.claims(), *others) if c.mark.position]
+        claims = [claim for claim in (*own_memory.claims(), *others) if claim.mark.position]
         if claims:
             raise rewound(masked(config.store.url), None, claims) from None
 

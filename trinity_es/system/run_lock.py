@@ -44,11 +44,11 @@ class RunLock:
         keeper = str(running_system.keeper(config) or "no keeper")
         self.owns_system = (
             running is None or system_pids[:1] == [str(running["pid"])] or system_pids[1:] == [keeper])
-        """True if the actor system serves only this lock's holder: started by the holder, by a dead holder before it,
-        or by that one's keeper after a crash."""
-        # Kept until there is another system, since this holder may end, in order or not, before the system does.
+        """True if the actor system is used by this lock's holder alone, as it was started by the holder, a dead holder
+        before it, or the keeper of that dead holder."""
+        # Stays in the file until there is another system, since this holder may end before the system does.
         self._its_system = system_pids if running is not None and self.owns_system else []
-        self.write(" ".join([str(os.getpid()), *self._its_system]))
+        self._write(" ".join([str(os.getpid()), *self._its_system]))
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
@@ -58,6 +58,7 @@ class RunLock:
 
     @classmethod
     def held(cls, config: Config, role: Role) -> bool:
+        """Return whether a living process has the lock."""
         with cls._open(config, role) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,10 +67,11 @@ class RunLock:
         return False
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
+        """Record the actor system that this lock's holder started."""
         self._its_system = [str(admin["pid"]), str(running_system.keeper(config) or "")]
-        self.write(" ".join([str(os.getpid()), *self._its_system]))
+        self._write(" ".join([str(os.getpid()), *self._its_system]))
 
-    def write(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         self._file.truncate(0)
         self._file.write(text)
         self._file.flush()
@@ -77,12 +79,12 @@ class RunLock:
     def release(self) -> None:
         if self._file.closed:  # in a forked child of the holder
             return
-        self.write(" ".join(["-", *self._its_system]) if self._its_system else "")
+        self._write(" ".join(["-", *self._its_system]) if self._its_system else "")
         self._file.close()
 
 
 def hold(config: Config, role: Role) -> None:
-    """Take a lock until this process ends, which may do several runs with it. Raises AlreadyRunning."""
+    """Take a lock that this process holds to its end, also over several runs. Raises AlreadyRunning."""
     file = running_system.lock_file(config, role)
     if file not in _held:
         _held[file] = RunLock(config, role)

@@ -33,7 +33,7 @@ __all__ = [
     "system_file", "wait_gone",
 ]
 
-LOOK_SECONDS = 0.02
+CHECK_SECONDS = 0.02
 """Interval between two checks of an awaited condition."""
 _FIND_SECONDS = 5.0
 """Maximum seconds to read from the log where a system is, since the database server may be frozen."""
@@ -94,23 +94,23 @@ def system_file(config: Config) -> Path:
 
 
 def _read_admin(path: Path) -> dict[str, Any] | None:
-    """Return the admin in such a file; None if it is missing, or written by another user."""
+    """Return the admin in a `system_file` or `joined_file`; None if it is missing or another user wrote it."""
     try:
         admin = json.loads(path.read_bytes())
-        own = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= admin.keys()
-        return admin if own else None
+        is_valid = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= admin.keys()
+        return admin if is_valid else None
     except (OSError, ValueError, AttributeError):
         return None
 
 
 def find(config: Config) -> dict[str, Any] | None:
-    """Return the running system of this store, as `find_head` does.
+    """Return the admin of this store's running system on this host, as `find_head` does.
 
-    If another host leads the run: the system on this one that joined it, which passes requests on.
+    If another host leads the run, return the admin of the system that joined it from here, which passes requests on.
     """
     joined = joined_file(config.store.url, "*")
     admins = (_read_admin(path) for path in sorted(joined.parent.glob(joined.name)))
-    return find_head(config) or next((admin for admin in admins if admin and _goes_on(admin)), None)
+    return find_head(config) or next((admin for admin in admins if admin and _is_running(admin)), None)
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
@@ -119,15 +119,16 @@ def find_head(config: Config) -> dict[str, Any] | None:
     It has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, the place of its key.
     """
     admin = last_known(config)
-    return {**admin, "key_file": key_file(config)} if admin and _goes_on(admin) else None
+    return {**admin, "key_file": key_file(config)} if admin and _is_running(admin) else None
 
 
-def _goes_on(admin: dict[str, Any]) -> bool:
+def _is_running(admin: dict[str, Any]) -> bool:
+    """Return whether this admin lives and so does its owner, with which it would end."""
     return process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner"))
 
 
 def joined_file(url: str, name: str) -> Path:
-    """Return the file about the system of this store that joined as this host, for this user."""
+    """Return this user's file with the admin of the system that joined this store's run under this host name."""
     folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
     return folder / f"joined-{_digest(url)}-{name}.json"
 
@@ -145,12 +146,12 @@ def led_elsewhere(config: Config) -> str:
 
 def none_runs(config: Config) -> NotRunning:
     """Return the error for a store without a running system on this machine, with the way out."""
-    url, other = config.masked()["store"]["url"], ""
+    url, other_leader = config.masked()["store"]["url"], ""
     with contextlib.suppress(LogUnavailable):  # even then it is certain that no system runs here
-        other = within(_FIND_SECONDS, lambda: led_elsewhere(config))
-    if other:
-        return NotRunning(f"the run of {url} is led by {other}, and this machine takes no part in it: ask there, "
-                          "or on a host that does (`trinity-es join`)")
+        other_leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+    if other_leader:
+        return NotRunning(f"the run of {url} is led by {other_leader}, and this machine takes no part in it: ask "
+                          "there, or on a host that does (`trinity-es join`)")
     return NotRunning(f"no actor system runs on {url}: start one with `trinity-es up`")
 
 
@@ -168,6 +169,7 @@ def ended_keeper(config: Config) -> int | None:
 
 
 def _keeper(config: Config) -> tuple[int | None, bool]:
+    """Return the pid of the last system's keeper, None if it had none, and whether that process lives."""
     process = (_read_admin(system_file(config)) or {}).get("keeper")
     return (process["pid"], process_lives(process["pid"], process["started"])) if process else (None, False)
 
@@ -200,6 +202,7 @@ def stop_keeper(config: Config) -> None:
 
 # --- its processes ----------------------------------------------------------------------------------------------------
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:
+    """Return the admin's process and all its descendants; [] if it has ended."""
     try:
         root = psutil.Process(admin["pid"])
         return [root, *root.children(recursive=True)]
@@ -217,7 +220,7 @@ def came_true(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait up to these seconds for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
     return holds
 
 

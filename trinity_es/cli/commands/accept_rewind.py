@@ -37,19 +37,19 @@ def accept_rewind(
       trinity-es accept-rewind config.yaml --reason "the disk of the database died, this is the backup of Monday"
     """
     settings = _settings(config, log)
-    done = accept(settings, reason)
+    loss = accept(settings, reason)
     shown = settings.masked()["store"]["url"]
     if as_json:
-        print_json({"log": shown, "accepted": done})
-    elif done is None:
+        print_json({"log": shown, "accepted": loss})
+    elif loss is None:
         path = remembered_log_end.memory(settings).path
         print(f"there is nothing to accept: {shown} has all events that this host knows of ({path})")
     else:
-        print(f"given up: positions {done['first']} to {done['last']}; {shown} goes on after position {done['kept']}")
-        for lost in done["lost"]:
+        print(f"given up: positions {loss['first']} to {loss['last']}; {shown} goes on after position {loss['kept']}")
+        for lost in loss["lost"]:
             print(f"  {plain(lost['by'])} knew position {lost['position']}, hash {lost['hash'][:12]}")
-        print(f"recorded at position {done['position']}; next: `trinity-es up` or `trinity-es resume`")
-    if done is None:
+        print(f"recorded at position {loss['position']}; next: `trinity-es up` or `trinity-es resume`")
+    if loss is None:
         raise typer.Exit(1)
 
 

@@ -61,12 +61,12 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
     if as_json:
         print_json({"log": where, "checkpoints": [asdict(row) for row in rows]})
     else:
-        _show(rows, names, where)
+        _print_rewards(rows, names, where)
     if any(row.problem for row in rows):
         raise typer.Exit(1)
 
 
-def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
+def _print_rewards(rows: list[BenchRow], names: list[str], where: str) -> None:
     width = max(12, *(len(name) for name in names))
     print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
     for row in rows:

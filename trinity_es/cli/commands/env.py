@@ -130,6 +130,7 @@ def _scripted_config() -> Config:
 
 
 def _with_environment(settings: Config, name: str) -> Config:
+    """Return the config with this environment as its only taskset, with the settings that the config has for it."""
     inputs = settings.buffer.explorer_input
     configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(

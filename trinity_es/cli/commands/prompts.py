@@ -40,7 +40,7 @@ def prompts(
     """
     with open_chosen(log, config) as opened:
         tried = prompts_tried(opened)
-        unread = _unread(opened, tried.read)
+        unread = _unread_rows(opened, tried.read)
         texts = {(u.batch_id, u.task): prompt_of(task_asked(opened, u.batch_id, u.task))
                  for u in (tried.never if never else tried.never[:10])}
     if as_json:
@@ -78,7 +78,7 @@ def _taskset(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSo
     return Taskset(config, rows=_EmptyRows(source.rows))
 
 
-def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
+def _unread_rows(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     """Return the rows that the first pass over each taskset is still to read; unreadable tasksets are left out.
 
     `read` has each taskset's epoch and offset.

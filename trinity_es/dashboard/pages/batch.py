@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
-from trinity_es.dashboard.gantt import Lane, Window, busy, cells, drawing, kind_of, lane, rewards_between
+from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, cells, drawing, kind_of, lane, rewards_between
 from trinity_es.dashboard.page_urls import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.records.log_values import Recorded
@@ -101,7 +101,7 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, dead: bool) 
     chosen = tasks_of(timeline, kind, sort, descending)
     number, pages = request.page_of(len(chosen), SIZE)
     shown = chosen[(number - 1) * SIZE : number * SIZE]
-    by_runner = busy(timeline)
+    by_runner = attempts_by_runner(timeline)
     drawn = sum(map(len, by_runner.values())) <= DRAWN
     return drawing(timeline, window, shown) | {
         "ended": state.state in ENDED,
@@ -148,6 +148,7 @@ def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
 
 
 def _submitted(request: PageRequest, **where: Any) -> Any:
+    """Return the id of the first batch that was submitted at these positions; None if there is none."""
     submission = next(request.log.rare(["BatchSubmitted"], limit=1, **where), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
@@ -159,6 +160,7 @@ def _config(request: PageRequest, position: int) -> tuple[int, list[tuple[str, s
 
 
 def _flat(value: Any, path: str = "") -> Any:
+    """Yield (key path, text of the value) of every value in a config."""
     if isinstance(value, dict) and value:
         for key in value:
             yield from _flat(value[key], f"{path}.{key}" if path else str(key))
@@ -203,6 +205,7 @@ def steps(request: PageRequest) -> Page:
 
 
 def asof(request: PageRequest) -> Page:
+    """Return the part of the page that shows the batch's state as of its event of version `n`."""
     batch_id = request.batch()
     with batch_cache(request).of(request.log, batch_id) as cached:
         n = request.number("n", 1, low=1, high=len(cached.positions))
