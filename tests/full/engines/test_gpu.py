@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.full.engines.test_vllm_journal import again, cut_off
-from tests.helpers.engines import Live
+from tests.helpers.engines import Live, again, cut_off
 from tests.helpers.servers import free_port
 from tests.helpers.weight_transfer import PROMPT, state_of
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,15 @@ import httpx
 import pytest
 
 from tests.helpers.engine_sessions import HELLO, Session, serving
-from tests.helpers.engines import Live
-from tests.helpers.journals import RUN, Written, ask
+from tests.helpers.engines import PROMPT, Live, again, cut_off, tokens_of
+from tests.helpers.journals import RUN, Written
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.events.journal import KeptRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 LENGTH = 120
 GREEDY = Sampling(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-PROMPT = "c="
-
-
-def tokens_of(kept: KeptRun | None) -> list[int]:
-    return [] if kept is None else [len(a.tokens) for answers in kept.calls.values() for a in answers.values()]
-
-
-async def cut_off(live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None) -> Written:
-    """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
-    writer = Written()
-    prompt = live.engine.tokenizer.encode(PROMPT)
-    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer), prompt, sampling))
-    while not (sizes := tokens_of(writer.kept())) or len(sizes) < sampling.n or min(sizes) < least:
-        assert not asking.done(), "the answer was there before it could be cut off"
-        await asyncio.sleep(0.001)
-        writer.look()
-        if meanwhile is not None and sizes and min(sizes) >= least // 2:
-            await meanwhile()
-            meanwhile = None
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    return writer
-
-
-def again(live: Live, sampling: Sampling, writer: Written) -> list[Completion]:
-    prompt = live.engine.tokenizer.encode(PROMPT)
-    return live.run(ask(live.engine, RunJournal(RUN, Written(), writer.kept()), prompt, sampling))
 
 
 def scored(live: Live, answer: Completion) -> list[float]:
