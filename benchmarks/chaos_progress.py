@@ -76,7 +76,7 @@ class Cut:
     ended_again: int = 0
     """Tokens of answers that had ended before the kill."""
     waited: float = 0.0
-    """Seconds from the kill to the next token."""
+    """Seconds from the kill to the next token; NaN if all answers had ended."""
     journal_bytes: float = 0.0
     """Bytes of the journal, a token that was generated before the kill."""
     left_bytes: int = 0
@@ -101,7 +101,7 @@ def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: floa
 
     while not done():
         time.sleep(0.002)
-    if made.journal:
+    if made.journal and made.share <= 0.5:  # to look takes a while, in which later answers would end
         made.journal_bytes = on.journaled() / sum(on.notes.generated().values())
     killed = time.monotonic()
     kill()
@@ -252,7 +252,7 @@ class Figures:
     def kills(self) -> int:
         """Kills with the journal."""
         under = [u.kills for u in [*self.long, *self.mixed] if u.way == JOURNALED]
-        return sum(c.journal for c in self.cuts) + sum(under) + self.agents.kills.total()
+        return sum(c.journal for c in self.cuts) + sum(under) + self.agents.all_kills
 
     @property
     def bent(self) -> list[Bent]:
@@ -284,13 +284,13 @@ class Figures:
 def measured(*, quick: bool, seed: int) -> Figures:
     """Measure everything with the ScriptedEngine."""
     shares, lengths = (0.1, 0.5, 0.9, 0.99), (300, 600, 1024, 2048, 3072, 4096)
-    long, every, often = [prompt_of(i, 4096, 2.0) for i in range(96)], mixed(2_000, 64, 4096, 0.0005), 1.5
+    long, every, often = [prompt_of(i, 4096, 4.0) for i in range(96)], mixed(2_000, 64, 4096, 0.001), 3.0
     if quick:
-        shares, lengths, every = (0.5, 0.99), (300, 4096), mixed(128, 64, 2048, 0.001)
+        shares, lengths, every, often = (0.5, 0.99), (300, 4096), mixed(128, 64, 2048, 0.001), 1.5
     with databases() as pool:
         if quick:
             pool.kinds = ["sqlite"]
-        made = cuts(pool, shares, lengths, 1.5 if quick else 2.0, 0.25, rounds=1 if quick else 4)
+        made = cuts(pool, shares, lengths, 1.5 if quick else 2.0, 0.25, rounds=1 if quick else 6)
         ways = {"undisturbed": (0.25, 0.0), JOURNALED: (0.25, often), "killed, without": (0.0, often)}
         figures = Figures(made, [], [], agents(pool.new(pool.kinds[-1]), 5 if quick else 100, seed, 4 if quick else 8))
         for way, (interval, after) in ways.items():
@@ -309,7 +309,7 @@ def report(figures: Figures) -> str:
     for c in figures.cuts:
         groups[c.backend, c.journal, c.killed].append(c)
     for (backend, journal, killed), of in groups.items():
-        worst, waited = [c.intervals for c in of], [c.waited for c in of]
+        worst, waited = [c.intervals for c in of], [c.waited for c in of if not math.isnan(c.waited)]
         lines.append(
             f"  {backend:<11}{'with' if journal else 'without':<8} {killed:<11}"
             f"{statistics.median(worst):6.2f} ({max(worst):.2f}) of {len(of)} kills; "
@@ -319,7 +319,7 @@ def report(figures: Figures) -> str:
     with_journal = [c for c in figures.cuts if c.journal]
     lines.append("bytes a token on disk: " + ", ".join(
         f"{what} {statistics.median(of):.1f} ({max(of):.1f})" for what, of in {
-            "journal before settlement": [c.journal_bytes for c in with_journal],
+            "journal before settlement": [c.journal_bytes for c in with_journal if c.share <= 0.5],
             "after it": [c.left_bytes for c in with_journal],
             "payloads of what was kept": [c.kept_bytes for c in with_journal],
         }.items()))

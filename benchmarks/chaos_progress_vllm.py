@@ -43,7 +43,7 @@ SAMPLING = {
     BEGINS_AGAIN: replace(PLAIN, presence_penalty=0.5),
 }
 AT_ONCE = 64
-ALARM = 0.05
+ALARM = 0.01
 """p value of all comparisons together (Bonferroni) below which distributions count as different."""
 
 

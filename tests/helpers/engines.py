@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from trinity_es.actors.engines.interface import EngineConfig
+from tests.helpers.journals import RUN, Written, ask
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
+from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.events.experience import Experience
+from trinity_es.events.journal import KeptRun
 
 
 def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
@@ -62,6 +65,35 @@ class Live:
         self.thread.join(10)
         self.loop.close()
         gc.collect()  # vLLM leaves a ZMQ context to the collector: its warning belongs to this test, which ignores it
+
+
+PROMPT = "c="
+
+
+def tokens_of(kept: KeptRun | None) -> list[int]:
+    return [] if kept is None else [len(a.tokens) for answers in kept.calls.values() for a in answers.values()]
+
+
+async def cut_off(live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None) -> Written:
+    """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
+    writer = Written()
+    prompt = live.engine.tokenizer.encode(PROMPT)
+    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer), prompt, sampling))
+    while not (sizes := tokens_of(writer.kept())) or len(sizes) < sampling.n or min(sizes) < least:
+        assert not asking.done(), "the answer was there before it could be cut off"
+        await asyncio.sleep(0.001)
+        writer.look()
+        if meanwhile is not None and sizes and min(sizes) >= least // 2:
+            await meanwhile()
+            meanwhile = None
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    return writer
+
+
+def again(live: Live, sampling: Sampling, writer: Written) -> list[Completion]:
+    prompt = live.engine.tokenizer.encode(PROMPT)
+    return live.run(ask(live.engine, RunJournal(RUN, Written(), writer.kept()), prompt, sampling))
 
 
 class SharedEngine:

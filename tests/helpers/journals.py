@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.engines import Live
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import OpenCall, RunJournal
@@ -18,8 +17,6 @@ from trinity_es.events.journal import KeptRun, Run, kept_runs
 from trinity_es.testing import ByteTokenizer
 
 RUN: Run = (7, "s", 0, 0)
-CUT_PROMPT = "c="
-"""Prompt of the answers that `cut_off_live` cuts."""
 WORDS = "naïve café — twelve ☕ cups; "
 
 
@@ -135,31 +132,3 @@ async def cut_off(
     writer.look()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-
-
-def tokens_of(kept: KeptRun | None) -> list[int]:
-    return [] if kept is None else [len(a.tokens) for answers in kept.calls.values() for a in answers.values()]
-
-
-async def cut_off_live(
-    live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None
-) -> Written:
-    """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
-    writer = Written()
-    prompt = live.engine.tokenizer.encode(CUT_PROMPT)
-    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer), prompt, sampling))
-    while not (sizes := tokens_of(writer.kept())) or len(sizes) < sampling.n or min(sizes) < least:
-        assert not asking.done(), "the answer was there before it could be cut off"
-        await asyncio.sleep(0.001)
-        writer.look()
-        if meanwhile is not None and sizes and min(sizes) >= least // 2:
-            await meanwhile()
-            meanwhile = None
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    return writer
-
-
-def go_on_live(live: Live, sampling: Sampling, writer: Written) -> list[Completion]:
-    prompt = live.engine.tokenizer.encode(CUT_PROMPT)
-    return live.run(ask(live.engine, RunJournal(RUN, Written(), writer.kept()), prompt, sampling))

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.engines import Live
-from tests.helpers.journals import cut_off_live, go_on_live
+from tests.helpers.engines import Live, again, cut_off
 from tests.helpers.servers import free_port
 from tests.helpers.weight_transfer import PROMPT, state_of
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
@@ -108,11 +107,11 @@ def test_trap_9_what_is_kept_is_bit_equal_and_the_rest_is_as_close_as_two_undist
             for a, b in zip(*same_so_far(one, two, 0), strict=True)
         )
         for least in (1, 40, 90):
-            writer = live.run(cut_off_live(live, greedy, least))
+            writer = live.run(cut_off(live, greedy, least))
             kept = writer.kept()
             assert kept is not None
             [[part]] = [list(answers.values()) for answers in kept.calls.values()]
-            [answer] = go_on_live(live, greedy, writer)
+            [answer] = again(live, greedy, writer)
             length = len(part.tokens)
             assert answer.token_ids[:length] == part.tokens
             assert answer.logprobs is not None

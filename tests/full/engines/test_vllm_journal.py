@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from tests.helpers.engine_sessions import HELLO, Session, serving
-from tests.helpers.engines import Live
-from tests.helpers.journals import CUT_PROMPT as PROMPT
-from tests.helpers.journals import RUN, Written, cut_off_live, go_on_live, tokens_of
+from tests.helpers.engines import PROMPT, Live, again, cut_off, tokens_of
+from tests.helpers.journals import RUN, Written
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.run_journal import RunJournal
 
@@ -32,11 +31,11 @@ def scored(live: Live, answer: Completion) -> list[float]:
 def test_promise_12_a_greedy_answer_is_the_undisturbed_one_and_what_was_kept_is_bit_equal(live: Live) -> None:
     [expected] = live.run(live.engine.generate(PROMPT, GREEDY))
     for least in (1, 40, 90):
-        writer = live.run(cut_off_live(live, GREEDY, least))
+        writer = live.run(cut_off(live, GREEDY, least))
         kept = writer.kept()
         assert kept is not None
         [[part]] = [list(answers.values()) for answers in kept.calls.values()]
-        [answer] = go_on_live(live, GREEDY, writer)
+        [answer] = again(live, GREEDY, writer)
         assert answer.token_ids == expected.token_ids
         assert answer.text == expected.text
         assert (answer.finish_reason, answer.splices) == ("length", (len(part.tokens),))
@@ -48,11 +47,11 @@ def test_promise_12_a_greedy_answer_is_the_undisturbed_one_and_what_was_kept_is_
 
 def test_several_sampled_answers_go_on_each_by_itself(live: Live) -> None:
     sampling = Sampling(max_tokens=LENGTH, ignore_eos=True, n=3, seed=5)
-    writer = live.run(cut_off_live(live, sampling, 20))
+    writer = live.run(cut_off(live, sampling, 20))
     kept = writer.kept()
     assert kept is not None
     [parts] = kept.calls.values()
-    answers = go_on_live(live, sampling, writer)
+    answers = again(live, sampling, writer)
     for choice, answer in enumerate(answers):
         assert answer.token_ids[: len(parts[choice].tokens)] == parts[choice].tokens
         assert len(answer.token_ids) == LENGTH
@@ -64,14 +63,14 @@ def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(
     live: Live, tiny: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny, tmp_path / "same")
-    writer = live.run(cut_off_live(live, GREEDY, 60, lambda: live.engine.load_weights(1, str(tmp_path / "same"))))
+    writer = live.run(cut_off(live, GREEDY, 60, lambda: live.engine.load_weights(1, str(tmp_path / "same"))))
     kept = writer.kept()
     assert kept is not None
     [[part]] = [list(answers.values()) for answers in kept.calls.values()]
     (first, start, middle), (second, changed, end) = part.spans
     assert (first, start, second, end) == (0, 0, 1, len(part.tokens))
     assert middle == changed >= 30
-    [answer] = go_on_live(live, GREEDY, writer)
+    [answer] = again(live, GREEDY, writer)
     assert answer.version_spans == ((0, 0, middle), (1, middle, LENGTH))
 
 
@@ -91,15 +90,15 @@ def test_trap_4_a_prompt_that_goes_on_finds_its_blocks_in_the_same_engine_and_no
     live.engine.outputs = outputs  # type: ignore[method-assign]
     try:
         long = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
-        writer = live.run(cut_off_live(live, long, 160))
+        writer = live.run(cut_off(live, long, 160))
         [part] = tokens_of(writer.kept())
-        go_on_live(live, long, writer)
+        again(live, long, writer)
         [(read, found)] = cached
         assert read == len(PROMPT) + part
         block = int(live.engine._llm.vllm_config.cache_config.block_size)
         assert found >= (read - 1) // block * block > 0
         live.run(live.engine.load_weights(1, str(other)))
-        [answer] = go_on_live(live, long, writer)
+        [answer] = again(live, long, writer)
         assert cached[1] == (read, 0), "keys and values of the old weights were used"
         assert answer.logprobs is not None
         assert answer.logprobs[part:] == pytest.approx(scored(live, answer)[part:], abs=2e-3)

@@ -22,7 +22,7 @@ def test_promise_12_kills_lose_and_bend_nothing_with_the_journal_and_both_withou
     assert figures.bent[0].longest_lost == 0.0
     assert without.goodput < with_journal.goodput, report(figures)
     agents = figures.agents
-    assert agents.kills.total() == 5
+    assert agents.all_kills == 5
     assert agents.calls >= 8 * 20, report(figures)
     assert agents.goes_on, report(figures)
 
