@@ -21,9 +21,12 @@ import orjson
 from trinity_es.events.values import BatchId
 
 __all__ = [
-    "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames", "kept_runs", "run_of",
-    "step", "without_open_steps",
+    "MOST_SPLICES", "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames",
+    "kept_runs", "run_of", "step", "without_open_steps",
 ]
+
+MOST_SPLICES = 8
+"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
 
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
@@ -118,6 +119,10 @@ class BatchState:
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Reason why each task was dropped unfinished."""
+    cut: set[int] = field(default_factory=set)
+    """Dropped tasks that can go on in a later batch, with what `kept` has of them."""
+    continues: dict[int, ev.ContinuedTask] = field(default_factory=dict)
+    """What each of its tasks goes on with that an earlier batch cut, by task."""
     failed_attempts: int = 0
     oldest_version: int | None = None
     """Oldest weights version among the tokens of its completed runs."""
@@ -184,14 +189,11 @@ class BatchState:
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
-def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield each consecutive stretch as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
+def contiguous(runs: Iterable[int]) -> list[tuple[int, int]]:
+    """Return each consecutive stretch as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
     ordered = sorted(runs)
-    start = 0
-    for i in range(1, len(ordered) + 1):
-        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-            yield ordered[start], i - start
-            start = i
+    starts = [i for i, run in enumerate(ordered) if i == 0 or run != ordered[i - 1] + 1]
+    return [(ordered[i], end - i) for i, end in pairwise([*starts, len(ordered)])]
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
@@ -235,6 +237,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             for number in event.tasks:
                 state.dropped[number] = event.reason
             state.partial.update(event.kept)
+            state.cut.update(event.cut)
             tasks = set(event.tasks)
             state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
@@ -277,6 +280,7 @@ def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
         tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
         pending=_new_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
         detailed_stats=event.detailed_stats, submission=event.submission, version=version + 1,
+        continues={c.task: c for c in event.continues},
     )
 
 
@@ -373,6 +377,7 @@ def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     state.statuses.pop(event.task, None)
     state.dropped.pop(event.task, None)
     state.partial.discard(event.task)
+    state.cut.discard(event.task)
     state.homes.pop(event.task, None)
     for unit in event.units:
         state.pending[unit.task, unit.run_id_base] = unit
@@ -412,6 +417,8 @@ def batch_result(
         metrics[f"{prefix}/missing_run_count"] = float(missing)
     for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():
         metrics[f"{prefix}/{name}/missing_run_count"] = float(count)
+    for name, tasks in (("cut", state.cut), ("continued", state.continues)):
+        metrics |= {f"{prefix}/{name}_task_count": float(len(tasks))} if tasks else {}
     metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)
     metrics[f"{prefix}/failed_task_count"] = float(sum(not s.ok for s in state.statuses.values()))
     return {

@@ -24,14 +24,11 @@ from uuid import uuid4
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
-from trinity_es.events.journal import KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
+from trinity_es.events.journal import MOST_SPLICES, KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
 
 __all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
 
 _warn_once = lru_cache(maxsize=100)(logging.getLogger(__name__).warning)
-
-MOST_SPLICES = 8
-"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
 
 
 class JournalWriter(Protocol):

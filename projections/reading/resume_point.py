@@ -132,7 +132,8 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-            indices = [task.get("index", {}) for task in log.tasks_of(event)]
+            cut = {task.task for task in event.continues}  # counted with the batch that cut them
+            indices = [task.get("index", {}) for n, task in enumerate(log.tasks_of(event)) if n not in cut]
             used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)

@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogNotFound, SyncError, WorkflowError
 from trinity_es.events.values import BatchId, BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading.cut_tasks import CutTasks
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.projections.reading.task_mean_rewards import pass_rates, submitted_tasks
@@ -65,6 +66,7 @@ class Explorer(RunProcess):
         self._read_lock = asyncio.Lock()
         """Lock of the tasksets, which cache the part of a file that they read last."""
         self._last_progress = time.monotonic()
+        self._cut_tasks = CutTasks()
 
     def _is_unfinished(self) -> bool:
         progress, point = self.progress, self._point
@@ -176,15 +178,24 @@ class Explorer(RunProcess):
             await progress.until(lambda: self.policy.may_submit(
                 self.step + 1, done=progress.done, trained=max(progress.trained, progress.done)))
             async with self._read_lock:
-                tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
+                cut = await asyncio.to_thread(self._read_cut_tasks, size)
+                tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size - len(cut))
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
-                for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
+                for name, cursor in cursors.items() if not tasks or cursor != self.cursors.get(name, Cursor())
             ]
-            await self._submit(self.step + 1, tasks, advanced)
+            await self._submit(self.step + 1, [*cut.values(), *tasks], advanced, dict(enumerate(cut)))
             self.cursors = cursors
             # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
+
+    def _read_cut_tasks(self, most: int) -> dict[tuple[BatchId, int], Task]:
+        """Return the tasks that earlier steps cut and no step goes on with, the oldest first, by step and number."""
+        if self.config.synchronizer.in_flight != "cut":
+            return {}
+        log = self.rollouts.client.log
+        rows = {key: log.task(*key)["index"] for key in self._cut_tasks.waiting(log)[:most]}
+        return {key: self.mix.task(row["taskset"], row["index"]) for key, row in rows.items()}
 
     def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
         """Return the tasks of this step, and the cursors after them.
@@ -198,7 +209,10 @@ class Explorer(RunProcess):
                 self._learnt_up_to = generated
         return self.next_tasks(step - 1, self.cursors, n)
 
-    async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
+    async def _submit(
+        self, step: int, tasks: list[Task], cursors: list[dict[str, Any]],
+        continues: Mapping[int, tuple[BatchId, int]] | None = None,
+    ) -> None:
         ratio = self.config.explorer.over_rollout.ratio
         sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
@@ -208,6 +222,7 @@ class Explorer(RunProcess):
             min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
             cursor=cursors,
             sources=sources,
+            continues=continues,
         ))
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]

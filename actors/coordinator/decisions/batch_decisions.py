@@ -64,6 +64,7 @@ def submit(
     runs_per_unit: int | None,
     detailed_stats: bool,
     submission: str,
+    continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
     """Submit a batch; the same submission again changes nothing.
 
@@ -93,6 +94,7 @@ def submit(
             runs_per_unit=runs_per_unit,
             detailed_stats=detailed_stats,
             submission=submission,
+            continues=list(continues),
         )
     ]
 
@@ -313,17 +315,19 @@ def _open_tasks(batch: BatchState) -> list[int]:
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
-def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
+def start_finalizing(batch: BatchState, return_partial: bool = False, *, cut: bool = False) -> list[ev.Event]:
     """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
 
-    With `return_partial` the finished runs of dropped tasks go through the pipeline too.
+    With `return_partial` the finished runs of dropped tasks go through the pipeline too; with `cut` the dropped tasks
+    of a train batch can go on in a later one.
     """
     open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
         kept = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
         reason = f"finalized with {batch.completed_task_count} tasks, enough"
-        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
+        cuts = open_tasks if cut and batch.batch_type == "train" else []
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept, cut=cuts))
     if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing()]
