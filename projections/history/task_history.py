@@ -64,7 +64,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
             history = TaskHistory(
                 batch_id=timeline.batch_id, batch_type=timeline.state.batch_type, task=task,
                 runs=timeline.tasks[task].runs, submitted_at=item.recorded_at,
-                turns=[TaskEvent(item.recorded_at, item.position, "submitted")],
+                turns=[TaskEvent(item.recorded_at, item.position, _submitted(timeline.state.continues.get(task)))],
             )
     count = 0 if timeline is None else len(timeline.tasks)
     if timeline is None or history is None:
@@ -73,6 +73,14 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     history.made = {row.run: row for row in timeline.rows if row.task == task and row.outcome == "finished"}
     history.delivered, history.trained_step = timeline.state.experiences, timeline.state.trained_step
     return history
+
+
+def _submitted(continued: ev.ContinuedTask | None) -> str:
+    if continued is None:
+        return "submitted"
+    times = "once" if continued.cuts == 1 else f"{continued.cuts} times"
+    return (f"submitted; goes on with task {continued.cut_task} of batch {continued.batch_id}, which cut it (cut {times} "
+            "so far)")
 
 
 def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:

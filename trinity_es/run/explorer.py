@@ -184,8 +184,8 @@ class Explorer(RunProcess):
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
                 for name, cursor in cursors.items() if not tasks or cursor != self.cursors.get(name, Cursor())
             ]
-            await self._submit(self.step + 1, [*cut.values(), *tasks], advanced, dict(enumerate(cut)))
             self.cursors = cursors
+            await self._submit(self.step + 1, [*cut.values(), *tasks], advanced, dict(enumerate(cut)))
             # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
@@ -214,6 +214,8 @@ class Explorer(RunProcess):
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
         ratio = self.config.explorer.over_rollout.ratio
+        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
+            ratio = 0.0  # no step comes after the last one, in which its tasks could go on
         sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
             batch_id=step,

@@ -325,8 +325,9 @@ def start_finalizing(batch: BatchState, return_partial: bool = False, *, cut: bo
     events: list[ev.Event] = []
     if open_tasks:
         kept = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
-        reason = f"finalized with {batch.completed_task_count} tasks, enough"
         cuts = open_tasks if cut and batch.batch_type == "train" else []
+        reason = f"finalized with {batch.completed_task_count} tasks, enough"
+        reason += "; cut, and goes on in a later batch" if cuts else ""
         events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept, cut=cuts))
     if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
