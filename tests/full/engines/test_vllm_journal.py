@@ -30,11 +30,14 @@ def tokens_of(kept: KeptRun | None) -> list[int]:
     return [] if kept is None else [len(a.tokens) for answers in kept.calls.values() for a in answers.values()]
 
 
-async def cut_off(live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None) -> Written:
+async def cut_off(
+    live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None, earlier: bytes = b"",
+) -> Written:
     """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
     writer = Written()
+    writer.data = earlier
     prompt = live.engine.tokenizer.encode(PROMPT)
-    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer), prompt, sampling))
+    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer, writer.kept()), prompt, sampling))
     while not (sizes := tokens_of(writer.kept())) or len(sizes) < sampling.n or min(sizes) < least:
         assert not asking.done(), "the answer was there before it could be cut off"
         await asyncio.sleep(0.001)
@@ -101,6 +104,29 @@ def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(
     assert middle == changed >= 30
     [answer] = again(live, GREEDY, writer)
     assert answer.version_spans == ((0, 0, middle), (1, middle, LENGTH))
+
+
+def test_an_answer_over_three_steps_has_three_spans_and_the_logprobs_of_each_version_s_model(
+    live: Live, tiny: Path, other: Path
+) -> None:
+    """`in_flight: cut`: it is cut at the end of two steps, and goes on under the next weights."""
+    models, data = [tiny, other, tiny], b""
+    for version, least in ((1, 40), (2, 80)):
+        data = live.run(cut_off(live, GREEDY, least, earlier=data)).data
+        live.run(live.engine.load_weights(version, str(models[version])))
+    cut = Written()
+    cut.data = data
+    [answer] = again(live, GREEDY, cut)
+    assert len(answer.token_ids) == LENGTH
+    [(v0, start, first), (v1, _, second), (v2, _, end)] = answer.version_spans
+    assert (v0, v1, v2, start, end) == (0, 1, 2, 0, LENGTH)
+    assert answer.splices == (first, second)
+    assert answer.logprobs is not None
+    of_tiny = scored(live, answer)
+    live.run(live.engine.load_weights(3, str(other)))
+    of_other = scored(live, answer)
+    assert answer.logprobs == pytest.approx([*of_tiny[:first], *of_other[first:second], *of_tiny[second:]], abs=2e-3)
+    assert of_tiny[first:second] != pytest.approx(of_other[first:second], abs=0.1), "the models differ"
 
 
 CHAT = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
