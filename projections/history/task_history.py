@@ -79,8 +79,7 @@ def _submitted(continued: ev.ContinuedTask | None) -> str:
     if continued is None:
         return "submitted"
     times = "once" if continued.cuts == 1 else f"{continued.cuts} times"
-    return (f"submitted; goes on with task {continued.cut_task} of batch {continued.batch_id}, cut {times} "
-            "so far")
+    return (f"submitted; goes on with task {continued.cut_task} of batch {continued.batch_id}, cut {times} so far")
 
 
 def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
+from trinity_es.projections.history.task_history import TaskEvent
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["CutTasks"]
+__all__ = ["CutTasks", "continuations"]
 
 _TYPES = ["BatchSubmitted", "TaskDropped", "TaskReopened", "BatchFinalized"]
 
@@ -41,3 +42,12 @@ class CutTasks:
                     batch_id = event.result["batch_id"]
                     self._waiting |= {(batch_id, task): None for task in self._open.pop(stream, {})}
         return list(self._waiting)
+
+
+def continuations(log: Log, batch_id: BatchId, task: int) -> list[TaskEvent]:
+    """Return each submission of a batch that goes on with this cut task, as events of the task."""
+    return [
+        TaskEvent(recorded.recorded_at, recorded.position, f"goes on as task {of.task} of batch {event.batch_id}")
+        for recorded in log.read(types=["BatchSubmitted"]) if isinstance(event := recorded.event, ev.BatchSubmitted)
+        for of in event.continues if (of.batch_id, of.cut_task) == (batch_id, task)
+    ]

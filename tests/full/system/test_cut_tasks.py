@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import trinity_es
+from tests.helpers.handmade import cli
 from tests.helpers.runs import count, events_of, explored, finish_here, killed_when
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
@@ -99,6 +100,13 @@ def test_what_a_step_leaves_goes_on_in_the_next_from_its_tokens(tmp_path: Path) 
     went_on = {step: m.get("rollout/continued_task_count", 0) for step, m in metrics.items()}
     assert all(went_on[step + 1] == cut[step] for step in steps if step + 1 in steps)
     assert cut[max(steps)] == 0, "the last step waits for all its tasks"
+    [(row, number)] = [(row, n) for n, (row, continued) in enumerate(steps[2]) if continued][:1]
+    before = [row for row, _ in steps[1]].index(row)
+    shown = cli("show", 1, "--task", before, "--log", config.store.url).stdout
+    assert f"goes on as task {number} of batch 2" in shown
+    shown = cli("show", 2, "--task", number, "--log", config.store.url).stdout
+    assert f"goes on with task {before} of batch 1, cut once so far" in shown
+    assert "the next attempt goes on from" in shown
 
 
 @pytest.mark.slow
