@@ -5,7 +5,7 @@ tasks that they leave go on in later ones (`in_flight: cut`). Answers are script
 delivered token comes from `version_spans`: the version that the engines were to serve when its batch was finalized,
 less that of the token.
 
-`python -m benchmarks.staleness [--answers 10000] [--bound 2]`. Exit code 1 if a token is older than the bound, or no
+`python -m benchmarks.staleness [--answers 10000] [--bound 4]`. Exit code 1 if a token is older than the bound, or no
 token was older than 0, which would show nothing.
 """
 
@@ -42,7 +42,7 @@ def config_of(folder: Path, answers: int, bound: int) -> Config:
             "name": "t", "path": "train.jsonl", "repeat_times": RUNS, "epochs": None,
             "reward_fn": "tests.helpers.runs:early_letters", "rollout_args": {"max_tokens": 400},
         }]}},
-        "synchronizer": {"in_flight": "cut", "sync_style": "fully_async", "max_inflight_batches": 3},
+        "synchronizer": {"in_flight": "cut", "sync_style": "fully_async", "max_inflight_batches": 2},
         "trainer": {"class": "tests.helpers.runs:SteadyTrainer"}, "system": {"keeper": False},
     }, folder=folder)
 
@@ -83,7 +83,7 @@ def count(config: Config) -> tuple[Counter[str], Counter[int]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=int, default=10_000)
-    parser.add_argument("--bound", type=int, default=2)
+    parser.add_argument("--bound", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), options.answers, options.bound)

@@ -191,6 +191,11 @@ class SynchronizerConfig(Section):
     as `keep`, and the tasks that `over_rollout.ratio` leaves unfinished are cut and go on in the next step, from the
     tokens that they have (docs/HALF_AN_ANSWER.md)."""
 
+    @property
+    def steps_ahead(self) -> int:
+        """Most steps, and so versions, between a step and the one that is submitted after its end."""
+        return self.sync_interval + self.sync_offset if self.sync_style == "fixed" else self.max_inflight_batches
+
 
 class MonitorConfig(Section):
     """Destinations of metrics and traces."""

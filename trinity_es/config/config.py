@@ -71,7 +71,7 @@ class Config(RunConfig):
     def _can_cut(self) -> Self:
         """Refuse `synchronizer.in_flight: cut` if tasks could not go on in a later step."""
         explorer, sync, retention = self.explorer, self.synchronizer, self.store.retention
-        ahead = sync.sync_interval + sync.sync_offset if sync.sync_style == "fixed" else sync.max_inflight_batches
+        ahead, bound = sync.steps_ahead, explorer.max_staleness
         wrong = {
             "explorer.over_rollout.ratio is 0, so no step leaves a task unfinished: give the share that it may leave":
                 explorer.over_rollout.ratio == 0,
@@ -81,8 +81,8 @@ class Config(RunConfig):
             "it out": explorer.over_rollout.return_partial_tasks,
             "explorer.max_repeat_times_per_runner splits the runs of a task, and a group goes on as a whole: leave it "
             "out": explorer.max_repeat_times_per_runner is not None,
-            "explorer.max_staleness is 0, so each answer that goes on would be dropped: set it to 1 or more":
-                explorer.max_staleness == 0,
+            f"explorer.max_staleness is {bound}, so answers that go on would be dropped: set it to {ahead} or more":
+                bound is not None and bound < ahead,
             f"store.retention is {retention}, and the tokens of a cut task may be needed {ahead} steps later: raise it":
                 retention is not None and retention < ahead,
         }

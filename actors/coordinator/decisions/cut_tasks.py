@@ -41,10 +41,10 @@ def kept(task: ev.ContinuedTask, earlier: BatchState | None, batch: BatchState) 
     ]
 
 
-def must_end(batch: BatchState, max_staleness: int | None) -> bool:
+def must_end(batch: BatchState, most_cuts: int | None) -> bool:
     """Return True if the batch has to wait for a task, since it was cut as often as is good for it.
 
-    With further cuts its answers would begin again, or be dropped as stale.
+    With further cuts its answers would begin again, or be dropped as stale (`most_cuts`).
     """
-    most = MOST_SPLICES if max_staleness is None else min(MOST_SPLICES, max_staleness)
+    most = MOST_SPLICES if most_cuts is None else min(MOST_SPLICES, most_cuts)
     return any(c.cuts >= most and task not in batch.statuses for task, c in batch.continues.items())

@@ -162,14 +162,15 @@ class BatchHandlers:
 
         `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
         """
-        cutting = self.config.synchronizer.in_flight == "cut"
+        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
+        cutting, most = sync.in_flight == "cut", None if bound is None else bound // sync.steps_ahead
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
             if batch.completed_task_count < batches.wanted(batch):
                 continue
-            if cutting and cut_tasks.must_end(batch, self.config.explorer.max_staleness):
+            if cutting and cut_tasks.must_end(batch, most):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
