@@ -25,6 +25,9 @@ __all__ = [
     "kept_runs", "run_of", "step", "without_open_steps",
 ]
 
+MOST_SPLICES = 8
+"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
+
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""
 

@@ -122,6 +122,10 @@ class BatchState:
     """Failed attempts that count against a pending unit, by (task, first run)."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Reason why each task was dropped unfinished."""
+    cut: set[int] = field(default_factory=set)
+    """Dropped tasks that can go on in a later batch, with what `kept` has of them."""
+    continues: dict[int, ev.ContinuedTask] = field(default_factory=dict)
+    """What each of its tasks goes on with that an earlier batch cut, by task."""
     failed_attempts: int = 0
     oldest_version: int | None = None
     """Oldest weights version among the tokens of its completed runs."""
@@ -242,6 +246,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.TaskDropped():
             state.dropped |= dict.fromkeys(event.tasks, event.reason)
             state.partial.update(event.kept)
+            state.cut.update(event.cut)
             tasks = set(event.tasks)
             state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
@@ -282,7 +287,7 @@ def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
         batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=0, min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
         max_attempts=event.max_attempts, detailed_stats=event.detailed_stats, submission=event.submission,
-        version=version + 1,
+        version=version + 1, continues={c.task: c for c in event.continues},
     )
     _add_tasks(state, event)
     return state
@@ -376,6 +381,7 @@ def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     state.statuses.pop(event.task, None)
     state.dropped.pop(event.task, None)
     state.partial.discard(event.task)
+    state.cut.discard(event.task)
     state.homes.pop(event.task, None)
     for unit in event.units:
         state.pending[unit.task, unit.run_id_base] = unit
@@ -418,6 +424,8 @@ def batch_result(
         metrics[f"{prefix}/missing_run_count"] = float(missing)
     for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():
         metrics[f"{prefix}/{name}/missing_run_count"] = float(count)
+    for name, tasks in (("cut", state.cut), ("continued", state.continues)):
+        metrics |= {f"{prefix}/{name}_task_count": float(len(tasks))} if tasks else {}
     metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)
     metrics[f"{prefix}/failed_task_count"] = float(sum(not s.ok for s in state.statuses.values()))
     return {

@@ -24,9 +24,9 @@ from trinity_es.actors.commands.fields import (
 from trinity_es.events.values import BatchId
 
 __all__ = [
-    "AbortBatch", "AddTasks", "BatchProgress", "Cursor", "DropOpenTasks", "FinalizeBatch", "GetStatus", "PauseBatches",
-    "PollAllBatches", "PollBatch", "ProcessExperiences", "RedoTasks", "ResumeBatches", "ScheduleTasks",
-    "StoreProgress", "SubmitBatch", "TakeResults",
+    "AbortBatch", "AddTasks", "BatchProgress", "Cursor", "CutTask", "DropOpenTasks", "FinalizeBatch", "GetStatus",
+    "PauseBatches", "PollAllBatches", "PollBatch", "ProcessExperiences", "RedoTasks", "ResumeBatches",
+    "ScheduleTasks", "StoreProgress", "SubmitBatch", "TakeResults",
 ]
 
 
@@ -39,6 +39,16 @@ class Cursor:
     taskset: TasksetName
     epoch: Count
     offset: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTask:
+    """Task of a new batch that goes on with a task that an ended batch cut."""
+
+    __pydantic_config__ = FIELDS
+    task: Count
+    batch_id: Batch
+    cut_task: Count
 
 
 class SubmitBatch(Command[None], name="submit", writes=True):
@@ -54,6 +64,8 @@ class SubmitBatch(Command[None], name="submit", writes=True):
     """One for each taskset that its tasks come from, recorded in the same transaction."""
     sources: list[SourceFound] | None = None
     """One for each of its tasksets whose source is not recorded yet, recorded in the same transaction."""
+    continues: list[CutTask] | None = None
+    """One for each of its tasks that goes on with what an earlier batch cut (`synchronizer.in_flight: cut`)."""
 
 
 class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits=True):

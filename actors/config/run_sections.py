@@ -38,13 +38,6 @@ def _concurrency(value: Any) -> Any:
     return value
 
 
-def _in_flight(value: Any) -> Any:
-    if value == "cut":
-        raise ValueError("can't be 'cut', which would be the same as 'keep': a request goes on from its tokens, "
-                         "computed again with the new weights. Write keep or finish")
-    return value
-
-
 def _store_url(value: str) -> str:
     if not value:
         return value
@@ -202,10 +195,17 @@ class SynchronizerConfig(Section):
     sync_timeout: Seconds = 3600.0
     """Seconds to wait until the engines have loaded the weights, and in mode `explore` for the trainer's next weights.
     """
-    in_flight: Annotated[Literal["keep", "finish"], BeforeValidator(_in_flight)] = "keep"
+    in_flight: Literal["keep", "finish", "cut"] = "keep"
     """Requests that an engine is answering when new weights come. `keep`: they go on with the new weights, and
     `version_spans` says which weights made which tokens; `finish`: they end with the old weights before the new are
-    loaded, and new requests wait meanwhile. Those still open after half of `sync_timeout` go on as with `keep`."""
+    loaded, and new requests wait meanwhile. Those still open after half of `sync_timeout` go on as with `keep`; `cut`:
+    as `keep`, and the tasks that `over_rollout.ratio` leaves unfinished are cut and go on in the next step, from the
+    tokens that they have (docs/HALF_AN_ANSWER.md)."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Most steps, and so versions, between a step and the one that is submitted after its end."""
+        return self.sync_interval + self.sync_offset if self.sync_style == "fixed" else self.max_inflight_batches
 
 
 class MonitorConfig(Section):

@@ -8,7 +8,9 @@ from typing import ClassVar
 from trinity_es.events.quick_pickle import quickly_pickled
 from trinity_es.events.values import BatchId
 
-__all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "TasksetSource", "Unit"]
+__all__ = [
+    "Answer", "ContinuedTask", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "TasksetSource", "Unit",
+]
 
 
 @quickly_pickled
@@ -21,6 +23,19 @@ class Unit:
     runs: int
     attempt: int
     """Number of the attempt, from 1; counted per task and first run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedTask:
+    """Task of a batch that goes on with a task that an earlier batch cut."""
+
+    task: int
+    batch_id: BatchId
+    """The earlier batch."""
+    cut_task: int
+    """Number of the task there."""
+    cuts: int
+    """How often it was cut so far."""
 
 
 @quickly_pickled

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.events.values import BatchId, BatchType, FailureKind
-from trinity_es.events.vocabulary.base import Event, PayloadRef, RunResult, Unit
+from trinity_es.events.vocabulary.base import ContinuedTask, Event, PayloadRef, RunResult, Unit
 
 __all__ = [
     "AttemptFailed", "AttemptKept", "BatchAborted", "BatchFinalized", "BatchFinalizing", "BatchPaused", "BatchResumed",
@@ -37,6 +37,8 @@ class BatchSubmitted(Event, stream="batch/<id>"):
     """The client's id for this request, by which a resent one is recognized."""
     evals: list[int] = field(default_factory=list)
     """Indexes of the tasks that are evals (`Task.is_eval`): their experiences are not kept."""
+    continues: list[ContinuedTask] = field(default_factory=list)
+    """Its tasks that go on with what an earlier batch cut (`synchronizer.in_flight: cut`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +130,14 @@ class AttemptFailed(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptKept(Event, stream="batch/<id>"):
-    """What the journal has of a lost attempt was stored, and the next attempt at these runs goes on from it."""
+    """What the journal has of a lost or cut attempt was stored, and the next attempt at these runs goes on from it."""
 
     task: int
     run_id_base: int
     runs: int
     """Number of consecutive runs from `run_id_base` on."""
     attempt: int
-    """The lost attempt."""
+    """The attempt that was lost or cut; 0: it was cut in the earlier batch that this task goes on with."""
     runner: str
     incarnation: int
     payload: str
@@ -190,6 +192,8 @@ class TaskDropped(Event, stream="batch/<id>"):
     reason: str
     kept: list[int] = field(default_factory=list)
     """The tasks among these whose finished runs are still delivered (`over_rollout.return_partial_tasks`)."""
+    cut: list[int] = field(default_factory=list)
+    """The tasks among these that can go on in a later batch (`synchronizer.in_flight: cut`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
             history = TaskHistory(
                 batch_id=timeline.batch_id, batch_type=timeline.state.batch_type, task=task,
                 runs=timeline.tasks[task].runs, submitted_at=item.recorded_at,
-                turns=[TaskEvent(item.recorded_at, item.position, "submitted")],
+                turns=[TaskEvent(item.recorded_at, item.position, _submitted(timeline.state.continues.get(task)))],
             )
     count = 0 if timeline is None else len(timeline.tasks)
     if timeline is None or history is None:
@@ -75,6 +75,13 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     history.attempts = timeline.tasks[task].attempts
     history.delivered, history.trained_step = timeline.state.experiences, timeline.state.trained_step
     return history
+
+
+def _submitted(continued: ev.ContinuedTask | None) -> str:
+    if continued is None:
+        return "submitted"
+    times = "once" if continued.cuts == 1 else f"{continued.cuts} times"
+    return (f"submitted; goes on with task {continued.cut_task} of batch {continued.batch_id}, cut {times} so far")
 
 
 def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:

@@ -138,7 +138,9 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
             used[recorded.stream] = []
         if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in used:
-            indices = [task.get("index", {}) for task in log.tasks_of(event)]
+            # A task that was cut counts with the batch that cut it.
+            cut = {task.task for task in event.continues} if isinstance(event, ev.BatchSubmitted) else set[int]()
+            indices = [task.get("index", {}) for number, task in enumerate(log.tasks_of(event)) if number not in cut]
             used[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -244,9 +245,21 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert len(found) == 13
 
 
-def test_cut_requests_in_flight_are_refused_by_name_and_not_played_as_something_else() -> None:
-    with pytest.raises(ConfigError, match=r"synchronizer.in_flight can't be 'cut', which would be the same as 'keep'"):
-        Config.from_dict({"synchronizer": {"in_flight": "cut"}})
+@pytest.mark.parametrize(("sections", "reason"), [
+    ({}, "explorer.over_rollout.ratio is 0, so no step leaves a task unfinished"),
+    ({"explorer": {"over_rollout": {"ratio": 0.5}, "progress": {"seconds": 0}}}, "explorer.progress.seconds is 0"),
+    ({"explorer": {"over_rollout": {"ratio": 0.5, "return_partial_tasks": True}}}, "explorer.over_rollout.ret"),
+    ({"explorer": {"over_rollout": {"ratio": 0.5}, "max_repeat_times_per_runner": 2}}, "explorer.max_repeat_times"),
+    ({"explorer": {"over_rollout": {"ratio": 0.5}, "max_staleness": 0}}, "explorer.max_staleness is 0"),
+    ({"explorer": {"over_rollout": {"ratio": 0.5}}, "store": {"retention": 1}, "synchronizer": {"sync_offset": 1}},
+     "store.retention is 1, and the tokens of a cut task may be needed 2 steps later"),
+])
+def test_cutting_tasks_that_could_not_go_on_is_refused_by_name(sections: dict[str, Any], reason: str) -> None:
+    data = {**sections, "synchronizer": {"in_flight": "cut", **sections.get("synchronizer", {})}}
+    with pytest.raises(ConfigError, match=f"synchronizer.in_flight is cut, and {re.escape(reason)}"):
+        Config.from_dict(data)
+    data["synchronizer"]["in_flight"] = "keep"
+    Config.from_dict(data)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1: 2}])

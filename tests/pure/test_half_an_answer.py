@@ -12,7 +12,8 @@ from tests.helpers.paths import ROOT
 from trinity_es.actors.config.run_sections import ProgressConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm.server import _FURTHER, _STATEFUL
-from trinity_es.actors.rollout.run_journal import MOST_SPLICES, starts_over
+from trinity_es.actors.rollout.run_journal import starts_over
+from trinity_es.events.journal import MOST_SPLICES
 
 PAGE = (ROOT / "docs" / "HALF_AN_ANSWER.md").read_text()
 OTHERS: dict[str, Any] = {"stop": ("x",), "json_schema": "{}", "adapter": "math", "logprobs": False, "ignore_eos": True}

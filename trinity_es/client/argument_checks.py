@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.commands import Cursor
+from trinity_es.actors.commands import Cursor, CutTask
 from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.config.data_sections import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
@@ -129,3 +129,12 @@ def cursors(value: Any) -> list[Cursor]:
     """Return the cursors of a mapping or a list of mappings. Raises DataError."""
     mappings = [value] if isinstance(value, Mapping) else listed("cursor", () if value is None else value, "mappings")
     return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in mappings]
+
+
+def continued(value: Any) -> list[CutTask]:
+    """Return the cut tasks of a mapping from positions to batch and task. Raises DataError."""
+    try:
+        fields = [{"task": task, "batch_id": batch_id, "cut_task": cut} for task, (batch_id, cut) in value.items()]
+    except (AttributeError, TypeError, ValueError):
+        raise DataError(f"continues is {shown(value)}: give a mapping such as {{0: (12, 3)}}") from None
+    return [read_fields(CutTask, "continues", of_task) for of_task in fields]

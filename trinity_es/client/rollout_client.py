@@ -99,13 +99,16 @@ class RolloutClient(SystemClient):
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit_batch(
         self, *, batch_id: BatchId, tasks: Sequence[Task], batch_type: BatchType, min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None, sources: Sequence[TasksetSource] = ()
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None, sources: Sequence[TasksetSource] = (),
+        continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
         """Submit a batch; it is durable when this returns.
 
         `cursor`: how far the taskset was read for this batch (`taskset, epoch, offset`; a list for several tasksets),
         recorded in the same transaction. So is `sources`, the identities of tasksets that are not files.
-        Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
+        `continues`: for tasks of it (by position), the ended batch and the number of the task that it cut
+        (`synchronizer.in_flight: cut`); they go on from the tokens that they have. Raises BatchAlreadyActive,
+        TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
             raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
@@ -116,7 +119,7 @@ class RolloutClient(SystemClient):
         least = None if min_wait_num is None else argument_checks.whole("min_wait_num", min_wait_num)
         self._link.call(commands.SubmitBatch(
             batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors,
-            sources=list(sources),
+            sources=list(sources), continues=argument_checks.continued(continues or {}),
         ))
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = batch_id, number

@@ -68,6 +68,30 @@ class Config(RunConfig):
         return _validate(dict(data), folder, lambda path: source)
 
     @model_validator(mode="after")
+    def _can_cut(self) -> Self:
+        """Refuse `synchronizer.in_flight: cut` if tasks could not go on in a later step."""
+        explorer, sync, retention = self.explorer, self.synchronizer, self.store.retention
+        ahead, bound = sync.steps_ahead, explorer.max_staleness
+        wrong = {
+            "explorer.over_rollout.ratio is 0, so no step leaves a task unfinished: give the share that it may leave":
+                explorer.over_rollout.ratio == 0,
+            "explorer.progress.seconds is 0, so there is no journal from which a task could go on: set it to 1":
+                explorer.progress.seconds == 0,
+            "explorer.over_rollout.return_partial_tasks delivers the finished runs of a task without the others: leave "
+            "it out": explorer.over_rollout.return_partial_tasks,
+            "explorer.max_repeat_times_per_runner splits the runs of a task, and a group goes on as a whole: leave it "
+            "out": explorer.max_repeat_times_per_runner is not None,
+            f"explorer.max_staleness is {bound}, so answers that go on would be dropped: set it to {ahead} or more":
+                bound is not None and bound < ahead,
+            f"store.retention is {retention}, and the tokens of a cut task may be needed {ahead} steps later: raise it":
+                retention is not None and retention < ahead,
+        }
+        reason = next((text for text, holds in wrong.items() if holds), "") if sync.in_flight == "cut" else ""
+        if reason:
+            raise ValueError(f"synchronizer.in_flight is cut, and {reason}")
+        return self
+
+    @model_validator(mode="after")
     def _resolve(self, info: ValidationInfo) -> Self:
         """Make every path absolute, and fill in keys that follow from others."""
         folder = Path((info.context or {}).get("folder") or Path.cwd())

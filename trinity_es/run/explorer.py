@@ -22,6 +22,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogNotFound, SyncError, TooFewGroups, WorkflowError
 from trinity_es.events.values import BatchId, BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading.cut_tasks import CutTasks
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.projections.reading.task_mean_rewards import pass_rates, submitted_tasks
@@ -65,6 +66,7 @@ class Explorer(RunProcess):
         self._read_lock = asyncio.Lock()
         """Lock of the tasksets, which cache the part of a file that they read last."""
         self._last_progress = time.monotonic()
+        self._cut_tasks = CutTasks()
 
     def _is_unfinished(self) -> bool:
         progress, point = self.progress, self._point
@@ -180,18 +182,28 @@ class Explorer(RunProcess):
                 if not self.has_more(self.step, self.cursors):
                     return  # refills took the rest
                 await asyncio.to_thread(self._learn, self.step + 1)
-                tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, size)
-                await self._submit(self.step + 1, tasks, self._changed_cursors(cursors))
+                cut = await asyncio.to_thread(self._read_cut_tasks, size)
+                tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, size - len(cut))
+                changed = self._changed_cursors(cursors, every=not tasks)
                 self.cursors = cursors
+                await self._submit(self.step + 1, [*cut.values(), *tasks], changed, dict(enumerate(cut)))
             # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
-    def _changed_cursors(self, cursors: Mapping[str, Cursor]) -> list[dict[str, Any]]:
-        """Return those of these cursors that are not the current ones, as `submit_batch` takes them."""
+    def _changed_cursors(self, cursors: Mapping[str, Cursor], *, every: bool = False) -> list[dict[str, Any]]:
+        """Return those of these cursors that are not the current ones, or `every` one, as `submit_batch` takes them."""
         return [
             {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
-            for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
+            for name, cursor in cursors.items() if every or cursor != self.cursors.get(name, Cursor())
         ]
+
+    def _read_cut_tasks(self, most: int) -> dict[tuple[BatchId, int], Task]:
+        """Return the tasks that earlier steps cut and no step goes on with, the oldest first, by step and number."""
+        if self.config.synchronizer.in_flight != "cut":
+            return {}
+        log = self.rollouts.client.log
+        rows = {key: log.task(*key)["index"] for key in self._cut_tasks.waiting(log)[:most]}
+        return {key: self.mix.task(row["taskset"], row["index"]) for key, row in rows.items()}
 
     def _learn(self, step: int) -> None:
         """Give the selectors what they learn from before this step.
@@ -204,8 +216,11 @@ class Explorer(RunProcess):
                 self.mix.learn(pass_rates(self.rollouts.client.log, generated))
                 self._learnt_up_to = generated
 
-    async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
-        least = self._least_of(len(tasks))
+    async def _submit(
+        self, step: int, tasks: list[Task], cursors: list[dict[str, Any]],
+        continues: Mapping[int, tuple[BatchId, int]] | None = None,
+    ) -> None:
+        least = self._least_of(step, len(tasks))
         sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
@@ -214,12 +229,15 @@ class Explorer(RunProcess):
             min_wait_num=None if least == len(tasks) else least,
             cursor=cursors,
             sources=sources,
+            continues=continues,
         ))
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
-    def _least_of(self, tasks: int) -> int:
+    def _least_of(self, step: int, tasks: int) -> int:
         """Return how many of a step's tasks it waits for."""
+        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
+            return tasks  # no step comes after the last one, in which its tasks could go on
         return math.ceil(round(tasks * (1 - self.config.explorer.over_rollout.ratio), 9))
 
     async def _generate(self) -> None:
@@ -263,7 +281,7 @@ class Explorer(RunProcess):
         while True:
             batch = await self.rollouts.batch(step) if refill else None
             first = 0 if batch is None else min(batch.additions.values(), default=len(batch.tasks))
-            groups = self._least_of(min(first, self.config.buffer.batch_size)) or None
+            groups = self._least_of(step, min(first, self.config.buffer.batch_size)) or None
             try:
                 return await when_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
             except TooFewGroups as e:

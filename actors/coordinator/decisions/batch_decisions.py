@@ -66,6 +66,7 @@ def submit(
     runs_per_unit: int | None,
     detailed_stats: bool,
     submission: str,
+    continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
     """Submit a batch; the same submission again changes nothing.
 
@@ -93,6 +94,7 @@ def submit(
             runs_per_unit=runs_per_unit,
             detailed_stats=detailed_stats,
             submission=submission,
+            continues=list(continues),
         )
     ]
 
@@ -333,18 +335,22 @@ def _require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
             raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}: at least 1")
 
 
-def start_finalizing(batch: BatchState, return_partial: bool = False, groups: int = 0) -> list[ev.Event]:
+def start_finalizing(
+    batch: BatchState, return_partial: bool = False, groups: int = 0, *, cut: bool = False
+) -> list[ev.Event]:
     """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
 
-    With `return_partial` the finished runs of dropped tasks go through the pipeline too. `groups`: as in
-    BatchFinalizing.
+    With `return_partial` the finished runs of dropped tasks go through the pipeline too; with `cut` the dropped tasks
+    of a train batch can go on in a later one. `groups`: as in BatchFinalizing.
     """
     open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
         kept = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
+        cuts = open_tasks if cut and batch.batch_type == "train" else []
         reason = f"finalized with {batch.completed_task_count} tasks, enough"
-        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
+        reason += "; cut, and goes on in a later batch" if cuts else ""
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept, cut=cuts))
     if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing(groups=groups)]

@@ -1,4 +1,4 @@
-"""Journals of lost attempts: read when a runner is lost, so that the next attempts go on from them.
+"""Journals of lost attempts, read when a runner is lost, and of cut ones; the next attempts go on from them.
 
 A unit that was lost waits until a thread has read the journal of its runner's life. What it has is stored as a payload,
 and `AttemptKept` names it. So the payload never changes, whatever a runner that was only frozen writes later. A journal
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
@@ -49,10 +49,12 @@ class LostJournals:
         self._asked: set[_LostUnit] = set()
         self._empty: set[_LostUnit] = set()
         """Units of which the journal has nothing."""
+        self._cutting: set[str] = set()
+        """Submissions whose open units are being read."""
 
     def forget(self) -> None:
         """Read again whatever is lost, because what was recorded may not be in the log."""
-        self._asked, self._empty = set(), set()
+        self._asked, self._empty, self._cutting = set(), set(), set()
 
     def holds(self, batch: BatchState, key: tuple[int, int]) -> bool:
         """Return True while a lost unit's journal is not read."""
@@ -83,6 +85,28 @@ class LostJournals:
                     by_life.setdefault(life, []).append(lost)
         for life, units in by_life.items():
             self._live.then(lambda life=life, units=units: self._read(life, units))  # type: ignore[misc]  # binds both
+
+    def cut(self, batch: BatchState, then: Callable[[list[ev.AttemptKept]], None]) -> None:
+        """Store what the open units of a batch have; call `then` with the events that name it, to be recorded."""
+        if batch.submission in self._cutting:
+            return
+        self._cutting.add(batch.submission)
+        by_life, batch_id, submission = _open_units(batch), batch.batch_id, batch.submission
+
+        def done(kept: list[ev.AttemptKept] | Exception) -> None:
+            self._cutting.discard(submission)
+            if isinstance(kept, Exception):
+                _LOG.warning("journals can't be read, so the cut tasks of batch %r begin again: %s", batch_id, kept)
+                kept = []
+            batch = self._live.batches.get(batch_id)
+            if batch is not None and batch.submission == submission:
+                then([event for event in kept if _is_open(batch, event)])
+
+        def read() -> list[ev.AttemptKept]:
+            events = [event for life, units in by_life.items() for event in self._stored(life, units)]
+            return [event for event in events if event is not None]
+
+        self._live.ask(read, done)
 
     def _read(self, life: Life, units: list[_LostUnit]) -> None:
         def done(kept: list[ev.AttemptKept | None] | Exception) -> None:
@@ -176,3 +200,23 @@ class LostJournals:
 def _lost_unit(batch: BatchState, key: tuple[int, int]) -> _LostUnit:
     kept = batch.kept.get(key)
     return _LostUnit(batch.batch_id, batch.submission, batch.pending[key], "" if kept is None else kept.payload)
+
+
+def _open_units(batch: BatchState) -> dict[Life, list[_LostUnit]]:
+    """Return the units of a batch that run, and those that were lost and are not read, by the life that had them."""
+    by_life: dict[Life, list[_LostUnit]] = {}
+    for flight in batch.flights.values():
+        unit = replace(flight.unit, attempt=flight.unit.attempt + 1)
+        earlier = "" if flight.kept is None else flight.kept.payload
+        lost = _LostUnit(batch.batch_id, batch.submission, unit, earlier)
+        by_life.setdefault((flight.runner, flight.incarnation), []).append(lost)
+    for key, life in batch.lost.items():
+        by_life.setdefault(life, []).append(_lost_unit(batch, key))
+    return by_life
+
+
+def _is_open(batch: BatchState, event: ev.AttemptKept) -> bool:
+    """Return True if the attempt did not end while its journal was read."""
+    key = event.task, event.run_id_base
+    flight = batch.flights.get(key)
+    return key in batch.lost or (flight is not None and flight.unit.attempt == event.attempt)

@@ -18,11 +18,13 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
+from trinity_es.actors.coordinator.decisions import cut_tasks
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline import StalenessLimit
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
@@ -60,12 +62,12 @@ class BatchHandlers:
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
         in_hand: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout,
+        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, journals: LostJournals,
     ) -> None:
         self.config, self.live, self.dispatcher = config, live, dispatcher
         self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
-        self.dynamic_timeout = dynamic_timeout
+        self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
         """Number of batches by recovery decision, for those that were open when this coordinator started."""
@@ -96,6 +98,11 @@ class BatchHandlers:
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = submitted_tasks(self.live, parcel)
+        earlier = [self.live.find(cut.batch_id) for cut in command.continues or ()]
+        continues = [
+            cut_tasks.continued(cut.task, of, cut.cut_task)
+            for cut, of in zip(command.continues or (), earlier, strict=True)
+        ]
         events = batches.submit(
             self.live.find(batch_id),
             batch_id=batch_id,
@@ -108,9 +115,12 @@ class BatchHandlers:
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
             detailed_stats=self.config.monitor.detailed_stats,
             submission=request.id,
+            continues=continues,
         )
         if events:
             self.live.record_batch(batch_id, events)
+            for task, of in zip(continues, earlier, strict=True):
+                self.live.record_batch(batch_id, cut_tasks.kept(task, of, self.live.batches[batch_id]))
             self.live.keep_tasks(batch_id, parcels)
             self._advance(batch_id, command.cursor)
             for source in command.sources or ():
@@ -176,22 +186,34 @@ class BatchHandlers:
         )
         self.router.reply(request, error=error)
 
-    def check_finalize(self, batch_ids: Sequence[BatchId]) -> None:
-        """Begin to finalize the batches that have enough settled tasks and a waiting client."""
+    def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
+        """Begin to finalize the batches that have enough settled tasks and a waiting client.
+
+        `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
+        """
+        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
+        cutting, most = sync.in_flight == "cut", None if bound is None else bound // sync.steps_ahead
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
             if batch.completed_task_count < batches.wanted(batch):
                 continue
+            if cutting and cut_tasks.must_end(batch, most):
+                continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
+            cuts = cutting and batch.batch_type == "train" and batch.open_task_count > 0
+            if cuts and kept is None:
+                self.journals.cut(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
+                continue
             self.dispatcher.revoke(batch)
             partial = self.config.explorer.over_rollout.return_partial_tasks
             groups = max(w.request.command.groups or 0 for w in waiters)
-            self.live.record_batch(batch_id, batches.start_finalizing(batch, partial, groups))
+            events = batches.start_finalizing(batch, partial, groups, cut=cuts)
+            self.live.record_batch(batch_id, [*(kept if kept and cuts else ()), *events])
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:

@@ -80,6 +80,7 @@ class Handlers:
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.returned)
         self.batches = BatchHandlers(
             config, live, dispatcher, pipeline, in_hand, outputs, router, actor, dynamic_timeout=dynamic_timeout,
+            journals=self.journals,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)

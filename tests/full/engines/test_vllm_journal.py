@@ -108,6 +108,29 @@ def test_trap_4_a_prompt_that_goes_on_finds_its_blocks_in_the_same_engine_and_no
         del live.engine.outputs
 
 
+def test_an_answer_over_three_steps_has_three_spans_and_the_logprobs_of_each_version_s_model(
+    live: Live, tiny: Path, other: Path
+) -> None:
+    """`in_flight: cut`: it is cut at the end of two steps, and goes on under the next weights."""
+    models, data = [tiny, other, tiny], b""
+    for version, least in ((1, 40), (2, 80)):
+        data = live.run(cut_off(live, GREEDY, least, earlier=data)).data
+        live.run(live.engine.load_weights(version, str(models[version])))
+    cut = Written()
+    cut.data = data
+    [answer] = again(live, GREEDY, cut)
+    assert len(answer.token_ids) == LENGTH
+    [(v0, start, first), (v1, _, second), (v2, _, end)] = answer.version_spans
+    assert (v0, v1, v2, start, end) == (0, 1, 2, 0, LENGTH)
+    assert answer.splices == (first, second)
+    assert answer.logprobs is not None
+    of_tiny = scored(live, answer)
+    live.run(live.engine.load_weights(3, str(other)))
+    of_other = scored(live, answer)
+    assert answer.logprobs == pytest.approx([*of_tiny[:first], *of_other[first:second], *of_tiny[second:]], abs=2e-3)
+    assert of_tiny[first:second] != pytest.approx(of_other[first:second], abs=0.1), "the models differ"
+
+
 CHAT = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 TEXT = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 

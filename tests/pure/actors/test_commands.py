@@ -90,7 +90,7 @@ def test_a_field_too_many_and_one_too_few_are_named(command: Command[Any]) -> No
         decode(command.name, sent | {"more": 1})
     with pytest.raises(DataError, match=f"request '{command.name}': it must be a mapping of keys"):
         decode(command.name, None)
-    may_be_absent = {"method", "again", "return_partial", "sources", "groups"}
+    may_be_absent = {"method", "again", "return_partial", "sources", "groups", "continues"}
     for name in sent.keys() - may_be_absent:
         with pytest.raises(DataError, match=f"request '{command.name}': {name} is required"):
             decode(command.name, {key: value for key, value in sent.items() if key != name})

@@ -15,6 +15,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import Attempt, RunRow
 from trinity_es.projections.history.task_history import TaskHistory, follow_task, prompt_of
+from trinity_es.projections.reading.cut_tasks import continuations
 from trinity_es.projections.reading.journal_parts import JournalPart, kept_parts
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
@@ -27,6 +28,8 @@ def show_task(
 ) -> None:
     """Print one task, or one of its runs. Raises BatchNotFound if there is no such task, run or experience."""
     history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
+    if history.state == "dropped":
+        history.turns += continuations(log, batch_id, task)
     out = batch_tables.console()
     if run is None:
         parts = kept_parts(log, {a.kept.payload for a in history.attempts if a.kept is not None})

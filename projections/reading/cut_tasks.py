@@ -1,0 +1,53 @@
+"""Tasks that train batches cut and no later batch goes on with (`synchronizer.in_flight: cut`)."""
+
+from __future__ import annotations
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.history.task_history import TaskEvent
+from trinity_es.projections.reading.log_reader import Log
+
+__all__ = ["CutTasks", "continuations"]
+
+_TYPES = ["BatchSubmitted", "TaskDropped", "TaskReopened", "BatchFinalized"]
+
+
+class CutTasks:
+    """Reader of the cut tasks of a log, which reads only new events each time."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._open: dict[str, dict[int, None]] = {}
+        """Cut tasks of each batch that is not finalized, by its stream."""
+        self._waiting: dict[tuple[BatchId, int], None] = {}
+
+    def waiting(self, log: Log) -> list[tuple[BatchId, int]]:
+        """Return batch and number of each cut task that no batch goes on with, in the order of their ends.
+
+        A batch that is submitted again takes its tasks back.
+        """
+        for recorded in log.read(types=_TYPES, after=self._position):
+            self._position, stream = recorded.position, recorded.stream
+            match recorded.event:
+                case ev.BatchSubmitted() as event:
+                    self._open[stream] = {}
+                    taken = {(task.batch_id, task.cut_task) for task in event.continues}
+                    for key in [k for k in self._waiting if k in taken or k[0] == event.batch_id]:
+                        del self._waiting[key]
+                case ev.TaskDropped() as event:
+                    self._open[stream] |= dict.fromkeys(event.cut)
+                case ev.TaskReopened() as event:
+                    self._open[stream].pop(event.task, None)
+                case ev.BatchFinalized() as event:
+                    batch_id = event.result["batch_id"]
+                    self._waiting |= {(batch_id, task): None for task in self._open.pop(stream, {})}
+        return list(self._waiting)
+
+
+def continuations(log: Log, batch_id: BatchId, task: int) -> list[TaskEvent]:
+    """Return each submission of a batch that goes on with this cut task, as events of the task."""
+    return [
+        TaskEvent(recorded.recorded_at, recorded.position, f"goes on as task {of.task} of batch {event.batch_id}")
+        for recorded in log.read(types=["BatchSubmitted"]) if isinstance(event := recorded.event, ev.BatchSubmitted)
+        for of in event.continues if (of.batch_id, of.cut_task) == (batch_id, task)
+    ]
