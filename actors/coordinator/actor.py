@@ -181,9 +181,9 @@ class Coordinator(BaseActor):
             return
         self.leader_lock = LeaderLock(self.config.store.url)
         fleet = lambda: self.hosts if self.running else None  # noqa: E731
-        end = listening(settings, self.certificate, self.post, fleet, self.folders)
+        listener = listening(settings, self.certificate, self.post, fleet, self.folders)
         self.hosts = HostFleet(
-            settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
+            settings, self.fleet.registry, listener, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self._handle(death, None),
             models={name: model.model_path for name, model in self.config.models.items()},
             heard=self.hosts_heard,
@@ -310,7 +310,7 @@ class Coordinator(BaseActor):
             except LogUnavailable as e:  # a large task could not be stored for its runner
                 self.session.abandon_turn(e)
                 return
-            self.handlers.in_hand.let_go()
+            self.handlers.in_hand.end_turn()
             self.handlers.routes.look()
             self.handlers.leases.look()
         self.session.end_turn()
@@ -323,19 +323,20 @@ class Coordinator(BaseActor):
         """Send the guardian a heartbeat."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
-        epoch, end, heard = 0, None, dict[str, float]()
+        epoch, log_end, hosts_heard = 0, None, dict[str, float]()
         if session is not None and session.running and session.begun:
-            epoch, end = session.lease.epoch, session.end()
-            heard = self.hosts.heard() if self.hosts is not None else {}
-        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=end, hosts_heard=heard))
+            epoch, log_end = session.lease.epoch, session.end()
+            hosts_heard = self.hosts.heard() if self.hosts is not None else {}
+        beat = Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
+        self.send(self.guardian, beat)
         if session is not None:
             session.calm_down()
 
-    def every(self, seconds: float, name: str, look: Callable[[], None]) -> None:
-        """Call `look` at this interval while messages are handled."""
-        self.after(seconds, name, lambda: self.every(seconds, name, look))
+    def every(self, seconds: float, name: str, check: Callable[[], None]) -> None:
+        """Call `check` at this interval while messages are handled."""
+        self.after(seconds, name, lambda: self.every(seconds, name, check))
         if self.running:
-            look()
+            check()
 
     def report_states(self, table: str) -> None:
         """Log what the runners do."""
@@ -349,7 +350,7 @@ class Coordinator(BaseActor):
         """
         self.retiring_since = self.retiring_since or self.now()
         busy = self.running and (
-            self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.closed(self.close_problem)
+            self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.close_problem)
         )
         if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
@@ -381,9 +382,9 @@ class Coordinator(BaseActor):
         """Accept the start, the end and requests at any time, and everything else while the live state is open."""
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
-    def admit(self, message: Any, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
+    def admit(self, message: Any, by: str, act: Callable[[], None]) -> None:
         """Call `act` while messages are handled, once the log is known to hold what the sender knows."""
-        self.witnesses.admit(message.known, by, lambda: act() if self.running else None, anyway=anyway)
+        self.witnesses.admit(message.known, by, lambda: act() if self.running else None)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
         self.models.update(message.models)
@@ -398,15 +399,15 @@ class Coordinator(BaseActor):
             self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(e)))
             return
 
-        def take() -> None:
+        def handle() -> None:
             self.take(request, sender)
 
         if not self.running:
-            take()
+            handle()
         elif isinstance(request.command, GetStatus):
-            self.witnesses.admit(message.known, message.by, take, anyway=True)
+            self.witnesses.admit(message.known, message.by, handle, if_unreadable=True)
         else:
-            self.witnesses.after_runners(lambda: self.witnesses.admit(message.known, message.by, take))
+            self.witnesses.after_runners(lambda: self.witnesses.admit(message.known, message.by, handle))
 
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
         """Handle a request, or answer why it can't be handled; if the trouble is transient, the client asks again."""
@@ -417,11 +418,11 @@ class Coordinator(BaseActor):
             self.unwritten.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
-        def take() -> None:
+        def apply_report() -> None:
             self.fleet.on_status(clean_report(message), sender)
             self.witnesses.heard(message.name)
 
-        self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", take)
+        self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", apply_report)
 
     def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
         self.handlers.runners.on_activity(message)

@@ -28,7 +28,7 @@ REMEMBERED_MARKS = 1000
 class _Check(NamedTuple):
     claim: Claim
     act: Callable[[], None]
-    anyway: bool
+    if_unreadable: bool
 
 
 class Witnesses:
@@ -57,12 +57,15 @@ class Witnesses:
         return None if mark is None else mark._replace(teller=self._teller)
 
     # --- marks ------------------------------------------------------------------------------------------------------
-    def admit(self, mark: Mark | None, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
-        """Call `act` once the log has proved to hold the mark of `by`; if the log can't be read, only with `anyway`."""
+    def admit(self, mark: Mark | None, by: str, act: Callable[[], None], *, if_unreadable: bool = False) -> None:
+        """Call `act` once the log has proved to hold the mark that the sender `by` has.
+
+        If the log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages.
+        """
         if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified:
             act()
             return
-        self._waiting.append(_Check(Claim(mark._replace(teller=""), by), act, anyway))
+        self._waiting.append(_Check(Claim(mark._replace(teller=""), by), act, if_unreadable))
         if not self._checking:
             self._start_check()
 
@@ -72,24 +75,26 @@ class Witnesses:
 
         def run() -> None:
             error: Exception | None = None
-            end = self._log.acknowledged  # before the check, which may move it
-            later = end is not None and any(check.claim.mark.position > end.position for check in checks)
+            acknowledged = self._log.acknowledged  # before the check, which may move it
+            has_later_mark = acknowledged is not None and any(
+                check.claim.mark.position > acknowledged.position for check in checks
+            )
             try:
                 self._log.require([check.claim for check in checks])
             except Exception as e:
                 error = e
-            self._post(lambda: self._end_check(checks, error, later))
+            self._post(lambda: self._end_check(checks, error, has_later_mark))
 
         threading.Thread(target=run, name="mark-check", daemon=True).start()
 
-    def _end_check(self, checks: list[_Check], error: Exception | None, later: bool) -> None:
+    def _end_check(self, checks: list[_Check], error: Exception | None, has_later_mark: bool) -> None:
         self._checking = False
         if isinstance(error, LogRewound):
             self._rewound(error)
         elif error is not None:  # the clients ask again
             logging.getLogger("trinity_es.witnesses").warning("senders' marks of the log can't be checked: %s", error)
-            checks = [check for check in checks if check.anyway]
-        elif later:  # the mark is of the next coordinator, which clients will find
+            checks = [check for check in checks if check.if_unreadable]
+        elif has_later_mark:  # only the next coordinator can have written more; clients will find it
             self._replaced()
             return
         else:

@@ -33,7 +33,7 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class _Suspect:
-    """Request or pipeline that was in hand when coordinators ended."""
+    """Request or pipeline that was in work when coordinators ended."""
 
     what: str
     deaths: int
@@ -47,12 +47,12 @@ def fingerprint(request: CommandRequest[Any]) -> str:
 
 
 class RequestsInHand:
-    """Requests and pipelines in hand now, and those that were in hand when earlier coordinators ended."""
+    """Requests and pipelines in work now, and suspects: those in work when earlier coordinators ended."""
 
     def __init__(self, path: Path | None = None, life: str = "") -> None:
         """Read the file of the previous coordinator, or keep all in memory if there is no path.
 
-        `life` names a start of the system.
+        `life` names a start of the system; a file of another start is ignored.
         """
         self._life = life
         self._held: dict[str, str] = {}
@@ -69,11 +69,11 @@ class RequestsInHand:
 
     def _read(self, data: bytes) -> None:
         try:
-            left: dict[str, Any] = orjson.loads(data)
-            if left["life"] != self._life:
+            content: dict[str, Any] = orjson.loads(data)
+            if content["life"] != self._life:
                 return
-            self._suspects = {key: _Suspect(**suspect) for key, suspect in left["suspects"].items()}
-            for key, what in left["held"].items():
+            self._suspects = {key: _Suspect(**suspect) for key, suspect in content["suspects"].items()}
+            for key, what in content["held"].items():
                 deaths = self._suspects.pop(key).deaths if key in self._suspects else 0
                 self._suspects[key] = _Suspect(what, deaths + 1)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -107,7 +107,10 @@ class RequestsInHand:
         self._write()
 
     def blame(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Suspect a request whose handler crashed this coordinator; one crash is enough, since its cause is clear."""
+        """Suspect a request whose handler crashed this coordinator.
+
+        One crash is enough to refuse the request from now on, since its cause is clear.
+        """
         self._held.pop(fingerprint(request), None)
         message = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", DEATHS, message)
@@ -118,7 +121,7 @@ class RequestsInHand:
         self._held.pop(fingerprint(request), None)
         self._write()
 
-    def let_go(self) -> None:
+    def end_turn(self) -> None:
         """Note that the turn has ended and this coordinator lives."""
         if self._held:
             for key in self._held:

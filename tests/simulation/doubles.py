@@ -261,7 +261,7 @@ class SimJobs:
     def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.payloads, self.post, self.process = payloads, post, here()
 
-    def closed(self, problem: Callable[[str], None]) -> bool:
+    def close(self, problem: Callable[[str], None]) -> bool:
         return True
 
     def run(self, job: Any) -> None:

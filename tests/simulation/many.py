@@ -163,7 +163,7 @@ class _Pipeline:
     def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.post = post
 
-    def closed(self, problem: Callable[[str], None]) -> bool:
+    def close(self, problem: Callable[[str], None]) -> bool:
         return True
 
     def run(self, job: Any) -> None:

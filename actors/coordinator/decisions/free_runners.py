@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["Capacity", "Room"]
 
-AHEAD_SHARE = 2
-"""Divisor of a runner's share of the waiting units: it gets at most that many units beyond its places."""
+AHEAD_DIVISOR = 2
+"""A runner gets at most its share of the waiting units, divided by this, beyond its places."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Room:
 
     def expect(self, waiting: int) -> None:
         """Set the number of waiting units, which limits the units beyond the runners' places."""
-        self._beyond = waiting / (AHEAD_SHARE * max(1, self._places)) if len(self._runners) > 1 else None
+        self._beyond = waiting / (AHEAD_DIVISOR * max(1, self._places)) if len(self._runners) > 1 else None
 
     def give(self, runner: Capacity) -> None:
         """Count one more unit for a runner."""

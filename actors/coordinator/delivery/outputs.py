@@ -185,14 +185,14 @@ class _Follower:
         return self._working or (self._due.is_set() and self.error is None)
 
     def _run(self) -> None:
-        begun, pause = False, FIRST_PAUSE
+        position_known, pause = False, FIRST_PAUSE
         while True:
             self._due.wait(None if self.error is None else pause)
             self._working = True
             self._due.clear()
             try:
-                if not begun:
-                    self.done, begun = self._last_written(), True
+                if not position_known:
+                    self.done, position_known = self._last_written(), True
                 self._catch_up()
                 self.error, pause = None, FIRST_PAUSE
             except Exception as e:  # the log or the output fails: retry everything
@@ -205,6 +205,7 @@ class _Follower:
                 self._due.clear()
 
     def _last_written(self) -> int:
+        """Return the position of the last delivery that this output wrote or skipped; 0 if there is none."""
         done = 0
         for recorded in self._log.read(stream=ev.OutputWritten.stream_of(self.name)):
             match recorded.event:
@@ -226,16 +227,15 @@ class _Follower:
         if delivery is None:
             return
         key, refs = delivery
-        about = (self.name, key, recorded.position)
         try:
             experiences = read_experiences(self._payloads, list(refs))
             self._output.write(key, experiences)
         except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
             _LOG.warning("output %s skips %s: %s", self.name, key, e)
-            self._record(_failed(*about, e, retry=False))
+            self._record(self._failure(key, recorded.position, e, retry=False))
         except Exception as e:
             if self.error != f"{type(e).__name__}: {e}":  # record it once, not at every try
-                self._record(_failed(*about, e, retry=True))
+                self._record(self._failure(key, recorded.position, e, retry=True))
             raise
         else:
             self._record(ev.OutputWritten(
@@ -278,7 +278,6 @@ class _Follower:
         if not recorded.result():
             raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded")
 
-
-def _failed(output: str, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
-    text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
-    return ev.OutputFailed(output=output, key=key, position=position, error=text, retry=retry)
+    def _failure(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
+        text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
+        return ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)

@@ -26,9 +26,9 @@ class PipelineJob:
     refs: list[PayloadRef]
     done: Callable[[Any], None]
     prepare: Callable[[list[Experience]], None] | None = None
-    """Change to the experiences before the operators run, in the pipeline's thread."""
+    """Function that changes the experiences before the operators run, in the pipeline's thread."""
     refer: bool = False
-    """Whether delivered experiences may refer to the payloads of `refs`, which are then kept as long."""
+    """True if delivered experiences may refer to the payloads of `refs`, which are then kept as long."""
     limit: StalenessLimit | None = None
     """Limit beyond which experiences are dropped before the operators run; None: there is none."""
     groups: int = 0
@@ -70,8 +70,8 @@ class PipelineThread:
     def run(self, job: PipelineJob) -> None:
         self._pool.submit(self._work, job)
 
-    def closed(self, problem: Callable[[str], None]) -> bool:
-        """Return True once all operators are closed; the first call starts that, so call it again until it is True.
+    def close(self, problem: Callable[[str], None]) -> bool:
+        """Begin to close the operators, and return True once all are closed; call it again until it returns True.
 
         `problem` is called in the actor's loop for each operator that could not be closed.
         """
@@ -79,7 +79,7 @@ class PipelineThread:
             return True
         if self._closing is None:
             self._closing = self._pool.submit(self._pipeline.close)
-            self._closing.add_done_callback(lambda done: self._post(lambda: _tell(done.result(), problem)))
+            self._closing.add_done_callback(lambda closing: self._post(lambda: _report_each(closing.result(), problem)))
         return self._closing.done()
 
     def _work(self, job: PipelineJob) -> None:
@@ -108,12 +108,12 @@ class PipelineThread:
         )
 
 
-def _tell(lines: list[str], problem: Callable[[str], None]) -> None:
-    for line in lines:
-        problem(line)
+def _report_each(problems: list[str], report: Callable[[str], None]) -> None:
+    for problem in problems:
+        report(problem)
 
 
 def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:
-    """Return (count, version) of each stretch of experiences with the same weights version; 0: they name no version."""
+    """Return (count, version) of each stretch of experiences with one weights version; 0: they name none."""
     versions = (v if type(v := e.info.get("model_version")) is int else 0 for e in experiences)
-    return [(len(list(same)), version) for version, same in groupby(versions)]
+    return [(len(list(stretch)), version) for version, stretch in groupby(versions)]

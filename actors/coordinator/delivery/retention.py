@@ -76,14 +76,14 @@ class Retention:
 
     # --- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        begun = False
+        last_deletion_finished = False
         while True:
             self._due.wait()
             self._due.clear()
             try:
-                if not begun:
-                    self._delete_again()
-                    begun = True
+                if not last_deletion_finished:
+                    self._finish_last_deletion()
+                    last_deletion_finished = True
                 while self._free():
                     pass
             except LogError as e:  # for instance the database is away: the next acknowledgement retries
@@ -125,18 +125,20 @@ class Retention:
         newest = sorted(acknowledged)[-self._keep :]
         if len(newest) < self._keep:
             return []
-        oldest, since = newest[0], min(acknowledged[step] for step in newest)
+        oldest_step, oldest_position = newest[0], min(acknowledged[step] for step in newest)
 
-        def collected(row: _BatchRow) -> bool:
+        def is_collected(row: _BatchRow) -> bool:
             return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
 
-        def over(row: _BatchRow) -> bool:
-            if row.state == BatchLifecycleState.ABORTED.value or collected(row):
-                return row.last_position < since
-            return row.trained_step is not None and row.trained_step < oldest
+        def may_go(row: _BatchRow) -> bool:
+            if row.state == BatchLifecycleState.ABORTED.value or is_collected(row):
+                return row.last_position < oldest_position
+            return row.trained_step is not None and row.trained_step < oldest_step
 
         written = self._written()
-        streams = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
+        streams = (
+            s for s, row in kept.items() if may_go(row) and (math.isinf(written) or self._delivered(s) <= written)
+        )
         return sorted(streams, key=lambda s: kept[s].first_position)[:MOST]
 
     def _delivered(self, stream: str) -> int:
@@ -148,22 +150,26 @@ class Retention:
         for stream in self._digests.keys() - kept.keys():
             del self._digests[stream]
         for stream, row in kept.items():
-            self._read(stream, row.last_position)
-        outside = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
+            self._update_digests(stream, row.last_position)
+        used_by_requests = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         own: set[str] = set()
         for stream in streams:
             own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
-        return own - outside.union(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
+        return own - used_by_requests.union(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
 
-    def _read(self, stream: str, until: int) -> None:
-        at, digests = self._digests.get(stream, (0, frozenset[str]()))
-        if at < until:
+    def _update_digests(self, stream: str, until: int) -> None:
+        """Add the digests of a batch's events up to the position `until` to those read before."""
+        position, digests = self._digests.get(stream, (0, frozenset[str]()))
+        if position < until:
             self._digests[stream] = (until, digests | experience_digests(
-                self._log.read(stream=stream, after=at, until=until)
+                self._log.read(stream=stream, after=position, until=until)
             ))
 
-    def _delete_again(self) -> None:
-        """Delete unshared payloads of the last event, since its coordinator may have ended before it did."""
+    def _finish_last_deletion(self) -> None:
+        """Delete the payloads that the last PayloadsFreed names, except those that other batches use.
+
+        The coordinator that recorded this event may have ended before it deleted them.
+        """
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             freed = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))

@@ -19,21 +19,21 @@ __all__ = ["Dispatcher", "ahead"]
 
 AHEAD_SECONDS = 0.1
 """Time that the units beyond a runner's places keep it busy while its outcomes travel (Little's law)."""
-AHEAD_MOST = 32
-"""Maximum number of these units, as a multiple of its places."""
+AHEAD_FACTOR = 32
+"""Maximum number of these units per place of the runner."""
 REST_SECONDS = 30.0
 """Time without units for a host that lacks what a unit needed: failing at once, it would attract all units."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none if units are long, so that no runner hoards the last ones."""
+    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last."""
     if unit_seconds is None:
         return 0
-    return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
+    return int(places * min(AHEAD_FACTOR, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
 
 
 class Dispatcher:
-    """Sender of units to runners, once the decision is durable."""
+    """Sender of units to runners; each is sent once its dispatch is durable."""
 
     def __init__(
         self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
@@ -42,7 +42,8 @@ class Dispatcher:
     ) -> None:
         """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
 
-        `end` returns the current end of the log; `holds` tells if a unit waits for its lost attempt's journal.
+        `end` returns the current end of the log. `holds` returns True for a unit that waits for the journal of its lost
+        attempt.
         """
         self.registry, self.live = registry, registry.live
         self._timeout, self._end, self._holds = timeout, end, holds
@@ -67,15 +68,16 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Send the units that can run now, and the acknowledgements of outcomes."""
         acks, self._acks = self._acks, {}
-        items: dict[str, list[UnitAssignment]] = {}
+        assignments: dict[str, list[UnitAssignment]] = {}
         batches = self.live.batches.values()
         if any(b.pending for b in batches):
             self._update_room()
             for batch, event in decisions.dispatch(batches, self._room, self._timeout(), self._holds):
                 self.live.record_batch(batch.batch_id, [event])
-                items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
-        for name in sorted(items.keys() | acks.keys()):
-            self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
+                of_runner = assignments.setdefault(event.runner, [])
+                of_runner += [self._assignment(batch, unit, event.timeout) for unit in event.units]
+        for name in sorted(assignments.keys() | acks.keys()):
+            self._send_work(self.registry.runners[name], assignments.get(name, []), tuple(acks.get(name, {})))
 
     def _update_room(self) -> None:
         changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
@@ -97,23 +99,23 @@ class Dispatcher:
             ))
 
     def _fits(self, capacity: Capacity) -> bool:
-        """Return True if a runner may get units now; it is marked as changed when it may again."""
+        """Return True if a runner may get units now; whatever ends the obstacle marks the runner as changed."""
         runner = self.registry.runners[capacity.name]
         fits = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return fits and host_of(capacity.name) not in self._resting
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Send again the units that the log assigns to this runner and that its status lacks, since they were lost."""
-        items = []
-        has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
+        assignments = []
+        reported = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
-            units = has.get((batch.batch_id, batch.submission), set())
+            units = reported.get((batch.batch_id, batch.submission), set())
             for task, base in self.live.in_flight.of(batch.batch_id, runner.name, runner.incarnation):
                 flight = batch.flights[task, base]
                 if (task, base, flight.unit.attempt) not in units:
-                    items.append(self._item(batch, flight.unit, flight.timeout))
-        if items:
-            self._send_work(runner, items, ())
+                    assignments.append(self._assignment(batch, flight.unit, flight.timeout))
+        if assignments:
+            self._send_work(runner, assignments, ())
 
     def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Cancel units that this runner still runs for an ended batch, since the earlier message was lost."""
@@ -134,7 +136,7 @@ class Dispatcher:
                 cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
                 self.registry.send_later(runner.address, cancel)
 
-    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
+    def _assignment(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
         task = self.live.task(batch, unit.task)
         keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         kept = batch.flights[unit.task, unit.run_id_base].kept
@@ -143,12 +145,12 @@ class Dispatcher:
             kept="" if kept is None else kept.payload,
         )
 
-    def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
-        for group in in_parts(items):
+    def _send_work(self, runner: RunnerRecord, assignments: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
+        for group in in_parts(assignments):
             self.live.then(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop variable
                 runner.address, RunUnits(runner.incarnation, group, acks, self._end())))
 
 
-def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
+def in_parts(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
     """Split units into groups under the size limit of a message; at least one group, which may be empty."""
-    return grouped(items, lambda item: 200 + len(item.task or b""))
+    return grouped(assignments, lambda item: 200 + len(item.task or b""))

@@ -101,9 +101,9 @@ class LeaseFleet:
     def look_at(self, leases: Any) -> None:
         """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
-        orphans = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._announced_at)
-        live.record(*orphans)
-        if orphans:
+        events = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._announced_at)
+        live.record(*events)
+        if events:
             live.then(self.release_due)
 
     def _tick(self) -> None:
@@ -123,18 +123,19 @@ class LeaseFleet:
     def _released(
         self, provider: str, leases: Sequence[OpenLease], begun: float, errors: dict[str, str], trouble: str
     ) -> None:
+        """Record what a process released and plan the next tries; `begun` is its start, unix seconds."""
         self._busy.discard(provider)
         now = self._registry.clock()
-        for started in leases:
-            key = started.taken.lease
+        for lease_before in leases:
+            key = lease_before.taken.lease
             error = errors.get(key, trouble)
             lease = self._live.leases.get(key)
             tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, started, begun, error, tries))
+            self._live.record(*decisions.released(lease, lease_before, begun, error, tries))
             self._tries[key] = tries
             if error:
-                first, most = PAUSE_SECONDS
-                self._due[key] = now + min(most, first * 2.0 ** min(tries - 1, 30))
+                first, longest = PAUSE_SECONDS
+                self._due[key] = now + min(longest, first * 2.0 ** min(tries - 1, 30))
             elif lease is not None:  # if it is still open, its creation may have succeeded since, or may yet
                 self._due[key] = now if lease.held else lease.made_by
             if key in errors:
@@ -145,8 +146,8 @@ class LeaseFleet:
 
     def is_busy(self) -> bool:
         """Return True while a release runs, or an orphaned lease has not been tried yet."""
-        waiting = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._tries)
-        return bool(self._busy) or any(waiting)
+        untried = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._tries)
+        return bool(self._busy) or any(untried)
 
     # --- status -----------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class TrainerHandlers:
         self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """Requests that wait for the next batch, by id."""
-        self._reading: dict[str, bool] = {}
-        """Requests whose next batch a thread is looking up, by id; True if it must look again."""
+        self._must_read_again: dict[str, bool] = {}
+        """Requests whose next batch a thread is looking up, by id; True if a batch came after the lookup began."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -70,15 +70,15 @@ class TrainerHandlers:
             self._find_next(request)
 
     def _find_next(self, request: CommandRequest[GetNextBatch]) -> None:
-        if request.id in self._reading:
-            self._reading[request.id] = True  # the current read may miss the newest batch
+        if request.id in self._must_read_again:
+            self._must_read_again[request.id] = True  # the current read may miss the newest batch
             return
-        self._reading[request.id] = False
+        self._must_read_again[request.id] = False
         log, after = self.live.log, request.command.after
         self.live.ask(lambda: next_delivered(log, after), lambda batch: self._after_read(request, batch))
 
     def _after_read(self, request: CommandRequest[GetNextBatch], batch: tuple[BatchId, int] | Exception | None) -> None:
-        again = self._reading.pop(request.id)
+        must_read_again = self._must_read_again.pop(request.id)
         if request.id not in self._waiting:
             return
         if isinstance(batch, Exception):
@@ -87,7 +87,7 @@ class TrainerHandlers:
         elif batch is not None:
             self._forget(request)
             self.router.answer(request, DeliveredBatch(batch_id=batch[0], position=batch[1]))
-        elif again:
+        elif must_read_again:
             self._find_next(request)
 
     # --- used batches, and batches to use again ---------------------------------------------------------------------
@@ -112,14 +112,14 @@ class TrainerHandlers:
         the log. Raises PayloadNotFound if a batch's experiences were freed.
         """
         step, live = request.command.step, self.live
-        position, rows, freed, redelivery = live.fetch("resumed", lambda: _resume_data(live.log, step))
+        position, rows, freed_at, redelivery = live.fetch("resumed", lambda: _resume_data(live.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
-        lost = [b for b, first_position, _ in rows if freed.get(batch_stream(b), 0) > first_position]
-        if lost:
+        freed_batches = [b for b, first_position, _ in rows if freed_at.get(batch_stream(b), 0) > first_position]
+        if freed_batches:
             raise PayloadNotFound(
-                f"batches {lost} were trained after step {step}, and their experiences were freed: store.retention is "
-                f"{self.retained} steps. Resume from a later checkpoint",
-                batches=lost,
+                f"batches {freed_batches} were trained after step {step}, and their experiences were freed: "
+                f"store.retention is {self.retained} steps. Resume from a later checkpoint",
+                batches=freed_batches,
             )
         event = ev.ExperiencesRedelivered(step=step, batches=batches)
         is_recorded = redelivery is not None and redelivery.event == event and all(

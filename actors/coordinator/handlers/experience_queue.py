@@ -103,10 +103,11 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 
 def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
     """Return the priority function that `buffer.queue` names. Raises ConfigError."""
-    shape = "a class whose objects are called with a Candidate and return a number"
-    priority: Priority = build("priority_fn", name, args, PRIORITIES, shape)
+    requirement = "a class whose objects are called with a Candidate and return a number"
+    priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
     if not callable(priority):
-        raise ConfigError(f"priority_fn {name} made a {type(priority).__name__}, which can't be called; give {shape}")
+        made = type(priority).__name__
+        raise ConfigError(f"priority_fn {name} made a {made}, which can't be called; give {requirement}")
     return priority
 
 
@@ -135,7 +136,7 @@ def choose(
                 if rank is not None:
                     ranked.append(((-rank, number, first), candidate, delivery.version))
     items = []
-    for _, candidate, version in sorted(ranked, key=lambda f: f[0]):
+    for _, candidate, version in sorted(ranked, key=lambda entry: entry[0]):
         if n <= 0:
             break
         items.append(ev.TakenItem(
@@ -171,8 +172,7 @@ class ExperienceQueue:
     """Queue of experiences with the requests that wait for it."""
 
     def __init__(
-        self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
-        float]
+        self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[], float],
     ) -> None:
         """`config` is `buffer.queue`; `clock` returns unix seconds."""
         self._priority = priority_of(config.priority_fn, config.priority_fn_args)
@@ -180,16 +180,18 @@ class ExperienceQueue:
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
         self._heard_at: dict[str, float] = {}
+        """When the client of each waiting request last sent it, unix seconds."""
         self._unused = 0
+        """Number of experiences that had left the queue untaken at the last warning."""
 
     def handlers(self) -> list[Handled]:
-        return [handled(TakeExperiences, self.take, again=self.asked_again)]
+        return [handled(TakeExperiences, self.take, again=self.on_repeated_request)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
         timeout = request.command.timeout
         items = self._live.queue.requests.get(request.id)
         if items is not None:  # an earlier coordinator did it, and its answer was lost
-            self._give(request, items)
+            self._answer_with_items(request, items)
             return
         queue, log = self._live.queue, self._live.log
         if queue.unread:
@@ -200,7 +202,7 @@ class ExperienceQueue:
         self._waiting[request.id], self._heard_at[request.id] = request, self._clock()
         self.check()
 
-    def asked_again(self, request_id: str) -> None:
+    def on_repeated_request(self, request_id: str) -> None:
         """Note that the client of a waiting request is alive."""
         if request_id in self._waiting:
             self._heard_at[request_id] = self._clock()
@@ -223,7 +225,7 @@ class ExperienceQueue:
                 self._forget(request)
                 taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
                 self._live.record(taken)
-                self._give(request, items)
+                self._answer_with_items(request, items)
         if self._waiting and self._rules["cooldown"] > 0:
             self._wait_for_cooldown(now)
         if self._live.queue.unused > self._unused:
@@ -250,8 +252,8 @@ class ExperienceQueue:
     def status(self) -> dict[str, int]:
         """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
-        can = available(state, self._clock(), **self._rules)
-        return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
+        available_count = available(state, self._clock(), **self._rules)
+        return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting.pop(request.id, None)
@@ -263,13 +265,14 @@ class ExperienceQueue:
             return
         self._forget(request)
         n, timeout = request.command.n, request.command.timeout
-        can = available(self._live.queue, self._clock(), **self._rules)
+        available_count = available(self._live.queue, self._clock(), **self._rules)
         self._router.reply(request, error=TakeTimeout(
-            f"{can} of {n} experiences could be taken after {timeout} s, so none was: take fewer or ask again",
-            available=can, wanted=n,
+            f"{available_count} of {n} experiences could be taken after {timeout} s, so none was: take fewer or ask "
+            "again",
+            available=available_count, wanted=n,
         ))
 
-    def _give(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
+    def _answer_with_items(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
         try:
             value = [self._location(item) for item in items]
         except PayloadNotFound as e:
@@ -283,7 +286,8 @@ class ExperienceQueue:
         delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
         if refs is None:
-            refs = self._live.fetch((stream, item.version), lambda: _delivered(self._live.log, stream, item.version))
+            key, log = (stream, item.version), self._live.log
+            refs = self._live.fetch(key, lambda: _delivered_refs(log, stream, item.version))
         parts = slice_refs(refs or [], item.first, item.count)
         return TakenExperiences(
             batch_id=item.batch_id, use_count=item.use_count,
@@ -291,7 +295,7 @@ class ExperienceQueue:
         )
 
 
-def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
+def _delivered_refs(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
     for recorded in log.read(stream=stream, types=["BatchFinalized"]):
         if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
             return recorded.event.experiences

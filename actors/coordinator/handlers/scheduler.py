@@ -74,18 +74,19 @@ class SchedulerHandlers:
             handled(ResumeBatches, self.resume),
         ]
 
-    def _batches(self) -> list[BatchState]:
+    def _scheduled_batches(self) -> list[BatchState]:
         scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
-    def _open(self, batch_id: BatchId) -> BatchState | None:
+    def _open_batch(self, batch_id: BatchId) -> BatchState | None:
+        """Return the open scheduled batch of this id, or None. Raises BatchTypeMismatch for another type of batch."""
         return collect_decisions.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
-    def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
+    def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
         self._live.record_batch(batch.batch_id, events)
-        end = collect_decisions.over(batch)
-        self._live.record_batch(batch.batch_id, end)
-        if end:
+        end_events = collect_decisions.over(batch)
+        self._live.record_batch(batch.batch_id, end_events)
+        if end_events:
             self._dynamic_timeout.ended(batch)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class SchedulerHandlers:
     def poll(self, request: CommandRequest[PollBatch]) -> None:
         """Answer with a batch's progress, now or when there is enough."""
         command = request.command
-        batch = self._open(command.batch_id)
+        batch = self._open_batch(command.batch_id)
         if batch is not None and command.resume:
             self._live.record_batch(command.batch_id, collect_decisions.resume(batch))
 
@@ -122,7 +123,8 @@ class SchedulerHandlers:
             enough = progress["ready"] >= command.at_least or progress["open"] == 0
             return enough or (progress["paused"] and (command.resume or progress["running"] == 0))
 
-        self._wait(Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met), command.seconds)
+        poll = Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met)
+        self._answer_when_met(poll, command.seconds)
 
     def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
         """Answer with the progress of all scheduled batches, now or when a task is settled."""
@@ -131,9 +133,9 @@ class SchedulerHandlers:
         def met(progress: StoreProgress) -> bool:
             return progress["open"] == 0 or progress["settled"] != settled
 
-        self._wait(Poll(request, None, self._progress_of_all, met), request.command.seconds)
+        self._answer_when_met(Poll(request, None, self._progress_of_all, met), request.command.seconds)
 
-    def _wait(self, poll: Poll[P], seconds: float) -> None:
+    def _answer_when_met(self, poll: Poll[P], seconds: float) -> None:
         progress = poll.progress()
         if seconds <= 0 or poll.met(progress):
             self._router.reply(poll.request, progress)
@@ -156,7 +158,7 @@ class SchedulerHandlers:
             self._router.reply(poll.request, poll.progress())
 
     def _progress_of_all(self) -> StoreProgress:
-        batches = self._batches()
+        batches = self._scheduled_batches()
         return StoreProgress(
             open=sum(b.open_task_count for b in batches), settled=sum(b.completed_task_count for b in batches),
             batches=[b.batch_id for b in batches],
@@ -175,40 +177,42 @@ class SchedulerHandlers:
     def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
         """Drop the unsettled tasks of one batch or of all, and stop their runs."""
         batch_id, reason = request.command.batch_id, request.command.reason
-        selected = self._batches() if batch_id is None else [self._open(batch_id)]
-        partial = request.command.return_partial
-        if partial is None:
-            partial = self._explorer.over_rollout.return_partial_tasks
+        selected = self._scheduled_batches() if batch_id is None else [self._open_batch(batch_id)]
+        return_partial = request.command.return_partial
+        if return_partial is None:
+            return_partial = self._explorer.over_rollout.return_partial_tasks
         for batch in selected:
-            events = [] if batch is None else collect_decisions.drop_rest(batch, reason=reason, return_partial=partial)
+            events = [] if batch is None else collect_decisions.drop_rest(
+                batch, reason=reason, return_partial=return_partial
+            )
             if batch is not None and events:
                 self._dispatcher.revoke(batch)
-                self._record(batch, events)
+                self._record_and_end(batch, events)
         self._router.reply(request)
 
     def take(self, request: CommandRequest[TakeResults]) -> None:
         """Record that this client has these results; answer with those that no other client had taken."""
         command = request.command
         batch = self._live.find(command.batch_id)
-        mine: list[int] = []
+        own_tasks: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
                 events = collect_decisions.take(batch, command.tasks, request.id)
                 if events:
-                    self._record(batch, events)
-            mine = [task for task in command.tasks if batch.taken.get(task) == request.id]
-        self._router.reply(request, mine)
+                    self._record_and_end(batch, events)
+            own_tasks = [task for task in command.tasks if batch.taken.get(task) == request.id]
+        self._router.reply(request, own_tasks)
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     def pause(self, request: CommandRequest[PauseBatches]) -> None:
         """Pause the batches of a scheduler that stops; they get no runners until another scheduler resumes them."""
-        for batch in self._batches():
+        for batch in self._scheduled_batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._live.record_batch(batch.batch_id, collect_decisions.pause(batch, "its scheduler was stopped"))
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
         """Let paused batches go on, since a scheduler has started."""
-        for batch in self._batches():
+        for batch in self._scheduled_batches():
             self._live.record_batch(batch.batch_id, collect_decisions.resume(batch))
         self._router.reply(request)

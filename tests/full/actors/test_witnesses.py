@@ -34,8 +34,8 @@ class Place:
     def replace(self) -> None:
         self.replaced += 1
 
-    def admit(self, known: Mark | None, name: str, *, anyway: bool = False) -> None:
-        self.witnesses.admit(known, name, lambda: self.acted.append(name), anyway=anyway)
+    def admit(self, known: Mark | None, name: str, *, if_unreadable: bool = False) -> None:
+        self.witnesses.admit(known, name, lambda: self.acted.append(name), if_unreadable=if_unreadable)
 
     def run(self) -> None:
         """What one look-up posts, when it is done."""
@@ -103,7 +103,7 @@ def test_while_the_log_can_not_be_read_nothing_is_done_but_what_changes_nothing(
     monkeypatch.setattr(place.log, "require", away)
     place.admit(place.mark, "submit")
     place.run()
-    place.admit(place.mark, "status", anyway=True)
+    place.admit(place.mark, "status", if_unreadable=True)
     place.run()
     assert (place.acted, place.errors) == (["status"], [])
 

@@ -22,7 +22,7 @@ def test_a_request_is_refused_after_two_coordinators_that_ended_with_it_whoever_
     with pytest.raises(RequestRefused, match=r"'abort'.*2 coordinators"):
         last.take(request(id="another"))
     last.take(request(1))
-    last.let_go()
+    last.end_turn()
     with pytest.raises(RequestRefused):
         RequestsInHand(tmp_path / "hands", "life").take(request())
     RequestsInHand(tmp_path / "hands", "another start of the system").take(request())
@@ -32,12 +32,12 @@ def test_one_that_was_done_well_is_forgiven_and_one_that_was_put_aside_is_not(tm
     RequestsInHand(tmp_path / "hands").take(request())
     second = RequestsInHand(tmp_path / "hands")
     second.take(request())
-    second.let_go()
+    second.end_turn()
     RequestsInHand(tmp_path / "hands").take(request())
     again = RequestsInHand(tmp_path / "hands")
     again.take(request())
     again.put_aside(request())  # something has to be read for it
-    again.let_go()
+    again.end_turn()
     again.take(request())
     with pytest.raises(RequestRefused):
         RequestsInHand(tmp_path / "hands").take(request())
