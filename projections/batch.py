@@ -16,12 +16,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType, Status
-from trinity_es.projections.metric_aggregation import (
-    aggregate_batch,
-    aggregate_eval_batch,
-    aggregate_task,
-    missing_runs_by_metric,
-)
+from trinity_es.projections import metric_aggregation as aggregation
 
 __all__ = [
     "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
@@ -186,9 +181,8 @@ class BatchState:
         status.per_run = status.metrics
         if status.metrics:
             is_eval = state.is_eval or self.batch_type == "eval"
-            status.metrics = [
-                {**aggregate_task(status.metrics, is_eval, state.total_runs), "time/task_execution": state.seconds}
-            ]
+            metrics = aggregation.aggregate_task(status.metrics, is_eval, state.total_runs)
+            status.metrics = [{**metrics, "time/task_execution": state.seconds}]
         return status
 
     def ready_tasks(self) -> list[int]:
@@ -255,10 +249,8 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             _reopen(state, event)
         case ev.ResultsTaken():
             state.taken.update(dict.fromkeys(event.tasks, event.request))
-        case ev.BatchPaused():
-            state.paused = True
-        case ev.BatchResumed():
-            state.paused = False
+        case ev.BatchPaused() | ev.BatchResumed():
+            state.paused = isinstance(event, ev.BatchPaused)
         case ev.BatchFinalizing():
             state.state, state.groups, state.missing = BatchLifecycleState.FINALIZING, event.groups, None
         case ev.FinalizeFailed():
@@ -406,23 +398,23 @@ def batch_result(
         status = counted[task_id]
         runs += status.metrics
         if status.metrics:
-            metrics = aggregate_task(status.metrics, is_eval, status.total_runs if form > 1 else 0)
+            metrics = aggregation.aggregate_task(status.metrics, is_eval, status.total_runs if form > 1 else 0)
             metrics["time/task_execution"] = state.tasks[task_id].seconds
             per_task.append(metrics)
     metrics = dict(pipeline_metrics or {})
     if is_eval:
-        metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
+        metrics |= aggregation.aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
         expected = state.tasks if form > 2 else counted.values()
         missing = sum(task.total_runs for task in expected) - sum(s.completed_runs for s in counted.values())
     else:
-        metrics |= aggregate_batch(per_task, prefix=prefix)
+        metrics |= aggregation.aggregate_batch(per_task, prefix=prefix)
         missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values()) if form > 3 else 0
         if state.additions and state.batch_type == "train":
             added = state.expected_task_count - min(state.additions.values())
             metrics[f"{prefix}/added_task_count"] = float(added)
     if missing and form > 1:
         metrics[f"{prefix}/missing_run_count"] = float(missing)
-    for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():
+    for name, count in aggregation.missing_runs_by_metric(runs).items() if form > 2 else ():
         metrics[f"{prefix}/{name}/missing_run_count"] = float(count)
     for name, tasks in (("cut", state.cut), ("continued", state.continues)):
         metrics |= {f"{prefix}/{name}_task_count": float(len(tasks))} if tasks else {}

@@ -344,10 +344,7 @@ class Coordinator(BaseActor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_Retire(self, message: Retire, sender: Any) -> None:
-        """Wait for outputs, leases and the pipeline (at most OUTPUT_SECONDS), then close the session with the log.
-
-        Open batches stay open.
-        """
+        """Wait for outputs, leases and pipeline (OUTPUT_SECONDS at most), then close the session; batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
         busy = self.running and (
             self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.close_problem)

@@ -173,18 +173,16 @@ class _Session:
         with self._lock:
             if self._idle is None:
                 raise _SystemGone
-            if self._idle:
-                return self._idle.pop()
             stack = ExitStack()
-            return _Endpoint(stack.enter_context(self.system.private()), stack)
+            return self._idle.pop() if self._idle else _Endpoint(stack.enter_context(self.system.private()), stack)
 
     def give_back(self, endpoint: _Endpoint) -> None:
         """Keep the endpoint for a later call, or close it if this process has left the session."""
         with self._lock:
-            if self._idle is not None:
+            if self._idle is None:
+                endpoint.close()
+            else:
                 self._idle.append(endpoint)
-                return
-        endpoint.close()
 
     def leave(self) -> None:
         """Close the session; calls in flight end by themselves."""
