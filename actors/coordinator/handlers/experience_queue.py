@@ -106,8 +106,9 @@ def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
     requirement = "a class whose objects are called with a Candidate and return a number"
     priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
     if not callable(priority):
-        made = type(priority).__name__
-        raise ConfigError(f"priority_fn {name} made a {made}, which can't be called; give {requirement}")
+        raise ConfigError(
+            f"priority_fn {name} made a {type(priority).__name__}, which can't be called; give {requirement}"
+        )
     return priority
 
 
