@@ -2,11 +2,10 @@
 
 A request goes to the coordinator under an id. If no answer comes, the client asks the guardian for the coordinator's
 address and sends the request again under the same id, which the coordinator recognises. An answer counts however late
-it comes. The client keeps a coordinator's address until the guardian names another or its port is closed.
-So a caller sees a pause while a coordinator, or the whole system, is started again, an error only if no keeper starts
-it, and nothing at all if only the guardian is stopped.
-Sending never waits for the peer, and a caller's deadline always holds.
-Thread-safe: each call in flight has its own endpoint (Thespian's `private()`), which later calls use again.
+it comes. The client keeps a coordinator's address until the guardian names another or its port is closed. So a caller
+sees a pause while a coordinator, or the whole system, is started again, an error only if no keeper starts it, and
+nothing at all if only the guardian is stopped. Sending never waits for the peer, and a caller's deadline holds. The
+class is thread-safe: each call in flight has its own endpoint (Thespian's `private()`), which later calls use again.
 """
 
 from __future__ import annotations
