@@ -248,10 +248,8 @@ class Connection:
                     if gone is None and lives and time.monotonic() - since >= CONNECT_SECONDS:
                         raise  # it is stopped or hangs; if it died too, the keeper starts another
             if time.monotonic() - since > REJOIN_SECONDS:
-                raise NotRunning(
-                    f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
-                    "again: keeper.log in its log folder says why"
-                )
+                raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not "
+                                 "start it again: keeper.log in its log folder says why")
             time.sleep(0.1)
 
     def _join(self, gone: _Session, joined: Future[None]) -> None:
@@ -433,7 +431,7 @@ class Connection:
 
     def admin_answers(self) -> bool:
         """Return whether the admin of the joined system handles messages, rather than being stopped or hung."""
-        admin = self._session.admin
+        admin = self.admin
         return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
