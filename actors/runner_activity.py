@@ -93,16 +93,16 @@ def runner_state(played: RunActivity | None, **fields: Any) -> dict[str, Any]:
 
 def table(states: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the states of runners as a table for people, one line each."""
-    head = ("runner", "model", "state", "version", "units", "playing", "longest", "for s")
-    rows = [head]
+    headings = ("runner", "model", "state", "version", "units", "playing", "longest", "for s")
+    rows = [headings]
     for name in sorted(states):
         state = states[name]
-        playing = bool(state["running"])
-        seconds = f"{state['running_time']:.1f}" if playing else "-"
+        has_runs = bool(state["running"])
+        seconds = f"{state['running_time']:.1f}" if has_runs else "-"
         label = state["state"] if state["answered"] else f"{state['state']}, silent"
         rows.append((
             name, state["model"], label, str(state["model_version"]), str(state["units"]),
-            str(state["running_count"]), state["workflow_id"] if playing else "-", seconds,
+            str(state["running_count"]), state["workflow_id"] if has_runs else "-", seconds,
         ))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(headings))]
     return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

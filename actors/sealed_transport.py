@@ -135,7 +135,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         self.myAddress = _address(host, self._port)
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
-        self._warned, self._refused = -WARN_SECONDS, 0
+        self._last_warning, self._refused_count = -WARN_SECONDS, 0
         files = open_files()  # also raises the limit in a trainer and in each command
         self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
@@ -337,15 +337,16 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         incoming.close()
 
     def _warn(self, connection: socket.socket, why: str) -> None:
-        self._refused += 1
-        if time.monotonic() - self._warned < WARN_SECONDS:
+        """Count a refused frame, and log it unless another one was logged in the last WARN_SECONDS."""
+        self._refused_count += 1
+        if time.monotonic() - self._last_warning < WARN_SECONDS:
             return
-        self._warned = time.monotonic()
+        self._last_warning = time.monotonic()
         try:
             peer = "{}:{}".format(*connection.getpeername())
         except OSError:
             peer = "a peer that is gone"
-        _log.warning("port %d refused a frame from %s: %s (%d refused so far)", self._port, peer, why, self._refused)
+        _log.warning("port %d refused a frame from %s: %s (%d so far)", self._port, peer, why, self._refused_count)
 
 
 def _brief(self: Any) -> str:

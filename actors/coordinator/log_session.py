@@ -75,7 +75,7 @@ class SessionHost(TimerHost, Protocol):
         """Record this coordinator's start again, since the first try failed."""
 
     def forget(self) -> None:
-        """Forget everything that is not in the log, since the live state was read again."""
+        """Forget everything that is not in the log: the live state has just been rebuilt from it."""
 
     def serve(self, again: bool) -> None:
         """Handle messages from now on; `again` means that this is not the first time."""

@@ -199,7 +199,7 @@ class HeadEnd:
         self._folders = FolderSender()
         self._thread = LoopThread("hosts")
         self._server: asyncio.Server | None = None
-        self._refused, self._warned = 0, float("-inf")
+        self._refused_count, self._last_warning = 0, float("-inf")
 
     def start(self) -> Future[int]:
         """Begin to listen, retrying while a predecessor still has the port. The future is the port."""
@@ -269,13 +269,14 @@ class HeadEnd:
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:
-            self._warn(request, e.message)
+            self._count_refusal(request, e.message)
             raise web.HTTPServiceUnavailable from e
         shown = request.headers.get("Authorization", "")
         if not hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()):
             name = request.headers.get(NAME_HEADER, "")[:64]
-            self._warn(request, "it has no key" if not shown else f"it has another key, and calls itself {name!r}: "
-                       "give that host the head's (hosts.key_file, or TRINITY_ES_KEY)")
+            other_key = (f"it has another key, and calls itself {name!r}: give that host the head's (hosts.key_file, "
+                         "or TRINITY_ES_KEY)")
+            self._count_refusal(request, other_key if shown else "it has no key")
             raise web.HTTPUnauthorized
         return await handler(request)
 
@@ -339,11 +340,12 @@ class HeadEnd:
         if now is None or now[0] != epoch or now[1] is pipe:  # unless another connection of this epoch replaced it
             self._gone(host, epoch, why, pipe.heard)
 
-    def _warn(self, request: web.Request, why: str) -> None:
-        self._refused += 1
-        if time.monotonic() - self._warned >= WARN_SECONDS:
-            self._warned = time.monotonic()
-            _log.warning("refused a request from %s: %s (%d refused so far)", request.remote, why, self._refused)
+    def _count_refusal(self, request: web.Request, reason: str) -> None:
+        """Count a refused request, and log it unless another one was logged in the last WARN_SECONDS."""
+        self._refused_count += 1
+        if time.monotonic() - self._last_warning >= WARN_SECONDS:
+            self._last_warning = time.monotonic()
+            _log.warning("refused a request from %s: %s (%d so far)", request.remote, reason, self._refused_count)
 
 
 class HostEnd:

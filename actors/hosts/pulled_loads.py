@@ -152,7 +152,7 @@ class PulledLoads:
 
     # --- messages of runners ----------------------------------------------------------------------------------------
     def forwarded(self, message: Any) -> Any:
-        """Return the message that the head gets for this one of a runner or the guardian."""
+        """Note what a message says of runners, and return it as it goes to the head, with this host's pulls added."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)

@@ -81,7 +81,7 @@ class OpenCall:
         start = {i: len(tokens) for i, tokens in self.recorded.items()}
         try:
             parts = cast(KeepsProgress, self.engine).partial(self.request, start)
-        except Exception as e:  # an engine may change inside; its answers are worth more than their journal
+        except Exception as e:  # it reads engine internals, which differ between releases
             _warn_once("the tokens of open requests can't be read, and are not kept: %s: %s", type(e).__name__, str(e))
             return []
         return [record for index, part in parts.items() if part.token_ids for record in self._record(index, part)]

@@ -184,9 +184,9 @@ class EngineThread:
 
     @_on_loop
     def ping(self, answer: Callable[[], None]) -> None:
-        """Have the actor call `answer` while the loop is not blocked.
+        """Have the actor call `answer`, which shows that the loop is not blocked.
 
-        On the way, check the tasks that the loop needs: restart them if they ended, or end this runner.
+        Also check the tasks that the loop needs: restart them if they ended, or end this runner.
         """
         self.tell(answer)
         if self.ending or self.workflows is None:

@@ -60,7 +60,9 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
     def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return the waiting changes as groups to send now. `known`: how far this runner knows the log."""
+        """Return the lease changes that were not sent yet, in groups that fit a message. `known`: end of the log that
+        this runner has seen.
+        """
         if not self._waiting:
             return []
         parts = grouped(self._waiting, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))

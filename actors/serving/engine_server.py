@@ -288,12 +288,13 @@ class _Exchange:
         self._body: bytes | None = None
         self._record: RequestRecord | None = None
         self._version, self._message, self._place = 0, "", StreamPlace(path)
-        self._several = path == RESPONSES
+        self._may_ask_again = path == RESPONSES
         """True if the engine may be asked again after an answer."""
-        self._start: Any = None
-        self._held: Any = None
+        self._start_message: Any = None
+        self._held_part: Any = None
         """Newest part of an answer after which the engine may be asked again."""
-        self._begun = self._ended = self._stored = self._left = self._aborted = self._late = False
+        self._has_begun = self._has_ended = self._is_stored = False
+        self._client_left = self._is_aborted = self._past_deadline = False
         self._listening: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -306,19 +307,19 @@ class _Exchange:
             await application(scope, self.receive, self.send)
         except asyncio.CancelledError:
             assert self._task is not None
-            if not self._late or self._task.uncancel():
+            if not self._past_deadline or self._task.uncancel():
                 raise
         except Exception:
-            if not self._left:
+            if not self._client_left:
                 raise
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        if self._aborted:
+        if self._is_aborted:
             raise ApiError(_RUN_GONE, status=503)
-        if self._left:
+        if self._client_left:
             raise Gone("the request was aborted: its client is gone", status=503)
-        if not self._begun:
+        if not self._has_begun:
             raise record.failed or EngineError("the engine's server gave no answer")
 
     async def receive(self) -> Any:
@@ -326,7 +327,7 @@ class _Exchange:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        if not self._left:
+        if not self._client_left:
             task = asyncio.current_task()
             assert task is not None
             self._listening.add(task)
@@ -335,7 +336,7 @@ class _Exchange:
                     pass
                 self._leave()
             except asyncio.CancelledError:
-                if not self._aborted or task.uncancel():
+                if not self._is_aborted or task.uncancel():
                     raise
             finally:
                 self._listening.discard(task)
@@ -343,58 +344,58 @@ class _Exchange:
 
     def abort(self) -> None:
         """End the request with 503, since its run is over."""
-        if not self._aborted:
-            self._aborted = True
+        if not self._is_aborted:
+            self._is_aborted = True
             self._leave()
             for listening in list(self._listening):
                 listening.cancel()
 
     def _leave(self) -> None:
-        if not self._left:
-            self._left = True
+        if not self._client_left:
+            self._client_left = True
             self._timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
 
     def _cancel(self) -> None:
         assert self._task is not None
-        self._late = True
+        self._past_deadline = True
         self._task.cancel()
 
     async def send(self, message: Any) -> None:
         """Forward what the application sends: ASGI's `send`."""
         assert self._record is not None
         if message["type"] == "http.response.start":
-            self._start = message
+            self._start_message = message
             return
-        if self._ended or self._left:
+        if self._has_ended or self._client_left:
             return
         failed = self._record.failed
-        if not self._begun and failed is not None:
+        if not self._has_begun and failed is not None:
             raise failed
         ends = not message.get("more_body", False)
         self._message = self._message or id_in(message.get("body", b""))
-        whole = self._record.complete() and (ends or not self._several)
-        found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
+        whole = self._record.complete() and (ends or not self._may_ask_again)
+        found = self._kept_now() if whole and not self._is_stored and self._start_message["status"] == 200 else None
         frame = Framed.recorded(self._record, found, self._message) if found is not None and self.framed else None
-        if not self._begun:
+        if not self._has_begun:
             version = (b"x-model-version", str(self._version).encode())
-            await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
-            self._begun = True  # not earlier: a task that is cancelled while it waits for the client has sent nothing
+            await self._send({**self._start_message, "headers": [*self._start_message.get("headers", ()), version]})
+            self._has_begun = True  # not earlier: a task that is cancelled while it waits has sent nothing
         if frame is not None and isinstance(self._send, Framed):
             await self._send.record(frame)
-        if self._several:  # the last part waits until it is recorded
-            self._held, message = message, self._held
+        if self._may_ask_again:  # the last part waits until it is recorded
+            self._held_part, message = message, self._held_part
             if message is not None:
                 self._place.count(message.get("body", b""))
                 await self._send({**message, "more_body": True})
-            message = self._held if ends else None
-        self._ended = ends
+            message = self._held_part if ends else None
+        self._has_ended = ends
         if message is not None:
             await self._send(message)
 
     def _kept_now(self) -> list[Experience] | None:
         """Keep the generated tokens before the client knows that the answer is complete. Raises EngineError."""
         assert self._record is not None
-        self._stored = True
+        self._is_stored = True
         if not self._record.wanted:
             return None
         try:
@@ -413,16 +414,16 @@ class _Exchange:
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)
-        if self._ended:
+        if self._has_ended:
             return
-        if self._begun:
-            headers: dict[bytes, bytes] = dict(self._start.get("headers", ()))
+        if self._has_begun:
+            headers: dict[bytes, bytes] = dict(self._start_message.get("headers", ()))
             if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
                 return
-            self._ended = True
+            self._has_ended = True
             body = self._place.last_event(refused)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
             return
-        self._begun = self._ended = True
+        self._has_begun = self._has_ended = True
         response = json_response(body_of(refused, self._place.path), refused.status)
         await response({"type": "http"}, None, self._send)  # type: ignore[arg-type]

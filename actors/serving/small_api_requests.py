@@ -43,7 +43,10 @@ def check_fields(body: Any) -> None:
 
 
 def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> Sampling:
-    """Return `sampling` with the request's values; the first of `lengths` that it has is the longest answer."""
+    """Return `sampling` with the request's values.
+
+    `lengths`: names of the request's fields for the maximum number of tokens, of which the first that it has counts.
+    """
     for name in (*SHARED, "top_k", "stop"):
         if body.get(name) is not None:
             sampling = merged_into(sampling, {name: body[name]}, name)

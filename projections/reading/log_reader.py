@@ -97,7 +97,7 @@ class Log(LogEvents):
     def count_weights(self) -> int:
         return self._read(runner_history.count_weights)
 
-    def made(self) -> dict[int, int]:
+    def deliveries_by_version(self) -> dict[int, int]:
         """Return the number of delivered experiences by weights version."""
         return self._read(runner_history.read_made)
 

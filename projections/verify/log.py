@@ -303,6 +303,7 @@ class _Fold:
 
     # --- comparison with the tables ---------------------------------------------------------------------------------
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
+        """Make the checks that need the whole log; those of the read models only if all events were read (`whole`)."""
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)

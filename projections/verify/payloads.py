@@ -37,6 +37,7 @@ class Needs:
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def take(self, recorded: Iterable[Recorded]) -> None:
+        """Note which payloads these events need. A reopened task no longer needs its earlier ones."""
         rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
             if isinstance(item.event, ev.TaskReopened):  # it no longer needs its payloads

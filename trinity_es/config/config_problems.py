@@ -62,7 +62,7 @@ def explain(
 
 
 def _foreign_paths(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
-    """Yield the longest prefix that `foreign` knows of the path of each key in the value of an unknown key."""
+    """Yield, for each innermost key below `value`, the longest part of its path from the root that is in `foreign`."""
     inner: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         inner = value.items()

@@ -198,7 +198,7 @@ class Explorer(RunProcess):
         ]
 
     def _read_cut_tasks(self, most: int) -> dict[tuple[BatchId, int], Task]:
-        """Return the tasks that earlier steps cut and no step goes on with, the oldest first, by step and number."""
+        """Return the tasks that earlier steps cut and no later step took up, by (step, number), the oldest first."""
         if self.config.synchronizer.in_flight != "cut":
             return {}
         log = self.rollouts.client.log
@@ -353,9 +353,9 @@ class Explorer(RunProcess):
         waiting = self.progress.generated >= self.progress.submitted and self.progress.evals_over
         if waiting and time.monotonic() - self._last_progress > patience:
             raise SyncError(
-                f"steps up to {self.step} are generated, and in {patience:g} s (synchronizer.sync_timeout) the trainer "
-                f"published no weights after {self.done}: start it (the same config, `--set mode=train`) and then the "
-                "explorer"
+                f"steps up to {self.step} are generated, but the trainer published no weights newer than step "
+                f"{self.done}'s within {patience:g} s (synchronizer.sync_timeout): start the trainer (the same config, "
+                "`--set mode=train`), then this explorer again"
             )
 
     async def _let_trainer_end(self) -> None:

@@ -84,7 +84,7 @@ class RunLock:
 
 
 def hold(config: Config, role: Role) -> None:
-    """Take a lock that this process holds to its end, also over several runs. Raises AlreadyRunning."""
+    """Take the lock of this store and role, which this process then keeps until it exits. Raises AlreadyRunning."""
     file = running_system.lock_file(config, role)
     if file not in _held:
         _held[file] = RunLock(config, role)

@@ -29,7 +29,7 @@ class WorkflowRegistry:
         return {**registered(self.kind), **self._own}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class. It raises UnknownWorkflow if another class has the name."""
+        """Return a decorator that registers a class. It raises UnknownWorkflow if the name is taken."""
 
         def add(cls: Any) -> Any:
             path, other = class_path(cls), self.paths.get(name)

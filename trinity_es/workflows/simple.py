@@ -51,7 +51,7 @@ class SimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """The task's sampling, with one answer for each run."""
+        """The task's sampling settings, with `n` set to the number of runs that this workflow plays."""
         return {**{k: v for k, v in self.task.rollout_args.items() if v is not None}, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:

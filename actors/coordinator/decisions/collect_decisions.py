@@ -14,7 +14,7 @@ from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, Data
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
 from trinity_es.projections.batch import BatchState, batch_result
 
-__all__ = ["drop_rest", "over", "pause", "require_scheduled", "resume", "schedule", "take"]
+__all__ = ["drop_rest", "open_scheduled", "over", "pause", "resume", "schedule", "take"]
 
 
 def schedule(
@@ -76,8 +76,8 @@ def schedule(
     return [*resume(existing), added]
 
 
-def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
-    """Return the batch if it is scheduled and open, else None. Raises BatchTypeMismatch for a submitted batch."""
+def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
+    """Return the batch if it is open, else None. Raises BatchTypeMismatch if it is open and was not scheduled."""
     if batch is None or batch.state.ended:
         return None
     if batch.batch_type != "collect":
@@ -89,18 +89,18 @@ def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
     """Drop the unsettled tasks; with `return_partial` their finished runs are kept."""
-    rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
-    if not rest:
+    open_tasks = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
+    if not open_tasks:
         return []
-    kept = [task for task in rest if return_partial and batch.tasks[task].done]
-    return [ev.TaskDropped(tasks=rest, reason=reason, kept=kept)]
+    partly_done = [task for task in open_tasks if return_partial and batch.tasks[task].done]
+    return [ev.TaskDropped(tasks=open_tasks, reason=reason, kept=partly_done)]
 
 
 def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
     """Record that a client has the results of these tasks, except those that another client took first."""
-    free = set(batch.ready_tasks())
-    mine = [task for task in tasks if task in free]
-    return [ev.ResultsTaken(tasks=mine, request=request)] if mine else []
+    ready = set(batch.ready_tasks())
+    ready_tasks = [task for task in tasks if task in ready]
+    return [ev.ResultsTaken(tasks=ready_tasks, request=request)] if ready_tasks else []
 
 
 def over(batch: BatchState) -> list[ev.Event]:

@@ -20,7 +20,7 @@ def continued(task: int, earlier: BatchState | None, cut_task: int) -> ev.Contin
     """Let a task of a new batch go on with a task that an earlier batch cut. Raises DataError if that was not cut."""
     if earlier is None or not earlier.state.ended or cut_task not in earlier.cut:
         where = "an unknown batch" if earlier is None else f"batch {earlier.batch_id!r}"
-        raise DataError(f"task {task} can't go on with task {cut_task} of {where}, which cut no such task")
+        raise DataError(f"task {task} can't continue task {cut_task} of {where}: that batch did not cut it")
     before = earlier.continues.get(cut_task)
     cuts = 1 if before is None else before.cuts + 1
     return ev.ContinuedTask(task=task, batch_id=earlier.batch_id, cut_task=cut_task, cuts=cuts)

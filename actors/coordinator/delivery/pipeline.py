@@ -67,7 +67,7 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Operators of a config, ready to run."""
+    """Operators that a config lists, made and ready to process the experiences of a batch."""
 
     def __init__(
         self, operators: Iterable[Mapping[str, Any]] = (), models: Callable[[], Mapping[str, list[Any]]] = dict
@@ -107,19 +107,19 @@ class Pipeline:
         """
         if not experiences:
             return PipelineResult([], {})
-        first = before = Counter(e.eid.uid for e in experiences)
+        incoming = remaining = Counter(e.eid.uid for e in experiences)
         dropped_by: dict[str, list[str]] = {}
         metrics: dict[str, float] = {}
         counts: dict[str, float] = {}
         experiences, _ = _without_bad_runs(experiences, Experience.require_finite)
-        if gone := before - Counter(e.eid.uid for e in experiences):
-            dropped_by[UNUSABLE] = list(gone.elements())
-            before = before - gone
+        if lost := remaining - Counter(e.eid.uid for e in experiences):
+            dropped_by[UNUSABLE] = list(lost.elements())
+            remaining = remaining - lost
         if limit is not None and (old := [e.eid.uid for e in experiences if not limit.allows(e)]):
             experiences = [e for e in experiences if limit.allows(e)]
             dropped_by[TOO_OLD] = old
             counts[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(old))
-            before = before - Counter(old)
+            remaining = remaining - Counter(old)
         began = clock()
         for label, operator in self._operators:
             start = clock()
@@ -134,17 +134,17 @@ class Pipeline:
                     f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
                     operator=label, cause=type(e).__name__,
                 ) from e
-            experiences, own = _checked(label, returned)
-            for key, value in own.items():
-                taken = f"{_PREFIX}/{key}" in metrics
-                metrics[f"{_PREFIX}/{label}/{key}" if taken else f"{_PREFIX}/{key}"] = value
+            experiences, operator_metrics = _checked(label, returned)
+            for key, value in operator_metrics.items():
+                name_is_taken = f"{_PREFIX}/{key}" in metrics
+                metrics[f"{_PREFIX}/{label}/{key}" if name_is_taken else f"{_PREFIX}/{key}"] = value
             after = Counter(e.eid.uid for e in experiences)
-            if gone := before - after:
-                dropped_by[label] = list(gone.elements())
-                counts[f"{_PREFIX}/{label}/dropped_count"] = float(gone.total())
-            before = after
+            if lost := remaining - after:
+                dropped_by[label] = list(lost.elements())
+                counts[f"{_PREFIX}/{label}/dropped_count"] = float(lost.total())
+            remaining = after
             counts[f"{_PREFIX}/{label}/time"] = clock() - start
-        dropped = (first - before).total()
+        dropped = (incoming - remaining).total()
         metrics |= counts
         metrics[f"{_PREFIX}/time/total"] = clock() - began
         metrics[f"{_PREFIX}/experience_count"] = float(len(experiences))
@@ -243,33 +243,33 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
 def _checked(label: str, returned: Any) -> Operated:
     """Return an operator's experiences and metrics. Raises PipelineError if it returned anything else."""
 
-    def wrong(what: str, **details: Any) -> PipelineError:
-        return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)
+    def operator_error(problem: str, **details: Any) -> PipelineError:
+        return PipelineError(f"operator {label} of the experience pipeline {problem}", operator=label, **details)
 
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise wrong(f"returned a {type(returned).__name__}, expected (experiences, metrics)")
-    experiences, own = returned
-    if not isinstance(experiences, list) or not isinstance(own, dict):
-        raise wrong(
-            f"returned ({type(experiences).__name__}, {type(own).__name__}), expected a list of experiences and a dict "
-            "of metrics"
+        raise operator_error(f"returned a {type(returned).__name__}, expected (experiences, metrics)")
+    experiences, operator_metrics = returned
+    if not isinstance(experiences, list) or not isinstance(operator_metrics, dict):
+        raise operator_error(
+            f"returned ({type(experiences).__name__}, {type(operator_metrics).__name__}), expected a list of "
+            "experiences and a dict of metrics"
         )
     for experience in experiences:
         if not isinstance(experience, Experience):
-            raise wrong(f"returned a {type(experience).__name__} among the experiences")
+            raise operator_error(f"returned a {type(experience).__name__} among the experiences")
     try:
         usable, error = _without_bad_runs(experiences, Experience.validate, NotFinite)
         if error is not None and not usable:
             raise error
     except DataError as e:
-        raise wrong(f"left an experience that can't be used: {e}", **e.details) from e
+        raise operator_error(f"left an experience that can't be used: {e}", **e.details) from e
     metrics = {}
-    for key, value in own.items():
+    for key, value in operator_metrics.items():
         if not isinstance(key, str):
-            raise wrong(f"returned a metric named {key!r}, expected text")
+            raise operator_error(f"returned a metric named {key!r}, expected text")
         if not isinstance(value, int | float | np.number | np.bool_):
-            raise wrong(f"returned metric {key} of type {type(value).__name__}, expected a number")
+            raise operator_error(f"returned metric {key} of type {type(value).__name__}, expected a number")
         metrics[key] = float(value)
         if not math.isfinite(metrics[key]):
-            raise wrong(f"returned metric {key} = {metrics[key]}: only finite numbers can be recorded")
+            raise operator_error(f"returned metric {key} = {metrics[key]}: only finite numbers can be recorded")
     return usable, metrics

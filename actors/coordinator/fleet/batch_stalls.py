@@ -74,13 +74,14 @@ class Stalls:
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _stands_still(self, batch: BatchState, now: float) -> bool:
+        """Note what changed in the batch since the last check; return True if nothing did for `stall_seconds`."""
         watched = self._watched.get(batch.batch_id)
         if watched is None or watched.submission != batch.submission:
             watched = self._watched[batch.batch_id] = _Watched(batch.submission)
         if watched.version != batch.version:
-            seen = watched.flying_since
-            keys = [(key, f.unit.attempt, f.runner, f.incarnation) for key, f in batch.flights.items()]
-            watched.flying_since = {key: seen.get(key, now) for key in keys}
+            earlier = watched.flying_since
+            flights = [(unit, f.unit.attempt, f.runner, f.incarnation) for unit, f in batch.flights.items()]
+            watched.flying_since = {flight: earlier.get(flight, now) for flight in flights}
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
         return now - watched.moved_at > self.stall_seconds
 

@@ -30,7 +30,7 @@ MOST_SHOWN = 5
 
 
 class Releases(Protocol):
-    """Port to the processes that release leases."""
+    """Interface through which the coordinator has leases released, in processes of their own."""
 
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         """Release leases of one provider in a process.

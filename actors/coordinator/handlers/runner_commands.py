@@ -1,8 +1,8 @@
 """Handlers of clients' commands about runners; none of them blocks.
 
 The coordinator repeats a restart request to the guardian until the next life has begun. The request names the life to
-end, so repetitions end no other. For states, each live runner gets one question, however many clients ask. If it does
-not answer within `ANSWER_SECONDS`, clients get the state that the coordinator has recorded.
+end, so repetitions end no other. If clients ask for the state of a runner, the coordinator asks the runner once,
+however many clients ask. Without an answer within `ANSWER_SECONDS` they get the state that the coordinator recorded.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SchedulerHandlers:
 
     def _open_batch(self, batch_id: BatchId) -> BatchState | None:
         """Return the open scheduled batch of this id, or None. Raises BatchTypeMismatch for another type of batch."""
-        return collect_decisions.require_scheduled(self._live.batches.get(batch_id), batch_id)
+        return collect_decisions.open_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
         self._live.record_batch(batch.batch_id, events)

@@ -144,7 +144,10 @@ def _keys(task: str | None) -> list[str]:
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine with tokenizer for each auxiliary model. Raises ConfigError without `load_tokenizer`."""
+    """Return a RemoteEngine with tokenizer for each auxiliary model.
+
+    Raises ConfigError for an engine class without the method `load_tokenizer`.
+    """
     engines = {}
     for name, model in auxiliary.items():
         cls = resolve(model.engine_class, {}, "engine")

@@ -431,7 +431,7 @@ class HTTPEngine(ServerWeights):
             )
 
     async def _gives_processed_logprobs(self) -> bool:
-        """Return True if a token that alone may be sampled has logprob 0."""
+        """Return True if a token that alone may be sampled gets logprob 0. It sets vocabulary and test prompt too."""
         self._vocabulary = vocabulary(self._model, self.tokenizer)
         self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         [made] = await self.generate(self._test_prompt, replace(_TEST_SAMPLING, top_k=1))

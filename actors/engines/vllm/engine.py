@@ -7,10 +7,10 @@ them.
 Promises beyond the `Engine` interface:
 - Prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read.
 - `load_weights` compares the checkpoint's tensors with the model's before it pauses the engine, since vLLM 0.32 serves
-  a mix of old and new weights if a tensor is missing. On a CPU vLLM keeps the old head of a model whose head and
-  embedding are tied; here it is packed again. A reload that fails half-way breaks vLLM, so the checkpoint served before
-  is loaded again and must stay on disk until another is loaded. If even that fails the engine is ended: it never serves
-  unknown weights.
+  a mix of old and new weights if a tensor is missing. On a CPU vLLM's reload keeps a packed copy of the old head if
+  head and embedding are tied, so this engine packs it again from the new weights. A reload that fails half-way breaks
+  vLLM, so the checkpoint served before is loaded again and must stay on disk until another is loaded. If even that
+  fails the engine is ended: it never serves unknown weights.
 - Requests in flight survive a change of weights. Their KV cache, and the prefix cache, are dropped and recomputed from
   their tokens with the new weights, so no token is made from keys and values of the old ones. Tokens and logprobs made
   before the change stay: `version_spans` says which version made which.

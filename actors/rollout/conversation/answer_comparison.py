@@ -46,7 +46,7 @@ def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
     if not calls:
         return max((_text_fit(message, text) for text in texts), default=Fit.NONE)
     try:
-        parsed = [_call(call.get("function") or call) for call in calls]
+        parsed = [_name_and_arguments(call.get("function") or call) for call in calls]
     except (AttributeError, TypeError, ValueError):  # a client's own form of calls
         return Fit.NONE
     return max((_calls_fit(message, parsed, text) for text in texts), default=Fit.NONE)
@@ -93,7 +93,7 @@ def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
-def _call(function: Mapping[str, Any]) -> tuple[str, Any]:
+def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, Any]:
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
         raise ValueError("a tool call without a name")
@@ -112,7 +112,7 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if isinstance(name, str) and ("arguments" in value or "parameters" in value):
         try:
-            yield name, _json(_call({"name": name, "arguments": arguments})[1])
+            yield name, _json(_name_and_arguments({"name": name, "arguments": arguments})[1])
         except ValueError:
             yield name, _json(arguments)
 

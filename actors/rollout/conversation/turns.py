@@ -201,7 +201,10 @@ class Turns:
         return None
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
-        """Return the rest after a turn's answer, maybe stripped, in the text after its prompt; None: another answer."""
+        """Return what follows the turn's answer in `rest`, the text after its prompt; None if another answer follows.
+
+        The answer may stand there without the white space around it.
+        """
         if rest == "":
             return None  # the same prompt again
         last = self.end_of(turn)

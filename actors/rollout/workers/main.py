@@ -138,7 +138,7 @@ class _RemoteTokenizer:
 
 
 class _RemoteLeases(RunLeases):
-    """The leases of a run, which the runner records."""
+    """Leases of a run in a worker process: each change goes over the pipe to the runner, which records it."""
 
     def __init__(self, model: _RemoteModel) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _RemoteLeases(RunLeases):
 
 
 class _RemoteSteps(RunSteps):
-    """The steps of a run, which the runner records."""
+    """Recorded steps (`self.step`) of a run in a worker process: the runner writes them into its journal."""
 
     def __init__(self, model: _RemoteModel) -> None:
         super().__init__()

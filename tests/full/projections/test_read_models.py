@@ -291,7 +291,7 @@ def test_versions_that_made_what_was_delivered_are_counted(log: Log) -> None:
             here = sum(count for count, v in recorded.event.model_versions if v == version)
             made.setdefault(version, []).append((recorded.stream, here))
     assert len(made) > 5
-    assert log.made() == {version: sum(count for _, count in found) for version, found in made.items()}
+    assert log.deliveries_by_version() == {version: sum(count for _, count in found) for version, found in made.items()}
     for version, found in made.items():
         assert log.batches_made_by(version, 2) == found[:2]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.audit.whatif.recorded_durations import History, episodes, read_past
+from trinity_es.audit.whatif.recorded_durations import History, overlapping_groups, read_past
 from trinity_es.audit.whatif.simulation import Settings, Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -79,7 +79,7 @@ def predict(
     rows, whole = log.batches(), None
     if last is not None:
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
-    for group in episodes(rows, chosen):
+    for group in overlapping_groups(rows, chosen):
         part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
         whole = part if whole is None else _join(whole, part)
     assert whole is not None

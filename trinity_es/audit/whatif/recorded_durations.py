@@ -24,9 +24,12 @@ from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "episodes", "read_past"]
+__all__ = [
+    "Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "overlapping_groups",
+    "read_past",
+]
 
-EPISODE = 50
+LEAST_GROUP = 50
 """Approximate number of batches that are read and replayed at a time; a long log does not fit into memory."""
 LATE_SECONDS = 0.05
 """If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
@@ -163,8 +166,11 @@ class _Flight:
     unblamed: bool = False
 
 
-def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield the chosen batches (None: all) and those beside them, in groups that overlap no other. Raises DataError."""
+def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
+    """Yield the chosen batches (None: all), and those open at the same time, in groups of LEAST_GROUP or more.
+
+    No batch overlaps one of another group. Raises DataError if none can be replayed.
+    """
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
     members = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
@@ -174,7 +180,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
     group: list[BatchRow] = []
     latest = 0.0
     for row in members:
-        if len(group) >= EPISODE and row.submitted_at > latest:
+        if len(group) >= LEAST_GROUP and row.submitted_at > latest:
             yield group
             group = []
         group.append(row)

@@ -66,7 +66,7 @@ def weights(
             else:
                 runners_weights_usage.print_adapters(batch_tables.console(), history)
             return
-        made, total = opened.made(), opened.count_weights()
+        made, total = opened.deliveries_by_version(), opened.count_weights()
         versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
     if as_json:
         print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])

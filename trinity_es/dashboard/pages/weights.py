@@ -21,7 +21,7 @@ def weights(request: PageRequest) -> Page:
     """Return the page `/weights` of all versions, the newest first, or with `?version=V` of one."""
     if request.text("version"):
         return _version_page(request, request.number("version"))
-    total, made = request.log.count_weights(), request.log.made()
+    total, deliveries = request.log.count_weights(), request.log.deliveries_by_version()
     number, pages = request.page_of(total, PER_PAGE)
     versions = request.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
     newest = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=ADAPTER_EVENTS_READ))
@@ -29,8 +29,8 @@ def weights(request: PageRequest) -> Page:
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
         values={
-            "versions": list(reversed(versions)), "total": total, "delivered": made,
-            "most": max(made.values(), default=0), "page_number": number, "pages": pages,
+            "versions": list(reversed(versions)), "total": total, "delivered": deliveries,
+            "most": max(deliveries.values(), default=0), "page_number": number, "pages": pages,
             "adapters": list(reversed(adapters))[:PER_PAGE],
         },
     )
@@ -56,7 +56,8 @@ def _version_page(request: PageRequest, number: int) -> Page:
         template="weights_version.html", title=f"Weights version {number}", nav="weights",
         watch=("weights", "runner/"),
         values={
-            "version": number, "published": published, "loads": loads, "count": request.log.made().get(number, 0),
+            "version": number, "published": published, "loads": loads,
+            "count": request.log.deliveries_by_version().get(number, 0),
             "newest": max((v.version for v in request.log.weights(limit=1)), default=None),
             "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches], "most": BATCHES,
             "lag": _lag(published) if published is not None else None,
