@@ -74,11 +74,14 @@ def tokens_of(kept: KeptRun | None) -> list[int]:
     return [] if kept is None else [len(a.tokens) for answers in kept.calls.values() for a in answers.values()]
 
 
-async def cut_off(live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None) -> Written:
+async def cut_off(
+    live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None, earlier: bytes = b"",
+) -> Written:
     """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
     writer = Written()
+    writer.data = earlier
     prompt = live.engine.tokenizer.encode(PROMPT)
-    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer), prompt, sampling))
+    asking = asyncio.ensure_future(ask(live.engine, RunJournal(RUN, writer, writer.kept()), prompt, sampling))
     while not (sizes := tokens_of(writer.kept())) or len(sizes) < sampling.n or min(sizes) < least:
         assert not asking.done(), "the answer was there before it could be cut off"
         await asyncio.sleep(0.001)

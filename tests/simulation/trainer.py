@@ -249,10 +249,10 @@ class Trainer:
         Call(self, command, answered)
 
     def finalize(self, plan: BatchPlan, again: bool = False) -> None:
-        state = self.world.invariants.batches[batch_stream(plan.batch_id)]  # as the log says
+        state = self.world.invariants.batches.get(batch_stream(plan.batch_id))  # as the log says, or a bug has it
         command = FinalizeBatch(
             batch_id=plan.batch_id, batch_type=plan.batch_type, timeout=plan.timeout,  # type: ignore[arg-type]  # as above
-            groups=len(plan.runs) + 1 if plan.refills and not state.additions else None,
+            groups=len(plan.runs) + 1 if plan.refills and state is not None and not state.additions else None,
         )
 
         def answered(reply: Reply) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "finalize_failed",
     "finalized",
     "groups_missing",
+    "has_enough",
     "outcome",
     "recovery",
     "reopen",
@@ -40,7 +41,6 @@ __all__ = [
     "runner_lost",
     "start_finalizing",
     "submit",
-    "wanted",
 ]
 
 SLACK_PLACES = 0.25
@@ -303,11 +303,14 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
     return batch
 
 
-def wanted(batch: BatchState) -> int:
-    """Return the number of tasks that must be settled before finalize."""
-    if batch.min_wait_num is None:
-        return batch.expected_task_count
-    return min(batch.min_wait_num, batch.expected_task_count)
+def has_enough(batch: BatchState) -> bool:
+    """Return True if a batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
+    needed = batch.expected_task_count
+    if batch.min_wait_num is not None:
+        needed = min(batch.min_wait_num, needed)
+    first_added = min(batch.additions.values(), default=batch.expected_task_count)
+    added_are_settled = all(task < first_added for task in _open_tasks(batch))
+    return batch.completed_task_count >= needed and added_are_settled
 
 
 def _open_tasks(batch: BatchState) -> list[int]:

@@ -197,7 +197,7 @@ class BatchHandlers:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if batch.completed_task_count < batches.wanted(batch):
+            if not batches.has_enough(batch):
                 continue
             if cutting and cut_tasks.must_end(batch, most):
                 continue

@@ -116,7 +116,7 @@ async def test_answers_are_counted_however_n_is_written(n: Any) -> None:
     async with serving(engine) as server:
         refused = await posted(server, {"prompt": ["x"] * 17, "n": n}, "/v1/completions")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
-        assert "69,632 answers" in refused.json()["error"]["message"]
+        assert "65,536 answers, not 69,632" in refused.json()["error"]["message"]
         refused = await posted(server, {"prompt": "x", "n": "5000"}, "/v1/completions")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     assert engine.asked == []

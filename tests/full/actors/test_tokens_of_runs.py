@@ -94,6 +94,6 @@ def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
                          "in no run's"), ((0, 0), ""), ((0, -2), "2 tokens of its experiences were not made")]:
         course.other_prompt_tokens, course.other_response_tokens = others
         out = io.StringIO()
-        print_task(Console(file=out, width=200), course, None)
+        print_task(Console(file=out, width=200), course, None, [])
         assert said in out.getvalue()
         assert ("other       " in out.getvalue()) == bool(said)

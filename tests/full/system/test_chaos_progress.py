@@ -24,7 +24,6 @@ def test_promise_12_kills_lose_and_bend_nothing_with_the_journal_and_both_withou
     agents = figures.agents
     assert agents.all_kills == 5
     assert agents.calls >= 8 * 20, report(figures)
-    assert agents.goes_on, report(figures)
 
 
 def test_the_two_sample_test_knows_equal_and_shifted_samples() -> None:

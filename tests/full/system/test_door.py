@@ -155,7 +155,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     play_batch(client, new_id(), sleepers(1))
     lines = [line for line in output.read_text()[skipped:].splitlines() if "refused a frame" in line]
     assert all(re.search(r"WARNING trinity_es\S+ \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
-    assert {int(re.findall(r"actors\.transport (\d+)", line)[0]) for line in lines} == told
+    assert {int(re.findall(r"actors\.sealed_transport (\d+)", line)[0]) for line in lines} == told
     assert len(lines) <= len(told) * len(ATTACKS)
 
 

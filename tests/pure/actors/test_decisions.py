@@ -13,7 +13,7 @@ from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
-from trinity_es.events.values import BatchLifecycleState
+from trinity_es.events.values import BatchLifecycleState, Status
 from trinity_es.projections.batch import BatchState, batch_result, fold
 
 
@@ -432,3 +432,12 @@ class TestRecovery:
 
         begun({}).then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
         begun({"runner-0": 1}).then_types(ev.RecoveryDecided, ev.TaskDropped, ev.BatchAborted)
+
+
+def test_a_batch_waits_for_the_tasks_that_were_added_for_missing_groups() -> None:
+    ok = Status(completed_runs=1, total_runs=1, metrics=[])
+    state = BatchState(batch_id=1, batch_type="train", expected_task_count=3, min_wait_num=2, additions={"r": 2},
+                       statuses={0: ok, 1: ok})
+    assert not batches.has_enough(state), "an earlier task stood in for the added one"
+    state.statuses = {0: ok, 2: ok}
+    assert batches.has_enough(state)

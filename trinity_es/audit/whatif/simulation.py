@@ -271,7 +271,7 @@ class Simulation:
         state = self.states[batch_id]
         if batch_id not in self.asked or state.state not in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING):
             return
-        if state.completed_task_count < decisions.wanted(state):
+        if not decisions.has_enough(state):
             return
         grace = self.over["wait_after_min"]
         if not state.is_complete and grace > 0 and batch_id not in self.grace_over:
