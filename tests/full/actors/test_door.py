@@ -304,7 +304,7 @@ def test_however_many_frames_are_refused_warnings_are_few(
             raw(b, b"3>abc").close()
         listen(b, 0.5)
     assert len(caplog.records) == 1
-    assert b._refused == 30
+    assert b._refused_count == 30
 
 
 def test_a_frame_of_ours_that_cannot_be_unpickled_is_answered_and_harms_nothing(make_door: MakeDoor) -> None:
