@@ -273,7 +273,7 @@ class _Model(Ground):
 
     def check(self, batch: _Batch) -> None:
         """Finalize the batch if it has enough tasks."""
-        if self.open is not batch or not decisions.has_enough(batch.state):
+        if self.open is not batch or not batch.state.has_enough:
             return
         self._revoke(batch)
         for event in decisions.start_finalizing(batch.state):

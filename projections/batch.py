@@ -6,9 +6,8 @@ The coordinator and a replay both change a `BatchState` by `evolve` alone, so li
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,12 +17,7 @@ from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType, Status
 from trinity_es.projections import metric_aggregation as aggregation
 
-__all__ = [
-    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
-    "mean_reward", "metric_prefix", "missing_runs",
-]
-
-_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # with /mean if monitor.detailed_stats is on
+__all__ = ["RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold"]
 
 RESULT_FORMS = 4
 """Number of the newest form of `batch_result`. Each form changed how results are computed:
@@ -136,7 +130,7 @@ class BatchState:
     groups: int = 0
     """Minimum number of tasks with delivered experiences, while the batch is in the pipeline."""
     missing: ev.GroupsMissing | None = None
-    """Result of the pipeline, until more tasks come, if it left experiences of too few tasks."""
+    """Result of the pipeline if it left experiences of too few tasks, until tasks are added or run again."""
     taken: dict[int, str] = field(default_factory=dict)
     """Id of the request by which a scheduler took the task's results, by task."""
     paused: bool = False
@@ -151,6 +145,19 @@ class BatchState:
     def completed_task_count(self) -> int:
         """Number of settled tasks, finished or failed for good."""
         return len(self.statuses)
+
+    @property
+    def added_task_count(self) -> int:
+        """Number of tasks that were added after the submission."""
+        return self.expected_task_count - min(self.additions.values(), default=self.expected_task_count)
+
+    @property
+    def has_enough(self) -> bool:
+        """True if the batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
+        total = self.expected_task_count
+        needed = total if self.min_wait_num is None else min(self.min_wait_num, total)
+        added = range(total - self.added_task_count, total)
+        return len(self.statuses) >= needed and all(t in self.statuses or t in self.dropped for t in added)
 
     @property
     def is_complete(self) -> bool:
@@ -374,6 +381,7 @@ def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     state.dropped.pop(event.task, None)
     state.partial.discard(event.task)
     state.cut.discard(event.task)
+    state.missing = None
     state.homes.pop(event.task, None)
     for unit in event.units:
         state.pending[unit.task, unit.run_id_base] = unit
@@ -391,7 +399,7 @@ def batch_result(
     `<name>/missing_run_count` counts those. Finished runs of dropped tasks count in the means if they are delivered,
     but these tasks do not count as finished. `form`: 1 to `RESULT_FORMS`.
     """
-    is_eval, prefix = state.batch_type == "eval", metric_prefix(state.batch_id, state.batch_type)
+    is_eval, prefix = state.batch_type == "eval", aggregation.metric_prefix(state.batch_id, state.batch_type)
     counted = {**state.statuses, **{task: state.tasks[task].status() for task in state.partial if form > 2}}
     per_task, runs = [], []
     for task_id in sorted(counted):
@@ -410,8 +418,7 @@ def batch_result(
         metrics |= aggregation.aggregate_batch(per_task, prefix=prefix)
         missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values()) if form > 3 else 0
         if state.additions and state.batch_type == "train":
-            added = state.expected_task_count - min(state.additions.values())
-            metrics[f"{prefix}/added_task_count"] = float(added)
+            metrics[f"{prefix}/added_task_count"] = float(state.added_task_count)
     if missing and form > 1:
         metrics[f"{prefix}/missing_run_count"] = float(missing)
     for name, count in aggregation.missing_runs_by_metric(runs).items() if form > 2 else ():
@@ -424,26 +431,3 @@ def batch_result(
         "batch_id": state.batch_id, "batch_type": state.batch_type, "finished_task_count": state.completed_task_count,
         "metrics": metrics,
     }
-
-
-def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
-    """Return the prefix of a batch's metric names, such as `rollout` or `eval/gsm8k`."""
-    if batch_type != "eval":
-        return "rollout"
-    name = str(batch_id).split("/", 1)[-1]
-    return name if name.startswith("bench/") else f"eval/{name}"
-
-
-def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return the number of runs that the mean reward of a batch leaves out: failed runs, and runs without a reward."""
-    prefix = metric_prefix(batch_id, batch_type)
-    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
-
-
-def mean_reward(result: dict[str, Any]) -> float | None:
-    """Return the mean reward of a result. Of several `mean@n` (logs from before 2026-11), the largest n counts."""
-    metrics = result["metrics"]
-    if "rollout/reward/mean" in metrics:
-        return float(metrics["rollout/reward/mean"])
-    means = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
-    return means[max(means)] if means else None

@@ -15,18 +15,24 @@ The formulas are those of Trinity-RFT's `trinity/utils/metrics.py`; best@k and w
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, Final
 
 from trinity_es.events.errors import DataError
+from trinity_es.events.values import BatchId
 
-__all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task", "missing_runs_by_metric"]
+__all__ = [
+    "aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task", "mean_reward", "metric_prefix",
+    "missing_runs", "missing_runs_by_metric",
+]
 
 Metrics = dict[str, float]
+_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # with /mean if monitor.detailed_stats is on
 
 _LARGEST: Final = sys.float_info.max
 _DRAWS: Final = 1000
@@ -197,3 +203,26 @@ def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[i
             if not remaining:
                 break
     return _total(terms, _DRAWS)
+
+
+def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
+    """Return the prefix of a batch's metric names, such as `rollout` or `eval/gsm8k`."""
+    if batch_type != "eval":
+        return "rollout"
+    name = str(batch_id).split("/", 1)[-1]
+    return name if name.startswith("bench/") else f"eval/{name}"
+
+
+def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
+    """Return the number of runs that the mean reward of a batch leaves out: failed runs, and runs without a reward."""
+    prefix = metric_prefix(batch_id, batch_type)
+    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
+
+
+def mean_reward(result: dict[str, Any]) -> float | None:
+    """Return the mean reward of a result. Of several `mean@n` (logs from before 2026-11), the largest n counts."""
+    metrics = result["metrics"]
+    if "rollout/reward/mean" in metrics:
+        return float(metrics["rollout/reward/mean"])
+    means = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
+    return means[max(means)] if means else None

@@ -19,8 +19,8 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.projections.batch import mean_reward
 from trinity_es.projections.host_states import host_of
+from trinity_es.projections.metric_aggregation import mean_reward
 from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [

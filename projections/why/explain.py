@@ -241,8 +241,7 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
         text = f"it is finalizing: its pipeline has been running{ago}"
         return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
     settled, tasks = state.completed_task_count, state.expected_task_count
-    needed = tasks if state.min_wait_num is None else min(state.min_wait_num, tasks)
-    if state.open_task_count if state.batch_type == "collect" else settled < needed:
+    if state.open_task_count if state.batch_type == "collect" else not state.has_enough:
         return None
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"

@@ -17,7 +17,7 @@ from typing import Any
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.projections.batch import mean_reward
+from trinity_es.projections.metric_aggregation import mean_reward
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.run.checkpointing import Checkpoints
 

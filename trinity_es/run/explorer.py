@@ -277,17 +277,18 @@ class Explorer(RunProcess):
 
     async def _finalize(self, step: int) -> dict[str, Any]:
         """Finalize a step. With `explorer.refill`, first replace tasks that gave nothing, while there are others."""
-        at_most, refill = self.config.explorer.refill.at_most, self.config.explorer.refill.at_most > 0
-        while True:
-            batch = await self.rollouts.batch(step) if refill else None
-            first = 0 if batch is None else min(batch.additions.values(), default=len(batch.tasks))
-            groups = self._least_of(step, min(first, self.config.buffer.batch_size)) or None
+        left = self.config.explorer.refill.at_most
+        while left > 0:
+            batch = await self.rollouts.batch(step)
+            waited_for = batch.expected_task_count if batch.min_wait_num is None else batch.min_wait_num
+            groups = min(waited_for - batch.added_task_count, self.config.buffer.batch_size)
             try:
                 return await when_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
             except TooFewGroups as e:
-                assert batch is not None
-                left = at_most - (len(batch.tasks) - first)
-                refill = left > 0 and await self._add_tasks(step, min(e.details["missing"], left))
+                left = self.config.explorer.refill.at_most - batch.added_task_count
+                if left <= 0 or not await self._add_tasks(step, min(e.details["missing"], left)):
+                    break
+        return await when_written(lambda: self.rollouts.finalize_train_batch(step))
 
     async def _add_tasks(self, step: int, n: int) -> bool:
         """Add the next `n` tasks of the tasksets, or as many as are left, to a step. Returns False if none is left."""

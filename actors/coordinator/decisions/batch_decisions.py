@@ -33,11 +33,11 @@ __all__ = [
     "finalize_failed",
     "finalized",
     "groups_missing",
-    "has_enough",
     "outcome",
     "recovery",
     "reopen",
     "require_batch",
+    "require_runs",
     "runner_lost",
     "start_finalizing",
     "submit",
@@ -79,7 +79,7 @@ def submit(
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before its id is used again"
         )
-    _require_runs(batch_id, repeat_times)
+    require_runs(batch_id, repeat_times)
     if min_wait_num is not None and min_wait_num < 0:
         raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or at least 0")
     return [
@@ -303,16 +303,6 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
     return batch
 
 
-def has_enough(batch: BatchState) -> bool:
-    """Return True if a batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
-    needed = batch.expected_task_count
-    if batch.min_wait_num is not None:
-        needed = min(batch.min_wait_num, needed)
-    first_added = min(batch.additions.values(), default=batch.expected_task_count)
-    added_are_settled = all(task < first_added for task in _open_tasks(batch))
-    return batch.completed_task_count >= needed and added_are_settled
-
-
 def _open_tasks(batch: BatchState) -> list[int]:
     """Return the tasks that are neither settled nor dropped, even by a failed finalize."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
@@ -327,12 +317,13 @@ def add(
         return []
     if batch.state is not BatchLifecycleState.RUNNING:
         raise DataError(f"batch {batch.batch_id!r} is {batch.state}: tasks are added to a RUNNING batch")
-    _require_runs(batch.batch_id, repeat_times)
+    require_runs(batch.batch_id, repeat_times)
     return [ev.TasksAdded(repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest,
                           runs_per_unit=runs_per_unit, request=request)]
 
 
-def _require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
+def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
+    """Raise DataError if a task has no run."""
     for task, runs in enumerate(repeat_times):
         if runs < 1:
             raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}: at least 1")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trinity_es.actors.coordinator.decisions.batch_decisions import require_runs
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
+from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
 from trinity_es.projections.batch import BatchState, batch_result
 
@@ -37,9 +38,7 @@ def schedule(
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):
         return []
-    if any(n < 1 for n in repeat_times):
-        task = next(i for i, n in enumerate(repeat_times) if n < 1)
-        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
+    require_runs(batch_id, repeat_times)
     if existing is not None and existing.batch_type == "train" and existing.state is BatchLifecycleState.FINALIZED:
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is a finalized train batch, and its experiences belong to a trainer: schedule under "

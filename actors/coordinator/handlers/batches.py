@@ -159,7 +159,8 @@ class BatchHandlers:
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
             return
-        if batch.missing is not None and request.command.groups:  # it would go through the pipeline as before
+        if batch.missing is not None and (request.command.groups or 0) > batch.missing.usable:
+            # The pipeline would leave the same again.
             self.router.reply(request, error=_too_few(batch_id, batch.missing))
             return
         if timeout is not None:
@@ -197,7 +198,7 @@ class BatchHandlers:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batches.has_enough(batch):
+            if not batch.has_enough:
                 continue
             if cutting and cut_tasks.must_end(batch, most):
                 continue

@@ -207,7 +207,10 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     except sqlite3.OperationalError as e:
         connection.close()
         wal = Path(f"{path}-wal")
-        has_content = wal.exists() and wal.stat().st_size > 0
+        try:
+            has_content = wal.stat().st_size > 0
+        except OSError:
+            has_content = False
         if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or has_content:
             raise
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", **_CONNECTION)

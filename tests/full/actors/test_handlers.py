@@ -20,7 +20,7 @@ from trinity_es.actors.commands import (
     SubmitBatch,
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers import command_router
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
@@ -29,6 +29,7 @@ from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.actors.requests import Reply, pack, unpack
+from trinity_es.events import vocabulary as ev
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.system.launch import launched
 
@@ -144,3 +145,17 @@ def test_each_command_has_one_handler(place: Place) -> None:
         half.connect(handlers.runners.handlers())
     with pytest.raises(TypeError, match="AbortBatch has two handlers"):
         handlers.router.connect([handled(AbortBatch, handlers.batches.abort)])
+
+
+def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_groups_than_were_asked_for(
+    place: Place,
+) -> None:
+    place.submit(1)
+    place.live.record_batch(1, [ev.BatchFinalizing(groups=2)])
+    place.turn()
+    place.live.load()  # as the next coordinator reads it, whose clients have not asked yet
+    batch = place.live.batches[1]
+    place.handlers.batches._pipeline_done(1, batch.submission, PipelineDone({}, [], 1, 0, usable=1))
+    place.turn()
+    assert place.live.batches[1].missing == ev.GroupsMissing(usable=1, missing=1, lost={})
+

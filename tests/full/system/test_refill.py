@@ -93,6 +93,10 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
     with pytest.raises(TooFewGroups) as again:
         client.finalize_train_batch(1, groups=3, timeout=60)
     assert again.value.details == {"usable": 1, "missing": 2, "lost": {"failed": 1, "reward_filter": 1}}
+    client.redo(1, [2], reason="the same failure")
+    with pytest.raises(TooFewGroups, match="needs 2 more"):  # not before the task has failed again
+        client.finalize_train_batch(1, groups=3, timeout=60)
+    assert client.batch(1).failed_attempts == 2
     assert client.add_tasks(1, [task(3), task(5)]) == 3
     result = client.finalize_train_batch(1, groups=3, timeout=60)
     assert result["finished_task_count"] == 5
@@ -102,3 +106,7 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
         client.add_tasks(1, [task(7)])
     with pytest.raises(BatchNotFound):
         client.add_tasks(2, [task(7)])
+    client.submit_batch(batch_id=2, batch_type="train", tasks=[task(1), task(2)])
+    with pytest.raises(TooFewGroups):
+        client.finalize_train_batch(2, groups=2, timeout=60)
+    assert client.finalize_train_batch(2, groups=1, timeout=60)["finished_task_count"] == 2

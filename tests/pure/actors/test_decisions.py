@@ -438,6 +438,6 @@ def test_a_batch_waits_for_the_tasks_that_were_added_for_missing_groups() -> Non
     ok = Status(completed_runs=1, total_runs=1, metrics=[])
     state = BatchState(batch_id=1, batch_type="train", expected_task_count=3, min_wait_num=2, additions={"r": 2},
                        statuses={0: ok, 1: ok})
-    assert not batches.has_enough(state), "an earlier task stood in for the added one"
+    assert not state.has_enough, "an earlier task stood in for the added one"
     state.statuses = {0: ok, 2: ok}
-    assert batches.has_enough(state)
+    assert state.has_enough

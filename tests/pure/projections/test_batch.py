@@ -15,7 +15,8 @@ from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchLifecycleState, batch_stream
-from trinity_es.projections.batch import batch_result, contiguous, fold, mean_reward, missing_runs
+from trinity_es.projections.batch import batch_result, contiguous, fold
+from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import canonical, recomputed_result
 
 

@@ -271,7 +271,7 @@ class Simulation:
         state = self.states[batch_id]
         if batch_id not in self.asked or state.state not in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING):
             return
-        if not decisions.has_enough(state):
+        if not state.has_enough:
             return
         grace = self.over["wait_after_min"]
         if not state.is_complete and grace > 0 and batch_id not in self.grace_over:

@@ -13,7 +13,7 @@ import typer
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
 from trinity_es.cli.run_in_view import in_view, quiet
 from trinity_es.config.config import Config
-from trinity_es.projections.batch import missing_runs
+from trinity_es.projections.metric_aggregation import missing_runs
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.run import single_task
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results

@@ -16,7 +16,7 @@ from trinity_es.cli.render.watch import PAUSES, look, picture_view
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.batch import mean_reward, missing_runs
+from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
