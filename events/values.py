@@ -51,12 +51,14 @@ class BatchLifecycleState(StrEnum):
 
     @property
     def ended(self) -> bool:
+        """True for the stages that no batch leaves."""
         return self in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 
 _LEADING_INT = re.compile(r"\d+")
 _BATCH_ID_LENGTH = 200
-_LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
+_AMBIGUOUS_TEXT_ID = re.compile(r"-?\d+\Z|'")
+"""Text id that looks like a number or begins with a quote, so that its stream's name needs quotes."""
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
@@ -97,6 +99,7 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
 
 
 def shown(value: Any) -> str:
+    """Return a value as ASCII text for an error message, cut to 80 characters."""
     try:
         text = ascii(value)
     except Exception:  # of a number with too many digits, of a list that holds itself
@@ -130,7 +133,7 @@ def batch_stream(batch_id: BatchId) -> str:
     """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError."""
     if not isinstance(batch_id, str):
         return f"batch/{require_batch_id(batch_id)}"
-    return f"batch/'{batch_id}'" if _LOOKS_OTHER.match(batch_id) else f"batch/{batch_id}"
+    return f"batch/'{batch_id}'" if _AMBIGUOUS_TEXT_ID.match(batch_id) else f"batch/{batch_id}"
 
 
 class Args(dict[str, Any]):
@@ -304,25 +307,28 @@ def task_to_dict(task: Task) -> dict[str, Any]:
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
+    """Return the task that `task_to_dict` wrote, with these ids."""
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Return the place of a value that is not plain JSON. orjson would silently convert dates, dataclasses and NaN."""
+    """Return path and type of the first part that is not plain JSON, or None. orjson converts dates, NaN etc. silently.
+    """
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{path} is {value}, which"
     if isinstance(value, dict):
-        for k, v in value.items():
-            if not isinstance(k, str):
-                return f"{path}[{k!r}] (key of type {type(k).__name__})"
-            culprit = _not_plain(v, f"{path}.{k}")
-            if culprit:
-                return culprit
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return f"{path}[{key!r}] (key of type {type(key).__name__})"
+            place = _not_plain(inner, f"{path}.{key}")
+            if place is not None:
+                return place
         return None
     if isinstance(value, list | tuple):
-        return next((c for i, v in enumerate(value) if (c := _not_plain(v, f"{path}[{i}]"))), None)
+        places = (_not_plain(inner, f"{path}[{i}]") for i, inner in enumerate(value))
+        return next((place for place in places if place is not None), None)
     return f"{path} (a {type(value).__name__})"
 
 

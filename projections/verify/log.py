@@ -190,7 +190,7 @@ class _Fold:
         self._connection.close()
         self._engine.dispose()
 
-    def take(self, recorded: Sequence[Recorded]) -> None:
+    def check_events(self, recorded: Sequence[Recorded]) -> None:
         self.last = recorded[-1].position
         for item in recorded:
             if "lease" in item.metadata:
@@ -302,7 +302,7 @@ class _Fold:
             self._open[stream] = state
 
     # --- comparison with the tables ---------------------------------------------------------------------------------
-    def settle(self, connection: Connection, head: Head, whole: bool) -> None:
+    def finish(self, connection: Connection, head: Head, whole: bool) -> None:
         """Make the checks that need the whole log; those of the read models only if all events were read (`whole`)."""
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):

@@ -39,7 +39,7 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
 
 
 def room(path: Path, needed: int) -> str:
-    """Describe how full the disk of `path` is, if about `needed` bytes could not be written, and what to do."""
+    """Describe the room on the disk of `path`, after a write of about `needed` bytes failed, and what to do."""
     for folder in (path, *path.parents):
         try:
             usage = shutil.disk_usage(folder)
@@ -56,6 +56,7 @@ def room(path: Path, needed: int) -> str:
 
 
 def _bytes(n: float) -> str:
+    """Return a number of bytes as text with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}"

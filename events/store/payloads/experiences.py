@@ -76,6 +76,7 @@ def sources_of(data: bytes) -> list[str]:
 
 
 def _open(digest: str, data: bytes | bytearray) -> Payload:
+    """Return a payload whose bytes the store has checked. Raises CorruptPayload, naming the digest."""
     with _name_payload(digest):
         return Payload(data, checked=True)  # the store compared its digest
 
@@ -130,14 +131,15 @@ class _Originals:
     def __init__(self, raw: Mapping[str, bytes], experiences: Sequence[Experience]) -> None:
         self._payloads = {digest: Payload(data, checked=True) for digest, data in raw.items()}
         self._fields: dict[str, list[Fields]] = {}
-        in_raw = {
+        raw_places = {
             tuple(item["eid"]): (digest, number)
             for digest, payload in self._payloads.items() if not payload.sources
             for number, item in enumerate(payload.items)
         }
-        delivered = {key: in_raw[key] for e in experiences if (key := _key(e)) in in_raw}
-        used = Counter(digest for digest, _ in delivered.values())
-        self._left = {digest: n for digest, n in used.items() if n >= LEAST_SHARE * len(self._payloads[digest].items)}
+        delivered = {key: raw_places[key] for e in experiences if (key := _key(e)) in raw_places}
+        delivered_counts = Counter(digest for digest, _ in delivered.values())
+        self._left = {digest: count for digest, count in delivered_counts.items()
+                      if count >= LEAST_SHARE * len(self._payloads[digest].items)}
         self._places = {key: place for key, place in delivered.items() if place[0] in self._left}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
@@ -161,6 +163,7 @@ class _Originals:
         return encode(items, columns_of(arrays), list(sources))
 
     def _fields_of(self, digest: str) -> list[Fields]:
+        """Return the fields of all experiences of a raw payload, which is decoded once."""
         if digest not in self._fields:
             payload = self._payloads[digest]
             self._fields[digest] = fields_in(payload, range(len(payload.items)), {})
@@ -174,4 +177,5 @@ class _Originals:
 
 
 def _key(e: Experience) -> tuple[Any, ...]:
+    """Return the parts of an experience's id, in the order of an item's `eid`."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -132,13 +132,14 @@ class Draft:
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
         """Place the events after this position and hash. Return the last one's position and hash."""
-        for item, body, at in zip(self.recorded, self.bodies, times, strict=False):
+        for item, body, recorded_at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
-            previous = schema.chain_hash(previous, position, at, body)
-            item.position, item.recorded_at, item.hash = position, at, previous
+            previous = schema.chain_hash(previous, position, recorded_at, body)
+            item.position, item.recorded_at, item.hash = position, recorded_at, previous
         return position, previous
 
     def rows(self) -> list[dict[str, Any]]:
+        """Return the events as rows for the table of events."""
         return [
             {"position": r.position, "stream": r.stream, "version": r.version, "type": r.type,
              "schema_version": r.schema_version, "data": r.data, "metadata": self.metadata,
@@ -148,7 +149,7 @@ class Draft:
 
 
 def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
-    """Return the events of these writes, checked. Raises InvalidEvent."""
+    """Check the events of these writes, and return them as a commit to place in the log. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
@@ -179,6 +180,7 @@ def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata
 
 
 def _check_name(subject: str, name: str) -> None:
+    """Raise InvalidEvent if this can't be the name of a stream or commit. `subject`: what it names."""
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
