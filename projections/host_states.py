@@ -39,6 +39,7 @@ class Host:
 
     @property
     def there(self) -> bool:
+        """True if it takes part: not lost, and it has not left."""
         return self.state in ("joined", "draining")
 
 
@@ -47,6 +48,7 @@ Hosts = dict[str, Host]
 
 
 def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
+    """Apply one event in place. Events of an earlier epoch of a host change nothing."""
     if isinstance(event, ev.HostJoined):
         hosts[event.host] = Host(
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
@@ -61,15 +63,17 @@ def host_of(runner: str) -> str:
 
 
 def lost_reason(host: str, why: str) -> str:
+    """Return the reason of the end of runners whose host is lost."""
     return f"host {host} is lost: {why}"
 
 
 def left_reason(host: str, why: str) -> str:
+    """Return the reason of the end of runners whose host left."""
     return f"host {host} left: {why}"
 
 
 def went_with_host(runner: str, reason: str) -> bool:
-    """Return whether a runner that ended for this reason went with its host, so that the runner is not at fault."""
+    """Return True if a runner that ended for this reason ended with its host, so that the runner is not at fault."""
     host = host_of(runner)
     return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))
 
@@ -95,6 +99,7 @@ class HostLife:
 
     @property
     def there(self) -> bool:
+        """True until the host is lost or leaves."""
         return self.ended_at is None
 
 
@@ -123,4 +128,5 @@ def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
 
 
 def last_lives(lives: Iterable[HostLife]) -> dict[str, HostLife]:
+    """Return the last life of each host by name."""
     return {life.host: life for life in lives}

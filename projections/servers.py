@@ -11,7 +11,7 @@ from typing import Literal
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["Server", "Servers", "evolve_servers", "leaving"]
+__all__ = ["Server", "Servers", "evolve_servers", "leaving_runners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ Servers = dict[str, Server]
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:
+    """Apply one event in place."""
     wanted = isinstance(event, ev.ServerAdded)
     servers[event.url] = Server(event.url, event.runner, wanted, event.by)
 
 
-def leaving(servers: Mapping[str, Server]) -> frozenset[str]:
+def leaving_runners(servers: Mapping[str, Server]) -> frozenset[str]:
     """Return the runners of removed servers, which get no more units."""
     return frozenset(s.runner for s in servers.values() if not s.wanted)

@@ -41,13 +41,15 @@ class LogEvents:
         return self._events.url
 
     def is_replaced(self) -> bool:
-        """Return whether the log's name now belongs to another SQLite file. Reopen the log to read that one."""
+        """Return True if the log's name now belongs to another SQLite file. Reopen the log to read that one."""
         return self._events.is_replaced()
 
     def head(self) -> Head:
+        """Return the end of the log."""
         return self._events.head()
 
     def streams(self, prefix: str = "") -> list[str]:
+        """Return the names of the streams that begin with `prefix`, in order."""
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
@@ -61,6 +63,7 @@ class LogEvents:
     def read(
         self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
     ) -> Iterator[Recorded]:
+        """Yield events after a position, in order, of one stream or all, and of these types or all."""
         return self._events.read(stream=stream, types=types, after=after)
 
     def rare(
@@ -74,9 +77,11 @@ class LogEvents:
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
     def last(self, stream: str, type_name: str) -> Recorded | None:
+        """Return the last event of this type in a stream, or None."""
         return self._events.last(stream, type_name)
 
     def at(self, position: int) -> Recorded | None:
+        """Return the event at a position, or None."""
         if position <= 0:
             return None
         recorded = next(self._events.read(after=position - 1, limit=1), None)
@@ -110,8 +115,8 @@ class LogEvents:
             is_last = stop()  # called before reading, so that the last read sees all events from before the stop
             try:
                 if is_away and newest is not None:
-                    same = self.at(position)
-                    if same is None or same.hash != newest.hash:
+                    reread = self.at(position)
+                    if reread is None or reread.hash != newest.hash:
                         raise LogRewound(
                             f"{self.url} no longer has the event read at position {position}: it was restored from an "
                             "older copy, or its server lost commits. Read it again from its start")
@@ -131,12 +136,17 @@ class LogEvents:
             time.sleep(interval)
 
     def _require(self, batch_id: BatchId) -> None:
+        """Raise BatchNotFound if no batch has this id."""
         if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
             raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
-            other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
-            exists = other is not None and self._events.stream_version(batch_stream(other))
-            hint = f"; there is one with the id {other!r}" if exists else ""
+            other_id: BatchId | None = None  # 12 for "12", and the other way round
+            if isinstance(batch_id, int):
+                other_id = str(batch_id)
+            elif batch_id.isdecimal():
+                other_id = int(batch_id)
+            exists = other_id is not None and self._events.stream_version(batch_stream(other_id))
+            hint = f"; there is one with the id {other_id!r}" if exists else ""
             raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def payloads(self) -> PayloadStore:

@@ -75,11 +75,13 @@ def read_batches(
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
+    """Return the number of batches in this state and of this type, or all."""
     query = _filtered(select(func.count()).select_from(read_models.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 
 
 def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
+    """Return the query restricted to a state and a type of batches; None restricts nothing."""
     if state is not None:
         query = query.where(_C.state == state)
     return query if batch_type is None else query.where(_C.batch_type == batch_type)

@@ -52,6 +52,7 @@ _table = sa.Table(
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:
+    """Apply one event of stream `answers`."""
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
@@ -70,12 +71,14 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
 
 
 def _update_rows(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
+    """Set these columns in the rows of these messages."""
     statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(new)
     if messages:
         connection.execute(statement, [{"key": m} for m in messages])
 
 
 def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
+    """Return the answers with these message ids, by id, without ids that are not in the table."""
     states: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(sa.select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
