@@ -197,8 +197,7 @@ class Payload:
 
 
 def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our metadata and the tensors of a safetensors file, as views of its bytes. Bad bytes may raise any error.
-    """
+    """Return our metadata and the tensors (views) of a safetensors file. Bad bytes may raise any error."""
     body_start = 8 + int.from_bytes(data[:8], "little")
     header = orjson.loads(memoryview(data)[8:body_start])
     metadata = orjson.loads(header.pop("__metadata__")[_METADATA])

@@ -51,7 +51,6 @@ def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
 
 
 def create_private(path: str | Path) -> None:
-    """Make an empty file for this user alone; an existing file stays as it is."""
     os.close(open_private(path, os.O_WRONLY))
 
 

@@ -160,7 +160,6 @@ def _mask_text(value: str) -> str:
 
 
 def _mask_within(text: str) -> str:
-    """Mask the secrets inside a longer text."""
     return _SECRET_IN_TEXT.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
 
 

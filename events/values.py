@@ -51,7 +51,6 @@ class BatchLifecycleState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """True for the stages that no batch leaves."""
         return self in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 
@@ -307,13 +306,11 @@ def task_to_dict(task: Task) -> dict[str, Any]:
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
-    """Return the task that `task_to_dict` wrote, with these ids."""
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Return path and type of the first part that is not plain JSON, or None. orjson converts dates, NaN etc. silently.
-    """
+    """Return path and type of the first part that is not plain JSON, or None. orjson would convert dates and NaN."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):

@@ -20,7 +20,6 @@ Adapters = dict[str, ev.AdapterPublished | ev.AdapterRemoved]
 
 
 def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterRemoved) -> None:
-    """Apply one event in place."""
     adapters[event.adapter] = event
 
 

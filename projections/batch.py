@@ -167,7 +167,6 @@ class BatchState:
 
     @property
     def is_complete(self) -> bool:
-        """True if every task is settled."""
         return len(self.statuses) == self.expected_task_count
 
     @property
@@ -177,7 +176,6 @@ class BatchState:
 
     @property
     def ready_task_count(self) -> int:
-        """Number of tasks whose results can be taken."""
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
     @property

@@ -39,7 +39,6 @@ class Host:
 
     @property
     def there(self) -> bool:
-        """True if it takes part: not lost, and it has not left."""
         return self.state in ("joined", "draining")
 
 
@@ -63,12 +62,10 @@ def host_of(runner: str) -> str:
 
 
 def lost_reason(host: str, why: str) -> str:
-    """Return the reason of the end of runners whose host is lost."""
     return f"host {host} is lost: {why}"
 
 
 def left_reason(host: str, why: str) -> str:
-    """Return the reason of the end of runners whose host left."""
     return f"host {host} left: {why}"
 
 
@@ -99,7 +96,6 @@ class HostLife:
 
     @property
     def there(self) -> bool:
-        """True until the host is lost or leaves."""
         return self.ended_at is None
 
 
@@ -128,5 +124,4 @@ def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
 
 
 def last_lives(lives: Iterable[HostLife]) -> dict[str, HostLife]:
-    """Return the last life of each host by name."""
     return {life.host: life for life in lives}

@@ -142,7 +142,6 @@ def _number(key: str, value: Any) -> float | None:
 
 
 def _clamp(value: float) -> float:
-    """Return the value, or the largest float of its sign if it is infinite."""
     return min(max(value, -_LARGEST), _LARGEST)
 
 

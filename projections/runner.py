@@ -125,5 +125,4 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:
-    """Return the weights that this event publishes, which replace the current ones."""
     return Weights(event.version, event.path, event.method)

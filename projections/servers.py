@@ -29,7 +29,6 @@ Servers = dict[str, Server]
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:
-    """Apply one event in place."""
     wanted = isinstance(event, ev.ServerAdded)
     servers[event.url] = Server(event.url, event.runner, wanted, event.by)
 

@@ -391,7 +391,6 @@ class EventLog:
         return self._db.is_replaced()
 
     def head(self) -> Head:
-        """Return the end of the log."""
         row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 

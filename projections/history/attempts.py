@@ -70,7 +70,6 @@ class TaskTimeline:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of its finished runs."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
@@ -147,7 +146,6 @@ class BatchTimeline:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of tasks in each state."""
         return {name: sum(t.state == name for t in self.tasks)
                 for name in ("finished", "failed", "dropped", "running", "pending")}
 

@@ -260,7 +260,6 @@ def batch_content(recorded: Iterable[Recorded]) -> dict[str, Any]:
 
 
 def _without_times(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that are no times, in order of names."""
     return {name: value for name, value in sorted(metrics.items()) if not is_time_metric(name)}
 
 

@@ -45,11 +45,9 @@ class LogEvents:
         return self._events.is_replaced()
 
     def head(self) -> Head:
-        """Return the end of the log."""
         return self._events.head()
 
     def streams(self, prefix: str = "") -> list[str]:
-        """Return the names of the streams that begin with `prefix`, in order."""
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
@@ -77,11 +75,9 @@ class LogEvents:
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
     def last(self, stream: str, type_name: str) -> Recorded | None:
-        """Return the last event of this type in a stream, or None."""
         return self._events.last(stream, type_name)
 
     def at(self, position: int) -> Recorded | None:
-        """Return the event at a position, or None."""
         if position <= 0:
             return None
         recorded = next(self._events.read(after=position - 1, limit=1), None)

@@ -77,7 +77,6 @@ class Log(LogEvents):
                                                  descending=descending, limit=limit, offset=offset))
 
     def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
-        """Return the number of batches in this state and of this type, or all."""
         return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
@@ -89,7 +88,6 @@ class Log(LogEvents):
         return rows[0]
 
     def runner_lives(self) -> list[RunnerIncarnation]:
-        """Return the lives of all runners, by runner and incarnation."""
         return self._read(runner_history.read_lives)
 
     def weights(self, *, version: int | None = None, limit: int | None = None, offset: int = 0) -> list[WeightsVersion]:
@@ -97,7 +95,6 @@ class Log(LogEvents):
         return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
-        """Return the number of published weights versions."""
         return self._read(runner_history.count_weights)
 
     def deliveries_by_version(self) -> dict[int, int]:
@@ -117,7 +114,6 @@ class Log(LogEvents):
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
-        """Return sums over the batches of each type and state."""
         return self._read(read_models.read_totals)
 
     def model_version(self) -> int:

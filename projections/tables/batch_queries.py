@@ -75,7 +75,6 @@ def read_batches(
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
-    """Return the number of batches in this state and of this type, or all."""
     query = _filtered(select(func.count()).select_from(read_models.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 

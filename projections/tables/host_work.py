@@ -70,5 +70,4 @@ def forget(connection: Connection, item: Recorded, task: int | None = None) -> N
 
 
 def read_finished(connection: Connection) -> dict[str, int]:
-    """Return the number of tasks that ended on each host that joined."""
     return {row.host: int(row.finished) for row in connection.execute(select(_work).order_by(_work.c.host))}

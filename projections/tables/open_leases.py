@@ -48,7 +48,6 @@ def apply(connection: Connection, item: Recorded) -> None:
 
 @cache
 def _adapter() -> TypeAdapter[OpenLease]:
-    """Return pydantic's decoder of an OpenLease."""
     from pydantic import TypeAdapter  # imported here, because only readers of leases need it
 
     return TypeAdapter(OpenLease)

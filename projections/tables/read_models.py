@@ -103,7 +103,6 @@ class ReadModels:
             metadata.create_all(connection, checkfirst=True)
 
     def reset(self, connection: sa.Connection) -> None:
-        """Empty all tables."""
         for table in _TABLES:
             connection.execute(sa.delete(table))
 
@@ -221,7 +220,6 @@ def stored_version(log: EventLog) -> int:
 
 
 def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
-    """Return the row of a batch that was just submitted."""
     return {
         "stream": item.stream, "batch_id": orjson.dumps(event.batch_id).decode(), "batch_type": event.batch_type,
         "tasks": len(event.repeat_times), "finished": 0, "failed_attempts": 0, "failed": 0, "dropped": 0, "sent": 0,
@@ -313,7 +311,6 @@ _LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
 
 
 def projectors() -> list[ReadModels]:
-    """Return new projectors of all read models, to open a log with."""
     return [ReadModels()]
 
 

@@ -383,7 +383,6 @@ def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
 
 
 def last_incarnation(connection: sa.Connection) -> int:
-    """Return the highest incarnation of any runner; 0 without runners."""
     return int(connection.execute(sa.select(sa.func.max(_lives.c.incarnation))).scalar() or 0)
 
 
@@ -412,7 +411,6 @@ def read_weights(
 
 
 def count_weights(connection: sa.Connection) -> int:
-    """Return the number of published versions."""
     return int(connection.execute(sa.select(sa.func.count(_published.c.version.distinct()))).scalar_one())
 
 

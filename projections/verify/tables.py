@@ -110,6 +110,5 @@ def _report_missing(
 
 
 def short(value: Any, length: int = 80) -> str:
-    """Return a value's repr, cut to `length` characters."""
     text = repr(value)
     return text if len(text) <= length else text[: length - 3] + "..."

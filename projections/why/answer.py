@@ -255,5 +255,4 @@ def span(seconds: float) -> str:
 
 
 def counted(n: int, name: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{n} {name}" if n == 1 else f"{n} {name}s"

@@ -105,7 +105,6 @@ class HostSnapshot:
 
     @property
     def there(self) -> bool:
-        """True if it takes part."""
         return self.state in ("joined", "draining")
 
 

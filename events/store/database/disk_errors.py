@@ -56,7 +56,6 @@ def room(path: Path, needed: int) -> str:
 
 
 def _bytes(n: float) -> str:
-    """Return a number of bytes as text with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}"

@@ -165,7 +165,6 @@ class OpenedFiles:
             raise LogReplaced(problem, path=str(self.path), missing=True) from None
 
     def _replaced_error(self) -> LogReplaced:
-        """Return the error to raise when another file has the log's name."""
         used = "was read until now" if self._read_only else "is in use"
         advice = "; open it again to read what is there, from its start" if self._read_only else (
             ". Nothing was acknowledged since: put the earlier file back under this name to continue, or end the "
@@ -194,7 +193,6 @@ class OpenedFiles:
 
 
 def _file_id(status: os.stat_result) -> FileId:
-    """Return device and inode."""
     return status.st_dev, status.st_ino
 
 

@@ -27,11 +27,10 @@ class Prepared:
         self._compiled: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def rows(self, connection: Connection, values: Values) -> list[tuple[Any, ...]]:
-        """Return all selected rows. Raises DBAPIError, like each method here."""
         return self._run(connection, "execute", values).fetchall()  # type: ignore[no-any-return]  # the driver's own
 
     def first(self, connection: Connection, values: Values) -> tuple[Any, ...] | None:
-        """Return the first selected row, or None."""
+        """Return the first selected row, or None. Raises DBAPIError."""
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:

@@ -139,7 +139,6 @@ class Draft:
         return position, previous
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the events as rows for the table of events."""
         return [
             {"position": r.position, "stream": r.stream, "version": r.version, "type": r.type,
              "schema_version": r.schema_version, "data": r.data, "metadata": self.metadata,
