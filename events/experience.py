@@ -302,14 +302,14 @@ class Experience:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON, without arrays and without fields that are None."""
-        out: dict[str, Any] = {
+        data: dict[str, Any] = {
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
         }
         for name in ("prompt_text", "response_text", *JSON, "reward", "truncate_status"):
             if self.__dict__[name] is not None:
-                out[name] = self.__dict__[name]
-        return out
+                data[name] = self.__dict__[name]
+        return data
 
     # --- as bytes ---------------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
@@ -384,12 +384,12 @@ class Experience:
     @classmethod
     def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:
         """Return experiences with these fields unchecked, since they were checked when they were written."""
-        out = []
+        experiences = []
         for fields in all_fields:
             experience = cls.__new__(cls)
             experience.__dict__ = fields
-            out.append(experience)
-        return out
+            experiences.append(experience)
+        return experiences
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:

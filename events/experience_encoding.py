@@ -49,21 +49,24 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
     """Return the item: all fields but the arrays, and but None and empty ones, which `fields_in` restores."""
-    out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
-    out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
-    out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
+    item = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
+    item |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
+    item |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
     if fields["custom_fields"]:
-        out["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
+        item["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
     if fields["multi_modal_inputs"] is not None:
-        out["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
-    return out
+        item["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
+    return item
 
 
 # --- differences ----------------------------------------------------------------------------------------------------
 def difference(
-    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
+    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], base_place: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base."""
+    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base.
+
+    `base_place`: index of the base's source in the new payload, and number of the base there.
+    """
     new_item = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
@@ -77,7 +80,7 @@ def difference(
         if "multi_modal_inputs" in item:
             new_item["multi_modal_inputs"] = item["multi_modal_inputs"]
         arrays["multi_modal_inputs"] = inputs
-    return {"of": of, **({"without": without} if without else {}), **new_item}, arrays
+    return {"of": base_place, **({"without": without} if without else {}), **new_item}, arrays
 
 
 def same_array(a: Array, b: Array | None) -> bool:

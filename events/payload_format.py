@@ -67,9 +67,9 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
         for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
             arrays_of_dtype = [a if a is not None and a.dtype == dtype else None for a in arrays]
             shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in arrays_of_dtype]
-            flat = np.concatenate([a.ravel() for a in arrays_of_dtype if a is not None])
+            flat_array = np.concatenate([a.ravel() for a in arrays_of_dtype if a is not None])
             tensor_name = str(len(entries))
-            tensors |= _as_runs(tensor_name, flat) or {tensor_name: flat}
+            tensors |= _as_runs(tensor_name, flat_array) or {tensor_name: flat_array}
             shapes_or_column = all_shapes.index(shapes) if shapes in all_shapes else shapes
             entries.append([name, key, DTYPES[dtype], shapes_or_column])
             all_shapes.append(shapes)
@@ -78,16 +78,16 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
     return _file(tensors, orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors)}).decode())
 
 
-def _as_runs(name: str, flat: Array) -> dict[str, Array] | None:
+def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
     """Return a flat array as two tensors, values and lengths of its runs of equal values; None if not smaller."""
-    if not flat.size or flat.size >= 2**32:
+    if not flat_array.size or flat_array.size >= 2**32:
         return None
-    bits = flat.view(f"u{flat.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
+    bits = flat_array.view(f"u{flat_array.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
     later_starts = np.flatnonzero(bits[1:] != bits[:-1]) + 1
-    if (len(later_starts) + 1) * (flat.itemsize + 4) + _TENSOR_ENTRY_BYTES >= flat.nbytes:
+    if (len(later_starts) + 1) * (flat_array.itemsize + 4) + _TENSOR_ENTRY_BYTES >= flat_array.nbytes:
         return None
-    bounds = np.concatenate([[0], later_starts, [flat.size]])
-    return {name: flat[bounds[:-1]], f"{name}.lengths": np.diff(bounds).astype(np.uint32)}
+    bounds = np.concatenate([[0], later_starts, [flat_array.size]])
+    return {name: flat_array[bounds[:-1]], f"{name}.lengths": np.diff(bounds).astype(np.uint32)}
 
 
 def _file(tensors: dict[str, Array], metadata: str) -> bytes:
@@ -171,29 +171,29 @@ class Payload:
         """
         is_part = len(numbers) < len(self.items)
         for number, (name, key, shapes, ends) in enumerate(self._columns):
-            flat = self._flat(str(number), ends[-1])
+            flat_array = self._flat_array(str(number), ends[-1])
             arrays: list[Array | None] = []
             for n in numbers:
                 shape = shapes[n]
                 if shape is None:
                     arrays.append(None)
                     continue
-                array = flat[ends[n] : ends[n + 1]]
+                array = flat_array[ends[n] : ends[n + 1]]
                 if is_part:
                     array = array.copy()
                 arrays.append(array if isinstance(shape, int) else array.reshape(shape))
             yield Column(name, key, arrays)
 
-    def _flat(self, name: str, size: int) -> Array:
+    def _flat_array(self, name: str, size: int) -> Array:
         """Return a column's flat tensor of `size` numbers, and keep it expanded if it was stored as runs."""
-        flat, lengths = self._tensors[name], self._tensors.pop(f"{name}.lengths", None)
+        flat_array, lengths = self._tensors[name], self._tensors.pop(f"{name}.lengths", None)
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
                 raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
-            flat = self._tensors[name] = np.repeat(flat, lengths)
-        if flat.size != size:
+            flat_array = self._tensors[name] = np.repeat(flat_array, lengths)
+        if flat_array.size != size:
             raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
-        return flat
+        return flat_array
 
 
 def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -278,9 +278,9 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 def task_to_dict(task: Task) -> dict[str, Any]:
     """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the type."""
-    out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
+    data: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:
-        out["reward_fn"] = class_path(task.reward_fn)
+        data["reward_fn"] = class_path(task.reward_fn)
     for name in _ENCODED:
         value = getattr(task, name)
         if value is None or value is False or (value == {} and name != "raw_task"):
@@ -301,8 +301,8 @@ def task_to_dict(task: Task) -> dict[str, Any]:
                 f"task field {culprit} can't be written as JSON; put plain values there "
                 "(numbers, text, lists, dicts) and load heavy objects inside the workflow"
             )
-        out[name] = value
-    return out
+        data[name] = value
+    return data
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:

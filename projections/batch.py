@@ -181,8 +181,8 @@ class BatchState:
     @property
     def failed_whole(self) -> bool:
         """The batch is finalized, and no run of its delivered tasks succeeded."""
-        settled = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
-        return settled and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
+        has_settled_tasks = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
+        return has_settled_tasks and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
 
     def task_status(self, task: int) -> Status:
         """Return a task's status as a Scheduler gives it: one dict of metrics over all runs, and each run's own."""
@@ -385,9 +385,9 @@ def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
 
 def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     """Reset a task to its submitted state, but keep its attempt count, and the batch's times and oldest weights."""
-    earlier = state.tasks[event.task]
+    task = state.tasks[event.task]
     state.tasks[event.task] = TaskState(
-        total_runs=earlier.total_runs, is_eval=earlier.is_eval, attempts=earlier.attempts, reopened=event.request
+        total_runs=task.total_runs, is_eval=task.is_eval, attempts=task.attempts, reopened=event.request
     )
     state.statuses.pop(event.task, None)
     state.dropped.pop(event.task, None)

@@ -26,6 +26,6 @@ def kept_text(event: ev.AttemptKept) -> str:
 
 def missing_text(event: ev.GroupsMissing) -> str:
     """Return how many usable groups a batch has and lacks, and what took the others, in words."""
-    lost = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
+    losses = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
     return (f"it has {event.usable} usable groups and needs {event.missing} more"
-            + (f" (lost: {lost})" if lost else ""))
+            + (f" (lost: {losses})" if losses else ""))

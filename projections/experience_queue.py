@@ -164,11 +164,11 @@ def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorde
         if room <= 0:
             break
         if freed.get(stream, 0) < first:
-            last = log.last(stream, "BatchFinalized", after=first)
-            assert last is not None
-            assert isinstance(last.event, ev.BatchFinalized)
-            deliveries.append(last)
-            room -= last.event.selected
+            last_finalized = log.last(stream, "BatchFinalized", after=first)
+            assert last_finalized is not None
+            assert isinstance(last_finalized.event, ev.BatchFinalized)
+            deliveries.append(last_finalized)
+            room -= last_finalized.event.selected
     return deliveries
 
 

@@ -119,7 +119,7 @@ def _parse(key: str) -> tuple[str, str]:
 
 def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
     """Return (aggregation, values) by name, with suffix but without `:mean`. "a" and "a:mean" are one metric."""
-    grouped: dict[str, tuple[str, list[float]]] = {}
+    values_by_name: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
             number = _number(key, value)
@@ -127,8 +127,8 @@ def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
                 continue
             name, statistic = _parse(key)
             full_name = name if statistic == "mean" else f"{name}:{statistic}"
-            grouped.setdefault(full_name, (statistic, []))[1].append(number)
-    return grouped
+            values_by_name.setdefault(full_name, (statistic, []))[1].append(number)
+    return values_by_name
 
 
 def _number(key: str, value: Any) -> float | None:
@@ -177,9 +177,9 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
-    drawn = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
+    draws = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
     contains = np.zeros((n, _DRAWS), dtype=np.bool_)
-    contains[drawn.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
+    contains[draws.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
     return tuple(int.from_bytes(np.packbits(row).tobytes(), "big") for row in contains)
 
 

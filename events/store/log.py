@@ -139,10 +139,10 @@ class EventLog:
         LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and the
         errors of projectors.
         """
-        drafted = draft(writes, commit_id, lease, metadata)
-        size = 32768 + sum(len(r.data) + len(drafted.metadata) + 400 for r in drafted.recorded)
+        own_draft = draft(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r.data) + len(own_draft.metadata) + 400 for r in own_draft.recorded)
         committed = self._db.write(
-            lambda c: self._append(c, writes, drafted, commit_id, lease, generation), size=size, patience=patience
+            lambda c: self._append(c, writes, own_draft, commit_id, lease, generation), size=size, patience=patience
         )
         if committed.recorded:
             mark = Mark(self._generation, committed.last_position, committed.recorded[-1].hash)
@@ -159,7 +159,7 @@ class EventLog:
             return is_newer
 
     def _append(
-        self, connection: Connection, writes: Sequence[Write], drafted: Draft, commit_id: str, lease: Lease | None,
+        self, connection: Connection, writes: Sequence[Write], own_draft: Draft, commit_id: str, lease: Lease | None,
         generation: str | None,
     ) -> Committed:
         """Append in this transaction, which holds the lock of the log's head row; see `append`."""
@@ -171,32 +171,32 @@ class EventLog:
         values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
         earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
         if earlier_position is not None:
-            return self._earlier_result(connection, earlier_position, commit_id, drafted)
+            return self._earlier_result(connection, earlier_position, commit_id, own_draft)
         if lease is not None:
             writer_lease.check(lease, epoch)
         self._check_versions(connection, writes)
         clock_step = self._clock_step(connection, head, clock_reading)
-        drafts = [drafted] if clock_step is None else [clock_step, drafted]
+        drafts = [own_draft] if clock_step is None else [clock_step, own_draft]
         self._place(head, drafts)
         recorded = [item for commit in drafts for item in commit.recorded]
-        last = recorded[-1]
+        end = recorded[-1]
         try:
             statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
-                f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
+                f"{self.url}: the log's head or streams do not agree with its events near position {end.position} "
                 f"({e.orig}); run verify"
             ) from e
         versions = {item.stream: item.version for item in recorded}
         statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
-        statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
+        statements.MOVE_HEAD.change(connection, {"p": end.position, "h": end.hash, "t": end.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
         self._clock.remember(*clock_reading)
         return Committed(
-            first_position=drafted.recorded[0].position, last_position=last.position, recorded=drafted.recorded,
+            first_position=own_draft.recorded[0].position, last_position=end.position, recorded=own_draft.recorded,
             duplicate=False,
         )
 
@@ -235,20 +235,21 @@ class EventLog:
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
-        head, lost = self.lost(claims)
-        if lost:
-            raise rewound(self.url, head, lost)
+        head, lost_claims = self.lost(claims)
+        if lost_claims:
+            raise rewound(self.url, head, lost_claims)
         for mark, _ in claims:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _earlier_result(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+    def _earlier_result(self, connection: Connection, first: int, commit_id: str, own_draft: Draft) -> Committed:
         """Return the result of the earlier append with this commit id. Raises CommitMismatch."""
         # Read one event more than this commit has, since the earlier one may be longer.
-        values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
-        earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
+        values = {"after": first - 1, "until": statements.LAST, "limit": len(own_draft.recorded) + 1}
+        rows = statements.NEXT_PAGE.rows(connection, values)
+        earlier = [item for item in map(from_row, rows) if item.commit_id == commit_id]
         content = attrgetter("stream", "type", "schema_version", "data")
-        if [*map(content, earlier)] != [*map(content, drafted.recorded)]:
+        if [*map(content, earlier)] != [*map(content, own_draft.recorded)]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
@@ -257,15 +258,16 @@ class EventLog:
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         """Raise ConcurrencyError if a stream is not at the version that its write expects."""
-        actual = statements.versions(connection, dict.fromkeys(w.stream for w in writes))
-        for w in writes:
-            version = actual.get(w.stream, 0)
-            if version != w.expected_version:
+        actual = statements.versions(connection, dict.fromkeys(write.stream for write in writes))
+        for write in writes:
+            version = actual.get(write.stream, 0)
+            if version != write.expected_version:
                 raise ConcurrencyError(
-                    f"stream {w.stream} is at version {version}, the writer expected {w.expected_version}; load it "
-                    "again and decide again", stream=w.stream, expected=w.expected_version, actual=version,
+                    f"stream {write.stream} is at version {version}, the writer expected {write.expected_version}; "
+                    "load it again and decide again",
+                    stream=write.stream, expected=write.expected_version, actual=version,
                 )
-            actual[w.stream] = version + len(w.events)
+            actual[write.stream] = version + len(write.events)
 
     def remembered(self, memory: Memory) -> list[Claim]:
         """Return a host's claims about this log, from its `memory`, which first gets the key of this store."""
@@ -332,11 +334,11 @@ class EventLog:
         At most `limit` events come in order of position, or with `descending` the newest first. An index finds them, so
         the cost does not grow with the log. Raises ValueError for a bulk type.
         """
-        chosen = require_rare(types)
+        rare_types = require_rare(types)
         remaining = limit
         while remaining is None or remaining > 0:
             size = PAGE if remaining is None else min(PAGE, remaining)
-            query = partial(rare_page, types=chosen, after=after, before=before, size=size, descending=descending)
+            query = partial(rare_page, types=rare_types, after=after, before=before, size=size, descending=descending)
             page = self._db.read(query)
             yield from map(from_row, page)
             if len(page) < size:

@@ -44,9 +44,9 @@ class ReadModels:
         if not self.projectors:
             return
         last = recorded[-1]
-        new = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
+        checkpoint = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
         for projector in self.projectors:
-            own_checkpoint = new | {"n": projector.name, "v": projector.version}
+            own_checkpoint = checkpoint | {"n": projector.name, "v": projector.version}
             if not _MOVE_CHECKPOINT.change(connection, own_checkpoint):
                 # Another process wrote without this projector, or with another version of it.
                 self._catch_up(connection, projector, head)
@@ -64,14 +64,14 @@ class ReadModels:
         applied_count = 0
         for projector in self.projectors:
             projector.create(connection)
-            applied_count += self._catch_up(connection, projector, head, progress, fresh=True)
+            applied_count += self._catch_up(connection, projector, head, progress, from_start=True)
         return applied_count
 
     def _catch_up(
         self, connection: Connection, projector: Projector, head: LockedHead,
-        progress: Callable[[int, int], None] | None = None, fresh: bool = False,
+        progress: Callable[[int, int], None] | None = None, from_start: bool = False,
     ) -> int:
-        """Apply the events up to `head` that a projector lacks, or all events if its version changed or with `fresh`.
+        """Apply the events up to `head` that a projector lacks, or all if its version changed or with `from_start`.
 
         Return the number of applied events.
         """
@@ -84,7 +84,7 @@ class ReadModels:
         after, until = 0, head.last_position
         applied_count = 0
         is_current = stored is not None and (stored.version, stored.generation) == (projector.version, head.generation)
-        if stored is not None and is_current and stored.position <= until and not fresh:
+        if stored is not None and is_current and stored.position <= until and not from_start:
             after = stored.position
         else:
             projector.reset(connection)

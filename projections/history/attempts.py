@@ -365,10 +365,10 @@ def select_runs(
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
     """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
-    selected = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
+    runs = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
     value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run
-    return sort_known_first(selected, value, descending)
+    return sort_known_first(runs, value, descending)
 
 
 def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:

@@ -42,9 +42,9 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
 
     if last_task is not None:
         usual = _usual_seconds(timeline)
-        waiting = f"task {last_task.task} waited for a runner"
+        waiting_text = f"task {last_task.task} waited for a runner"
         for attempt in last_task.attempts:
-            add_until(attempt.dispatched_at, waiting)
+            add_until(attempt.dispatched_at, waiting_text)
             ended_at = attempt.ended_at or end
             if (outage := _outage_start(attempt, outages)) is not None:
                 add_until(outage, _attempt_text(last_task, attempt, outage, usual), fault=True)
@@ -52,7 +52,7 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
             else:
                 add_until(ended_at, _attempt_text(last_task, attempt, ended_at, usual), fault=_has_failed(attempt))
         if last_task.state == "pending":
-            add_until(end, waiting)
+            add_until(end, waiting_text)
     if timeline.finalizing_at is not None:
         add_until(timeline.finalizing_at, "all tasks had settled, and it waited to be finalized")
     add_until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None

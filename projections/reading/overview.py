@@ -111,20 +111,20 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
 
     The JSON is read directly, because building event objects would take most of the time.
     """
-    out = Distributions(batch_ids=list(batch_ids))
+    collected = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            out.failures[event["kind"]] += 1
+            collected.failures[event["kind"]] += 1
             if event.get("seconds"):
-                out.failed_seconds.append(event["seconds"])
+                collected.failed_seconds.append(event["seconds"])
             continue
-        out.attempt_seconds.append(event["seconds"])
+        collected.attempt_seconds.append(event["seconds"])
         for run in event["runs"]:
-            out.response_tokens.append(run.get("response_tokens", 0))
+            collected.response_tokens.append(run.get("response_tokens", 0))
             if "reward" in run["metrics"]:
-                out.rewards.append(run["metrics"]["reward"])
-    return out
+                collected.rewards.append(run["metrics"]["reward"])
+    return collected
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> list[Throughput]:
@@ -177,12 +177,12 @@ def summarize(
     losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
 ) -> Overview:
     """Return the summary of a run from its batches, runners' lives and rare events."""
-    finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
-    finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
-    rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
-    lost: dict[str, Counter[str]] = defaultdict(Counter)
+    finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
+    finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
+    rewards = [(r, _point(r, r.reward)) for r in finalized_rows if r.reward is not None]
+    loss_counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (kind, reason), count in losses.items():
-        lost[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
+        loss_counts[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
     sums = {name: sum(getattr(row, name) for row in rows) for name in (
         "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
@@ -193,7 +193,8 @@ def summarize(
         runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
-        staleness=[_point(r, r.staleness) for r in finalized if r.staleness is not None],
+        staleness=[_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
         throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
-        attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
+        attempts_failed=loss_counts["attempt"], tasks_dropped=loss_counts["task"],
+        experiences_dropped=loss_counts["experience"],
     )

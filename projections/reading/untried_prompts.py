@@ -52,8 +52,8 @@ def prompts_tried(log: Log) -> PromptsTried:
     rows = log.batches()
     report = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
     rows_to_read = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
-    untried: dict[Any, Untried] = {}
-    tried: set[Any] = set()
+    untried_by_key: dict[Any, Untried] = {}
+    tried_keys: set[Any] = set()
     for stream, row in rows_to_read.items():
         sent_tasks = {
             unit["task"] for item in log.read(stream=stream, types=["TasksDispatched"], after=row.first_position)
@@ -64,17 +64,17 @@ def prompts_tried(log: Log) -> PromptsTried:
         for number, index in enumerate(indices):
             key = _prompt_key(index) or (row.batch_id, number)
             if number in sent_tasks:
-                tried.add(key)
+                tried_keys.add(key)
             else:
                 taskset = index.get("taskset")
-                untried[key] = Untried(
+                untried_by_key[key] = Untried(
                     None if taskset is None else str(taskset), index.get("index"), row.batch_id, number, row.state
                 )
-    for key in tried:
-        untried.pop(key, None)
-    if any(prompt.row is not None for prompt in untried.values()):
-        _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried)
-    report.never = list(untried.values())
+    for key in tried_keys:
+        untried_by_key.pop(key, None)
+    if any(prompt.row is not None for prompt in untried_by_key.values()):
+        _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried_by_key)
+    report.never = list(untried_by_key.values())
     return report
 
 

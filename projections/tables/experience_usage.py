@@ -162,11 +162,11 @@ def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
     uses = [use for use in uses if use.taken == is_taken and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
-        covering = [use for use in uses if use.first <= start and use.first + use.count >= end]
-        if not covering:
+        covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]
+        if not covering_uses:
             usage.never += end - start
-        elif len(covering) == 1:
+        elif len(covering_uses) == 1:
             usage.once += end - start
         else:
-            usage.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in covering],
-                                  [use.position for use in covering]))
+            steps, positions = [use.step for use in covering_uses], [use.position for use in covering_uses]
+            usage.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, steps, positions))

@@ -316,8 +316,8 @@ def projectors() -> list[ReadModels]:
 
 def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     """Return (stream, batch id) of every open batch, in the order of submission."""
-    ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
-    query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended))
+    ended_states = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
+    query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended_states))
     rows = connection.execute(query.order_by(batches.c.first_position))
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
 

@@ -311,14 +311,14 @@ def add_lost_attempt(
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
     """Return the time of a system's last event if the next coordinator recorded this loss at its start, else None."""
     e = schema.events.c
-    start = sa.select(e.position, e.commit_id).where(
+    start_query = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
     ).order_by(e.position.desc()).limit(1)
-    started = connection.execute(start).one_or_none()
+    started = connection.execute(start_query).one_or_none()
     if started is None or started.commit_id != item.commit_id:
         return None
-    last = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
-    return None if last is None else float(last.recorded_at)
+    last_event = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    return None if last_event is None else float(last_event.recorded_at)
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
@@ -352,8 +352,8 @@ def current_version(connection: sa.Connection) -> int:
 
 def current_version_in(group: Gathered) -> int:
     """Return the current weights version, including events of this group that are not written yet."""
-    waiting = group.waiting(_NEW_PUBLISHED)
-    return int(waiting[-1]["version"]) if waiting else current_version(group.connection)
+    unwritten = group.waiting(_NEW_PUBLISHED)
+    return int(unwritten[-1]["version"]) if unwritten else current_version(group.connection)
 
 
 def natural(name: str) -> list[str | int]:
@@ -390,20 +390,20 @@ def read_weights(
     connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
     """Return the published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
-    first = sa.func.min(_published.c.position)
-    selected = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    first_position = sa.func.min(_published.c.position)
+    version_query = sa.select(_published.c.version).group_by(_published.c.version).order_by(first_position.desc())
     if version is not None:
-        selected = selected.where(_published.c.version == version)
+        version_query = version_query.where(_published.c.version == version)
     if limit is not None:
-        selected = selected.limit(limit).offset(offset)
+        version_query = version_query.limit(limit).offset(offset)
     versions: dict[int, dict[str, Any]] = {}
-    publications = sa.select(_published).where(_published.c.version.in_(selected)).order_by(_published.c.position)
+    publications = sa.select(_published).where(_published.c.version.in_(version_query)).order_by(_published.c.position)
     for row in connection.execute(publications):
         first_values = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [],
                         "failures": []}
         versions.setdefault(row.version, first_values).update(method=row.method, path=row.path)
     c = _loads.c
-    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(selected))
+    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(version_query))
     for loaded_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
         load = WeightsLoad(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
         versions[loaded_version]["loads" if error is None else "failures"].append(load)

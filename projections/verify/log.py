@@ -140,8 +140,8 @@ def verify_open(
         report.problems += log.verify(progress, fold)
         report.problems += fold.problems.texts()
         report.notes += fold.notes
-        if lost := remembered_log_end.lost(log, claims):
-            report.problems.append(lost)
+        if loss := remembered_log_end.lost(log, claims):
+            report.problems.append(loss)
         report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
         payloads.check(payload_progress)
@@ -280,12 +280,12 @@ class _Fold:
         except errors.LogCorrupt as e:
             self.problems.add(f"{where}: it can't follow what came before it: {e.message}")
             return
-        if isinstance(taken := item.event, ev.LeaseTaken):
-            stream, unit = batch_stream(taken.batch_id), taken.unit
+        if isinstance(lease := item.event, ev.LeaseTaken):
+            stream, unit = batch_stream(lease.batch_id), lease.unit
             batch = self._open_batches.get(stream)
             flight = None if batch is None else batch.flights.get((unit.task, unit.run_id_base))
             is_running = flight is not None and (flight.runner, flight.incarnation, flight.unit) == (
-                taken.runner, taken.incarnation, unit)
+                lease.runner, lease.incarnation, unit)
             if not is_running and stream not in self._broken_streams:
                 self.problems.add(f"{where}: the attempt that took it was not running on that runner")
 
@@ -309,8 +309,8 @@ class _Fold:
             self._open_batches[stream] = state
 
     # --- comparison with the tables ---------------------------------------------------------------------------------
-    def finish(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Make the checks that need the whole log; those of the read models only if all events were read (`whole`)."""
+    def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
+        """Make the checks that need the whole log; those of the read models only if all events were read."""
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
@@ -331,7 +331,7 @@ class _Fold:
                 if is_transient(e):
                     raise
                 self.problems.add(f"the log's {subject} can't be read: {getattr(e, 'orig', e)}")
-        if not whole or not self._tables_are_folded:
+        if not is_complete or not self._tables_are_folded:
             self.notes.append("the read models were not compared: not every event could be read")
             return
         self._check_batches()

@@ -87,8 +87,8 @@ class Needs:
             case ev.AttemptKept():
                 yield event.payload, owner, stream, self._submitted.get(stream, 0)
             case ev.BatchFinalized():
-                first = self._submitted.get(stream, 0)
-                yield from ((ref.digest, owner, stream, first) for ref in event.experiences)
+                submission_position = self._submitted.get(stream, 0)
+                yield from ((ref.digest, owner, stream, submission_position) for ref in event.experiences)
             case ev.ExperiencesProcessed():
                 owner = f"position {item.position} (experiences handed in)"
                 yield from ((ref.digest, owner, None, item.position) for ref in event.experiences)
@@ -143,30 +143,30 @@ class Payloads:
     ) -> None:
         """Go through the stored and the needed payloads, both in order of digests, and report differences."""
         needed_count = len(self._needs)
-        missing: list[tuple[str, str]] = []
-        unneeded: list[str] = []
+        missing_payloads: list[tuple[str, str]] = []
+        unneeded_digests: list[str] = []
         next_needed = next(needed, None)
         for digest in store.digests():
             while next_needed is not None and next_needed[0] < digest:
-                missing.append(next_needed)
+                missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
             self.read_count += 1
             if next_needed is None or next_needed[0] != digest:
-                unneeded.append(digest)
+                unneeded_digests.append(digest)
                 self._check_payload(store, digest, "")
             else:
                 if not self._check_payload(store, digest, next_needed[1]):
-                    missing.append(next_needed)
+                    missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
             if progress and self.read_count % 100 == 0:
                 progress(self.read_count, max(self.read_count, needed_count))
-        missing += [*([] if next_needed is None else [next_needed]), *needed]
-        for digest, owner in self._still_needed(missing):
+        missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]
+        for digest, owner in self._still_needed(missing_payloads):
             self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
         if progress:
             progress(self.read_count, self.read_count)
-        self._add_note(unneeded, "payloads are named by no event: their runner ended before its result was recorded, "
-                       "or this is about to happen")
+        self._add_note(unneeded_digests, "payloads are named by no event: their runner ended before its result was "
+                       "recorded, or this is about to happen")
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
     def _add_note(self, names: Sequence[str], text: str) -> None:
@@ -185,11 +185,11 @@ class Payloads:
             self.problems.add(f"{owner}: {e.message}{self._needs.way_out(digest)}" if owner else e.message)
         return True
 
-    def _still_needed(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _still_needed(self, missing_payloads: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the missing payloads that were not freed since the events were read."""
-        if not missing:
+        if not missing_payloads:
             return []
         events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.last_position)
         self._needs.free(freed_positions(events))
-        needed = dict(self._needs.listed())
-        return [(digest, needed[digest]) for digest, _ in missing if digest in needed]
+        owners = dict(self._needs.listed())
+        return [(digest, owners[digest]) for digest, _ in missing_payloads if digest in owners]

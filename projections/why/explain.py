@@ -84,12 +84,12 @@ def why(
         lives = dict(with_live(snapshot, live, now))
         ranked = sorted(_waits_of_open(snapshot, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
-    late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
+    is_late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
     return Why(
         batch_id=batch_id, batch_type=state.batch_type, state=state.state.value, tasks=state.expected_task_count,
         settled=state.completed_task_count, running_units=len(state.flights), pending_units=len(state.pending),
         failed_attempts=state.failed_attempts, moved_at=batch.moved_at, now=now,
-        stalled=waiting[0].cause not in OF_TRAINER and (late or any(w.person or w.cause in _STUCK for w in waiting)),
+        stalled=waiting[0].cause not in OF_TRAINER and (is_late or any(w.person or w.cause in _STUCK for w in waiting)),
         waiting=waiting,
     )
 
@@ -110,12 +110,12 @@ def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> 
     elif state.batch_type == "train":
         cause = "training"
         text = f"it was finalized at {local_time(batch.moved_at)}, and no trainer has acknowledged it"
-    failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
-    if failed and state.state is not BatchLifecycleState.ABORTED:
-        task, status = failed[0]
+    failed_tasks = [(task, status) for task, status in sorted(state.statuses.items()) if not status.ok]
+    if failed_tasks and state.state is not BatchLifecycleState.ABORTED:
+        task, status = failed_tasks[0]
         if cause == "training" and state.failed_whole:
             cause = "all_failed"
-        tasks = counted(len(failed), "task")
+        tasks = counted(len(failed_tasks), "task")
         failures = f"{tasks} of {state.expected_task_count} failed at least in part, the first is"
         if state.failed_whole:
             failures = "each of its runs failed, the first of"
@@ -243,14 +243,16 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
         ago = "" if since is None else f" for {span(now - since)}"
         text = f"it is finalizing: its pipeline has been running{ago}"
         return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
-    settled, tasks = state.completed_task_count, state.expected_task_count
+    settled_count, task_count = state.completed_task_count, state.expected_task_count
     if state.open_task_count if state.batch_type == "collect" else not state.has_enough:
         return None
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=batch.moved_at)
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
-    have = "all its tasks are settled" if settled == tasks else f"{settled} of {tasks} tasks are settled, enough"
+    have = "all its tasks are settled"
+    if settled_count != task_count:
+        have = f"{settled_count} of {task_count} tasks are settled, enough"
     if rows.get(state.batch_id, {}).get("waited_for"):
         text = f"{have}; the trainer waits for the rest, at most explorer.over_rollout.wait_after_min seconds"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
@@ -265,8 +267,8 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
 # --- units ----------------------------------------------------------------------------------------------------------
 def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
     """Describe a unit. `strikes`: earlier failed attempts that count."""
-    last = unit.run_id_base + unit.runs - 1
-    runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
+    last_run = unit.run_id_base + unit.runs - 1
+    runs = f"run {last_run}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last_run}"
     charged_attempt = strikes + 1
     maximum = f"of {state.max_attempts}"
     if charged_attempt != unit.attempt:  # attempts lost with a runner don't count
@@ -370,10 +372,10 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
 def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
     """Return a `Waiting` for units without a runner: all places are taken, or one is about to be given."""
     taken_places, units_by_batch = Counter[str](), Counter[BatchId]()
-    for other in snapshot.batches.values():
-        for flight in other.state.flights.values():
+    for other_batch in snapshot.batches.values():
+        for flight in other_batch.state.flights.values():
             taken_places[flight.runner] += 1
-            units_by_batch[other.state.batch_id] += 1
+            units_by_batch[other_batch.state.batch_id] += 1
     units = _pending_text(batch)
     since = min((batch.pending_since.get(key, batch.moved_at) for key in batch.state.pending), default=None)
     free_runners = [r for r in serving if taken_places[r.name] < r.places]

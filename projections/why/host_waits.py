@@ -41,9 +41,9 @@ def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, tim
         text = f"{unit}: its host {host.name} {end}{_since(host)}{_because(host.reason)}, so it is attempted again"
         return replace(waiting, cause="lost", text=text)
     if host.heard is not None:
-        after = "" if timeout is None else f" after {span(timeout)}"
+        deadline_text = " in the end" if timeout is None else f" after {span(timeout)}"
         text = (f"{unit}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
-                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
+                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{deadline_text}, and this is "
                 "attempted elsewhere then")
         return replace(waiting, cause="away", text=text, since=host.heard)
     if host.state == "draining":

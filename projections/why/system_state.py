@@ -249,9 +249,9 @@ def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Fol
     followed.follow(
         snapshot, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
     )
-    last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
+    last_event = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
     snapshot.of_run = bool(events.streams("taskset/"))
-    snapshot.last_at = snapshot.last_at if last is None else straight(last).recorded_at
+    snapshot.last_at = snapshot.last_at if last_event is None else straight(last_event).recorded_at
     return snapshot
 
 

@@ -93,7 +93,7 @@ def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, li
     """Return the end of the log, and the claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
-    lost = []
+    lost_claims = []
     earlier_generations: set[str] | None = None  # read when a claim needs them
     for claim in claims:
         mark = claim.mark
@@ -104,8 +104,8 @@ def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, li
                 earlier_generations = _given_up_generations(connection)
             is_lost = mark.generation not in earlier_generations
         if is_lost:
-            lost.append(claim)
-    return head, lost
+            lost_claims.append(claim)
+    return head, lost_claims
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
@@ -137,9 +137,9 @@ def _given_up_generations(connection: Connection) -> set[str]:
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     """Return the error that names the acknowledged end, the log's end, and the way out. `head` None: no log."""
     claim = max(lost, key=lambda c: c.mark.position)
-    mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
+    mark, other_holders = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
-    knows += f" ({', '.join(others)} too)" if others else ""
+    knows += f" ({', '.join(other_holders)} too)" if other_holders else ""
     if head is None:
         problem = f"lost what was acknowledged: {knows}, and there is no log any more"
     elif mark.generation != head.generation:
@@ -210,9 +210,9 @@ class Memory:
         if not generation or any(claim.mark.generation == generation for claim in claims):
             return claims
         for path in sorted(self.path.parent.glob("acknowledged-*")):
-            others, place, key = _read(path)
-            if others and path != self.path and not self._is_copy(place, key):
-                claims += [c for c in others if c.mark.generation == generation and c not in claims]
+            foreign_claims, place, key = _read(path)
+            if foreign_claims and path != self.path and not self._is_copy(place, key):
+                claims += [c for c in foreign_claims if c.mark.generation == generation and c not in claims]
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
@@ -230,10 +230,10 @@ class Memory:
     def claim(self, claims: Iterable[Claim]) -> None:
         """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
         with self._lock:
-            stored, _, _ = _read(self.path)
-            candidates = dict.fromkeys([*self._others, *stored[1:], *claims])
-            self._others = [claim for claim in candidates if claim not in stored[:1]]
-            self._write([*stored[:1], *self._others])
+            stored_claims, _, _ = _read(self.path)
+            candidates = dict.fromkeys([*self._others, *stored_claims[1:], *claims])
+            self._others = [claim for claim in candidates if claim not in stored_claims[:1]]
+            self._write([*stored_claims[:1], *self._others])
 
     def settle(self, mark: Mark) -> None:
         """Keep this mark and forget all others."""

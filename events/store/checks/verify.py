@@ -51,10 +51,10 @@ class Watcher(Protocol):
     def check_events(self, recorded: Sequence[Recorded]) -> None:
         """Check the next events, in order of position and each once. All of them decode."""
 
-    def finish(self, connection: Connection, head: Head, whole: bool) -> None:
+    def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
         """Make the checks that need all events, in the last transaction.
 
-        `whole`: True if no event was missing or unreadable.
+        `is_complete`: True if no event was missing or unreadable.
         """
 
 
@@ -83,10 +83,10 @@ def verify(
     chain = _Chain(problems)
 
     def check_rows(rows: Sequence[Any], end: int) -> None:
-        before = chain.position
+        position_before = chain.position
         events = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
-        if rows and chain.position == before:
-            raise LogCorrupt(f"{database.shown}: no event after position {before} can be read in order")
+        if rows and chain.position == position_before:
+            raise LogCorrupt(f"{database.shown}: no event after position {position_before} can be read in order")
         if watcher is not None and events:
             watcher.check_events(events)
         if progress:
@@ -108,7 +108,7 @@ def verify(
         _compare(connection, chain, heads, problems)
         if watcher is not None:
             verified_end = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
-            watcher.finish(connection, verified_end, chain.whole and chain.position == end)
+            watcher.finish(connection, verified_end, chain.is_complete and chain.position == end)
 
     try:
         head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
@@ -165,7 +165,7 @@ class _Chain:
         self._problems = problems
         self.versions: dict[str, int] = {}
         self.position, self.hash, self.recorded_at = 0, schema.GENESIS, 0.0
-        self.whole = True
+        self.is_complete = True
         self._commit, self._index = "", 0
 
     def follow(self, row: tuple[Any, ...]) -> Recorded | None:
@@ -177,13 +177,13 @@ class _Chain:
             for column, value, kind in zip(_COLUMNS, row, _TYPES, strict=True):
                 if type(value) is not kind:
                     add(f"{at}: its {column} is of type {type(value).__name__}, not {kind.__name__}: it was changed")
-            self.whole = False
+            self.is_complete = False
             if isinstance(position, int) and position > self.position:
                 self.position = position
                 self.hash = stored if isinstance(stored, bytes) else b""
             return None
         missing = position - self.position - 1
-        self.whole &= missing == 0
+        self.is_complete &= missing == 0
         if missing < 0:
             add(f"{at}: it comes after position {self.position}")
             return None
@@ -215,7 +215,7 @@ class _Chain:
                 position=position, stream=stream, version=version, type=name, schema_version=schema_version, data=data,
                 metadata=decoded_metadata, recorded_at=recorded_at, commit_id=commit_id, hash=stored, _event=event,
             )
-        self.whole = False
+        self.is_complete = False
         return None
 
 

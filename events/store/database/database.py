@@ -230,18 +230,18 @@ class Database:
                 return False
             for name in temporary:
                 name.unlink(missing_ok=True)  # left by a process that died
-            new = Database(str(making), durability=self.durability, patience=self.patience)
+            new_database = Database(str(making), durability=self.durability, patience=self.patience)
             try:
                 create_private(making)  # SQLite gives its files beside it the same mode
-                new.prepare()
-                fill(new)
-                new.close()
+                new_database.prepare()
+                fill(new_database)
+                new_database.close()
                 os.rename(making, path)
             except OSError as e:
                 raise LogUnavailable(
                     f"{path} can't be made ({e.strerror}): let this user write in {path.parent}") from e
             finally:
-                new.close()
+                new_database.close()
                 for name in temporary:
                     name.unlink(missing_ok=True)
             sync(path.parent)

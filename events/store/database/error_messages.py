@@ -44,8 +44,8 @@ class ErrorMessages:
             advice = ("check that its server runs, and that this is its address" if self.read_only else
                       "nothing was acknowledged, the same commit can be tried again")
             return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); {advice}", passing=True)
-        lost = "" if self.read_only else "; nothing was acknowledged"
-        return LogUnavailable(f"{self.shown} can't be used ({problem}){lost}{self._remedy(e, size)}")
+        assurance = "" if self.read_only else "; nothing was acknowledged"
+        return LogUnavailable(f"{self.shown} can't be used ({problem}){assurance}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
         """Return what the user can do about an error, as the end of its message; empty if that is not known."""

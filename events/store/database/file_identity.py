@@ -124,8 +124,8 @@ class OpenedFiles:
             status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
             return True
-        own = self._sidecars.get(f"{self._real}-wal")
-        return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
+        own_wal = self._sidecars.get(f"{self._real}-wal")
+        return status.st_size == 0 or (own_wal is not None and own_wal[0] == _file_id(status))
 
     def gone_error(self, cause: SidecarGone) -> LogReplaced:
         """Return the error to raise while the content of a write-ahead log that lost its name is not saved yet."""
@@ -165,12 +165,12 @@ class OpenedFiles:
             raise LogReplaced(problem, path=str(self.path), missing=True) from None
 
     def _replaced_error(self) -> LogReplaced:
-        used = "was read until now" if self._read_only else "is in use"
+        use = "was read until now" if self._read_only else "is in use"
         advice = "; open it again to read what is there, from its start" if self._read_only else (
             ". Nothing was acknowledged since: put the earlier file back under this name to continue, or end the "
             "system with `trinity-es down` and start it on the file that is there now")
         return LogReplaced(
-            f"{self.path} is another file than the one that {used}: it was renamed over, replaced, or a link was "
+            f"{self.path} is another file than the one that {use}: it was renamed over, replaced, or a link was "
             f"switched{advice}", path=str(self.path), missing=False,
         )
 
@@ -188,8 +188,8 @@ class OpenedFiles:
         """Return True if the write-ahead log is shorter than its index says, and was not only restarted."""
         with open(self.path, "rb") as file:
             page = int.from_bytes(file.read(18)[16:18], "big")
-        used = max(frames_in_use(Path(self._real)).values(), default=0)
-        return size < used * (24 + (65536 if page == 1 else page))
+        used_frames = max(frames_in_use(Path(self._real)).values(), default=0)
+        return size < used_frames * (24 + (65536 if page == 1 else page))
 
 
 def _file_id(status: os.stat_result) -> FileId:

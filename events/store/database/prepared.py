@@ -92,9 +92,9 @@ class Gathered:
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
     """Raise the error that SQLAlchemy would raise, and invalidate a lost connection as it does."""
     dialect = connection.dialect
-    lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
-    if lost:
+    is_lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
+    if is_lost:
         connection.invalidate(error)
     raise DBAPIError.instance(
-        sql, None, error, dialect.loaded_dbapi.Error, connection_invalidated=lost, dialect=dialect
+        sql, None, error, dialect.loaded_dbapi.Error, connection_invalidated=is_lost, dialect=dialect
     ) from error

@@ -115,12 +115,12 @@ class Backoff:
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that calls `tell` only if the error differs from the last one."""
-    last = ""
+    last_text = ""
 
     def tell_news(error: Exception) -> None:
-        nonlocal last
-        if str(error) != last:
-            last = str(error)
+        nonlocal last_text
+        if str(error) != last_text:
+            last_text = str(error)
             tell(error)
 
     return tell_news

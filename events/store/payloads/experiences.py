@@ -37,11 +37,11 @@ def read_experiences(
     The dict `kept`, if given, gets the bytes of each referenced payload, by digest. Raises PayloadNotFound,
     CorruptPayload.
     """
-    wanted: dict[str, dict[int, None]] = {}
+    numbers_by_digest: dict[str, dict[int, None]] = {}
     for ref in refs:
-        wanted.setdefault(ref.digest, {}).update(dict.fromkeys(range(ref.first, ref.first + ref.count)))
+        numbers_by_digest.setdefault(ref.digest, {}).update(dict.fromkeys(range(ref.first, ref.first + ref.count)))
     decoded: dict[str, dict[int, Experience]] = {}
-    for digest, numbers in wanted.items():
+    for digest, numbers in numbers_by_digest.items():
         data = payloads.read(digest)
         if kept is not None:
             kept[digest] = bytes(data)
@@ -86,15 +86,15 @@ def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequ
     if numbers and max(numbers) >= len(payload.items):
         raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
     with _name_payload(digest):
-        needed = {payload.sources[source]: places for source, places in bases_of(payload, numbers).items()}
+        indices_by_source = {payload.sources[source]: indices for source, indices in bases_of(payload, numbers).items()}
     bases: dict[int, Fields] = {}
-    for source, places in needed.items():
+    for source, indices in indices_by_source.items():
         try:
             source_payload = _open(source, payloads.read(source))
         except PayloadNotFound as e:
             raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", digest=source) from e
         with _name_payload(source):
-            bases.update(zip(places.values(), fields_in(source_payload, list(places), {}), strict=True))
+            bases.update(zip(indices.values(), fields_in(source_payload, list(indices), {}), strict=True))
     with _name_payload(digest):
         return Experience.of_fields(fields_in(payload, numbers, bases))
 
@@ -154,9 +154,9 @@ class _Originals:
             place = self._places.pop(_key(e), None)
             if place is not None:
                 digest, number = place
-                of = (sources.setdefault(digest, len(sources)), number)
+                base_place = (sources.setdefault(digest, len(sources)), number)
                 base_item = self._payloads[digest].items[number]
-                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, of)
+                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, base_place)
                 self._release(digest)
             items.append(item)
             arrays.append(fields)

@@ -287,8 +287,9 @@ class _Rows(PayloadStore):
         # Only the server reads the stored bytes.
         has_same_bytes = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)
         if not self._read(lambda c: c.execute(has_same_bytes).scalar_one_or_none()):
-            new = insert(schema.payloads).values(digest=digest, data=data)
-            statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
+            insertion = insert(schema.payloads).values(digest=digest, data=data)
+            columns = {"data": insertion.excluded.data}
+            statement = insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)
             self._write(lambda c: c.execute(statement))
         return digest
 
@@ -312,14 +313,14 @@ class _Rows(PayloadStore):
 
     def digests(self) -> Iterator[str]:
         digest_column = schema.payloads.c.digest.collate("C")  # the same order as the files
-        last = ""
+        last_digest = ""
         while True:
-            query = select(digest_column).where(digest_column > last).order_by(digest_column).limit(1000)
+            query = select(digest_column).where(digest_column > last_digest).order_by(digest_column).limit(1000)
             page = self._read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             yield from page
             if len(page) < 1000:
                 return
-            last = page[-1]
+            last_digest = page[-1]
 
     def close(self) -> None:
         self.database.close()

@@ -25,10 +25,10 @@ _E = schema.events.c
 
 def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
     """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
-    chosen = tuple(dict.fromkeys(RARE if types is None else types))
-    if bulk := set(chosen) & set(schema.BULK):
-        raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")
-    return chosen
+    rare_types = tuple(dict.fromkeys(RARE if types is None else types))
+    if bulk_types := set(rare_types) & set(schema.BULK):
+        raise ValueError(f"{', '.join(sorted(bulk_types))}: a bulk type has no index; read() goes through all events")
+    return rare_types
 
 
 def rare_page(

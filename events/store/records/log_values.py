@@ -154,28 +154,28 @@ def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata
     if lease is not None:
         fields |= {"lease": lease.name, "epoch": lease.epoch}
     try:
-        meta = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        metadata_json = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    read_metadata = orjson.loads(meta)
-    drafted = Draft([], [], meta)
-    for w in writes:
-        _check_name("stream", w.stream)
-        checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
-        pairs = zip(w.events, checked, strict=True)
-        for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
+    read_metadata = orjson.loads(metadata_json)
+    prepared = Draft([], [], metadata_json)
+    for write in writes:
+        _check_name("stream", write.stream)
+        checked = [codec.check(event) for event in write.events] if write.checked is None else write.checked
+        pairs = zip(write.events, checked, strict=True)
+        for version, (event, (data, read_back)) in enumerate(pairs, write.expected_version + 1):
             kind, schema_version = type(event).__name__, event.schema_version
-            drafted.bodies.append(schema.body_hash(
-                stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data, metadata=meta,
-                commit_id=commit_id, commit_index=len(drafted.bodies),
+            prepared.bodies.append(schema.body_hash(
+                stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
+                metadata=metadata_json, commit_id=commit_id, commit_index=len(prepared.bodies),
             ))
-            drafted.recorded.append(Recorded(
-                position=0, stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data,
+            prepared.recorded.append(Recorded(
+                position=0, stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
                 metadata=read_metadata, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
             ))
-    if not drafted.recorded:
+    if not prepared.recorded:
         raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
-    return drafted
+    return prepared
 
 
 def _check_name(subject: str, name: str) -> None:
