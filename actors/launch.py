@@ -33,7 +33,7 @@ from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
 from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.system_key import read_key
-from trinity_es.events.processes import open_files
+from trinity_es.events.processes import raise_file_limit
 from trinity_es.events.store.checks.log_end import claims_of
 
 __all__ = ["main"]
@@ -57,7 +57,7 @@ def main(setup_path: str) -> int:
     # Thespian gives its admin 5 s, which is too short on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     _end_with_guardian(multiprocCommon.MultiProcAdmin)
-    open_files()
+    raise_file_limit()
     setup = json.loads(Path(setup_path).read_text())
     # Only this user may read the system's files. Runners restore the umask for the user's own code.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})

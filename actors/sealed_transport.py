@@ -51,7 +51,7 @@ from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from trinity_es.actors.system_key import read_key
-from trinity_es.events.processes import end_with_parent, open_files
+from trinity_es.events.processes import end_with_parent, raise_file_limit
 
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
@@ -136,7 +136,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._last_warning, self._refused_count = -WARN_SECONDS, 0
-        files = open_files()  # also raises the limit in a trainer and in each command
+        files = raise_file_limit()  # also raises the limit in a trainer and in each command
         self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}

@@ -42,29 +42,32 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
             yield Column(name, None, arrays)
-    inputs = [f["multi_modal_inputs"] or {} for f in fields]
-    for key in dict.fromkeys(key for of_one in inputs for key in of_one):
-        yield Column("multi_modal_inputs", key, [of_one.get(key) for of_one in inputs])
+    inputs = [f["multi_modal_inputs"] or {} for f in fields]  # one dict of arrays per experience
+    for key in dict.fromkeys(key for arrays_by_key in inputs for key in arrays_by_key):
+        yield Column("multi_modal_inputs", key, [arrays_by_key.get(key) for arrays_by_key in inputs])
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return the fields that are no arrays. None and empty are left out; `fields_in` restores them."""
-    out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
-    out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
-    out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
+    """Return the item: all fields but the arrays, and but None and empty ones, which `fields_in` restores."""
+    item = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
+    item |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
+    item |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
     if fields["custom_fields"]:
-        out["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
+        item["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
     if fields["multi_modal_inputs"] is not None:
-        out["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
-    return out
+        item["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
+    return item
 
 
 # --- differences ----------------------------------------------------------------------------------------------------
 def difference(
-    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
+    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], base_place: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base."""
-    changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
+    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base.
+
+    `base_place`: index of the base's source in the new payload, and number of the base there.
+    """
+    new_item = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
     for name in ARRAYS:
@@ -73,11 +76,11 @@ def difference(
         elif not same_array(fields[name], base[name]):
             arrays[name] = fields[name]
     inputs, base_inputs = fields["multi_modal_inputs"] or {}, base["multi_modal_inputs"] or {}
-    if "multi_modal_inputs" in changed or any(not same_array(a, base_inputs.get(key)) for key, a in inputs.items()):
+    if "multi_modal_inputs" in new_item or any(not same_array(a, base_inputs.get(key)) for key, a in inputs.items()):
         if "multi_modal_inputs" in item:
-            changed["multi_modal_inputs"] = item["multi_modal_inputs"]
+            new_item["multi_modal_inputs"] = item["multi_modal_inputs"]
         arrays["multi_modal_inputs"] = inputs
-    return {"of": of, **({"without": without} if without else {}), **changed}, arrays
+    return {"of": base_place, **({"without": without} if without else {}), **new_item}, arrays
 
 
 def same_array(a: Array, b: Array | None) -> bool:
@@ -87,12 +90,13 @@ def same_array(a: Array, b: Array | None) -> bool:
 
 # --- reading --------------------------------------------------------------------------------------------------------
 def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the bases, in other payloads, of these experiences: source -> number there -> index in `numbers`."""
+    """Return the base of each difference, as {source: {number of the base in that payload: index in `numbers`}}."""
     bases: dict[int, dict[int, int]] = {}
-    for place, number in enumerate(numbers):
-        of = payload.items[number].get("of")
-        if of is not None:
-            bases.setdefault(of[0], {})[of[1]] = place
+    for index, number in enumerate(numbers):
+        base = payload.items[number].get("of")
+        if base is not None:
+            source, base_number = base
+            bases.setdefault(source, {})[base_number] = index
     return bases
 
 
@@ -102,7 +106,7 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
     `bases` has the fields of each difference's base, by its index in `numbers`; the result reuses them.
     """
     items = payload.items
-    all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
+    all_fields = [_fields_of(items[number], bases.get(index)) for index, number in enumerate(numbers)]
     for name, key, arrays in payload.columns(numbers):
         for fields, array in zip(all_fields, arrays, strict=True):
             if array is not None and key is None:
@@ -113,7 +117,7 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
 
 
 def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
-    """Return an item's fields, without arrays of its own. Missing ones are its base's, or empty."""
+    """Return an item's fields, without arrays of its own. For a difference this changes and returns `base`."""
     if "of" in item:
         if base is None:
             raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "

@@ -48,6 +48,7 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def require_parquet() -> Any:
+    """Return the module pyarrow, with its parquet part imported. Raises ConfigError if it is missing."""
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -61,16 +62,18 @@ class ParquetTable:
 
     def __init__(self, file: IO[bytes], compression: str = "zstd") -> None:
         self._pa = pa = require_parquet()
-        text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
-        kinds = {
-            "run": whole, "step": whole, "tokens": pa.list_(pa.int32()), "prompt_length": whole,
-            "action_mask": pa.list_(pa.bool_()), "logprobs": real, "reward": pa.float64(), "advantages": real,
-            "returns": real, "oldest_version": whole, "newest_version": whole, "attempt": whole, "trained_step": whole,
+        text_type, integer, floats = pa.string(), pa.int64(), pa.list_(pa.float32())
+        types = {
+            "run": integer, "step": integer, "tokens": pa.list_(pa.int32()), "prompt_length": integer,
+            "action_mask": pa.list_(pa.bool_()), "logprobs": floats, "reward": pa.float64(), "advantages": floats,
+            "returns": floats, "oldest_version": integer, "newest_version": integer, "attempt": integer,
+            "trained_step": integer,
         }
-        self._schema = pa.schema([(name, kinds.get(name, text)) for name in COLUMNS])
+        self._schema = pa.schema([(name, types.get(name, text_type)) for name in COLUMNS])
         self._writer = pa.parquet.ParquetWriter(file, self._schema, compression=compression)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
+        """Append these rows to the file. Changes them: ids become text, dicts and lists JSON."""
         for row in rows:
             row |= {"batch": str(row["batch"]), "task": str(row["task"])}
             for name in ("messages", "metrics", "info"):

@@ -34,7 +34,7 @@ class OpenLease:
         return self.taken.expires - self.taken.ttl
 
     @property
-    def made_by(self) -> float:
+    def creation_deadline(self) -> float:
         """Unix seconds after which the provider can no longer create the resource."""
         return self.taken_at + self.taken.creation_timeout
 
@@ -58,7 +58,7 @@ OpenLeases = dict[str, OpenLease]
 
 
 def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
-    """Apply one event in place. Raises LogCorrupt if the event can't follow."""
+    """Apply one event in place. Raises LogCorrupt if it can't follow those before."""
     if isinstance(event, ev.LeaseTaken):
         if event.lease in leases:
             raise LogCorrupt(f"lease {event.lease} is taken twice")

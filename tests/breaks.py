@@ -203,8 +203,8 @@ BREAKS = (
           "actors/rollout/run_journal.py", "and not self.forbids", "",
           "pure/actors/test_run_journal.py::test_what_the_engine_would_forget_begins_again_and_is_named"),
     Break(13, "Of what was acknowledged only the position is looked up in the log, not the event there.",
-          "events/store/checks/log_end.py", "if _hash_at(connection, head, mark.position) == mark.hash:",
-          "if mark.position <= head.position:",
+          "events/store/checks/log_end.py", "is_lost = _hash_at(connection, head, mark.position) != mark.hash",
+          "is_lost = mark.position > head.position",
           "full/events/test_log_end.py::TestAgainstTheLog::test_a_log_that_went_another_way_is_refused[sqlite]"),
     Break(13, "The host does not remember the position of an append.", "events/store/log.py", "self.memory.note(mark)",
           "pass", "full/events/test_log_end.py::test_an_append_is_noted_before_it_returns[sqlite]"),
@@ -241,7 +241,7 @@ BREAKS = (
           "pure/projections/test_batch.py::test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_"
           "missing"),
     Break(15, "A copy of a store has the lease of the original.", "events/store/writer_lease.py",
-          'return "" if taken_for.is_same(current) else taken_for.place', 'return ""',
+          'return "" if leased_store.is_same(current) else leased_store.place', 'return ""',
           "main/test_log_contract.py::TestLease::test_nobody_holds_it_in_a_copy_of_the_store[sqlite]"),
 )
 

@@ -117,6 +117,6 @@ class UnitLeases:
             recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
-        if self._secrets.stands_in(value):
+        if self._secrets.holds_secret(value):
             raise WorkflowError(f"{what} holds a secret of a task, which the log must not have: let the provider read "
                                 "it from the environment")

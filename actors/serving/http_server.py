@@ -22,7 +22,7 @@ import orjson
 
 from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.events.errors import StartupError
-from trinity_es.events.processes import open_files
+from trinity_es.events.processes import raise_file_limit
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -236,7 +236,7 @@ def server_class() -> Any:
                 listening.setblocking(False)
                 listening.listen(self.config.backlog)
             await super().startup(sockets=[])
-            self.files = open_files()
+            self.files = raise_file_limit()
             self.most, self.told_at = most_connections(self.files), -math.inf
             self.accepting = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
             self.meeting: set[asyncio.Task[None]] = set()

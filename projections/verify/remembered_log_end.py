@@ -37,6 +37,6 @@ def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
 def lost(log: EventLog, remembered: Sequence[Claim]) -> str | None:
     """Return a text on remembered events that the log lacks; None if it has all of them."""
     with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
-        head, missing = log.lost(remembered)
-        return rewound(log.url, head, missing).message if missing else None
+        head, missing_claims = log.lost(remembered)
+        return rewound(log.url, head, missing_claims).message if missing_claims else None
     return None

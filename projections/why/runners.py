@@ -30,16 +30,17 @@ def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
 
 
 def refuses(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return whether a runner failed to load the current weights and keeps the previous ones."""
+    """Return True if a runner failed to load the current weights and keeps the previous ones."""
     return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
 def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return True if a runner has the current weights and gets units."""
     return runner.state == "ready" and _loading(snapshot, runner) is None
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return whether no external server is meant to be an engine, by the system's status or else by the log.
+    """Return True if no external server is meant to be an engine, by the system's status or else by the log.
 
     `gone`: whether a server was removed.
     """
@@ -48,6 +49,7 @@ def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone
 
 
 def idle(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    """Return a `Waiting` for a runner that gets no units, because of its state."""
     return _waiting(runner, *_state(snapshot, runner, now))
 
 
@@ -115,6 +117,7 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
 
 
 def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:
+    """Return a `Waiting` for a runner. `text` follows its name."""
     return Waiting(
         cause=cause, what=str(runner), text=f"{runner} {text}", runner=runner.name, incarnation=runner.incarnation,
         since=since, seen=runner.seen, person=person, server=runner.server,
@@ -130,7 +133,9 @@ def coordinator_away(child: Mapping[str, Any]) -> str:
 
 def short(text: str, width: int = 300) -> str:
     """Return an error's text on one line of printable characters; a traceback is shortened by `split_error`."""
-    message, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
-                   for part in split_error(text))
-    where, room = where and f" {where}", width - len(where)
-    return (message if len(message) <= room else message[: room - 1] + "…") + where
+    message, frame = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+                      for part in split_error(text))
+    room = width - len(frame)
+    if len(message) > room:
+        message = message[: room - 1] + "…"
+    return f"{message} {frame}" if frame else message

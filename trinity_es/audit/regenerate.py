@@ -30,7 +30,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, local_time
-from trinity_es.projections.history.attempts import RunRow, tell
+from trinity_es.projections.history.attempts import RunRow, fold_timeline
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Regeneration", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
@@ -113,7 +113,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         numbers = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
             f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}")
         raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {numbers}")
-    made = tell(log.events(batch_id)).row(task, run)
+    made = fold_timeline(log.events(batch_id)).row(task, run)
     if made is None or made.outcome != "finished":
         reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} left no tokens to compare ({reason[:300]}): "

@@ -17,7 +17,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.history.attempts import BatchTimeline, tell
+from trinity_es.projections.history.attempts import BatchTimeline, fold_timeline
 from trinity_es.projections.incremental_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 
@@ -48,7 +48,7 @@ class CachedBatch:
     def _tell(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
         if timeline is None:  # from the first event, again if the log was restored from a copy
             self.positions, self._at, self._at_version = array("q"), None, 0
-        return tell(self._with_positions(recorded), timeline)
+        return fold_timeline(self._with_positions(recorded), timeline)
 
     def _with_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
         for item in recorded:

@@ -17,7 +17,7 @@ from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import RunRow, chosen, tell
+from trinity_es.projections.history.attempts import RunRow, fold_timeline, select_runs
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.safe_text import summary
 
@@ -35,7 +35,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     """Return the page of one batch, as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
-    timeline = tell(recorded)
+    timeline = fold_timeline(recorded)
     decode, source = tokens.decoder(log.config()[1])
     shown = _best_and_worst(timeline.rows)
     details = []
@@ -66,5 +66,5 @@ def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
 
 
 def _best_and_worst(rows: list[RunRow]) -> list[RunRow]:
-    order = list(chosen(rows, sort="reward"))
+    order = list(select_runs(rows, sort="reward"))
     return order if len(order) <= ROLLOUTS else [*order[: ROLLOUTS // 2], *order[-ROLLOUTS // 2 :]]

@@ -26,7 +26,7 @@ from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.records.log_values import Recorded
-from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, fold_timeline
 from trinity_es.projections.reading.journal_parts import JournalPart, kept_parts
 from trinity_es.projections.reading.log_reader import Log, open_log, read_repeatedly
 
@@ -180,7 +180,7 @@ class Traces:
 
     def _send(self, log: Log, ended: Recorded) -> None:
         events = takewhile(lambda r: r.position <= ended.position, log.read(stream=ended.stream))
-        timeline = tell(events)
+        timeline = fold_timeline(events)
         kept = kept_parts(log, {a.kept.payload for task in timeline.tasks for a in task.attempts if a.kept is not None})
         spans = list(spans_of(timeline, ended.stream, log.head().generation, masked(log.url), kept))
         for first in range(0, len(spans), CHUNK):

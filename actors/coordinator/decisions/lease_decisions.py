@@ -126,6 +126,6 @@ def released(lease: OpenLease | None, before: OpenLease, begun: float, error: st
     if error:
         news = error != lease.error or tries & (tries - 1) == 0
         return [ev.LeaseReleaseFailed(lease=key, error=error, tries=tries)] if news else []
-    if not before.held and begun < before.made_by:
+    if not before.held and begun < before.creation_deadline:
         return []
     return [ev.LeaseReleased(lease=key, by="coordinator")]

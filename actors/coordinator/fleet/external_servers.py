@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
-from trinity_es.projections.servers import leaving
+from trinity_es.projections.servers import leaving_runners
 from trinity_es.projections.why.answer import weights_advice
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
@@ -64,7 +64,7 @@ class ServerFleet:
         urls = self._list
         self._live.record(*servers.listed(self._live.servers, urls, self._last_list))
         self._last_list = urls or self._last_list
-        before, self._registry.leaving = self._registry.leaving, leaving(self._live.servers)
+        before, self._registry.leaving = self._registry.leaving, leaving_runners(self._live.servers)
         for name in before - self._registry.leaving:  # it was added again
             self._registry.changed(name)
         urls_by_runner, retired = dict[str, str](), dict[str, int]()

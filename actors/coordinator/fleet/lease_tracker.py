@@ -137,7 +137,7 @@ class LeaseFleet:
                 first, longest = PAUSE_SECONDS
                 self._due[key] = now + min(longest, first * 2.0 ** min(tries - 1, 30))
             elif lease is not None:  # if it is still open, its creation may have succeeded since, or may yet
-                self._due[key] = now if lease.held else lease.made_by
+                self._due[key] = now if lease.held else lease.creation_deadline
             if key in errors:
                 self._most.pop(key, None)
             else:

@@ -27,6 +27,7 @@ class ErrorMessages:
         return scrubbed(text, self._secrets)
 
     def error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
+        """Return the error to raise for trouble of this kind. `size`: bytes that the failed call was to write."""
         problem = self.scrubbed(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({problem}); create it, or correct store.url")
@@ -43,10 +44,11 @@ class ErrorMessages:
             advice = ("check that its server runs, and that this is its address" if self.read_only else
                       "nothing was acknowledged, the same commit can be tried again")
             return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); {advice}", passing=True)
-        lost = "" if self.read_only else "; nothing was acknowledged"
-        return LogUnavailable(f"{self.shown} can't be used ({problem}){lost}{self._remedy(e, size)}")
+        assurance = "" if self.read_only else "; nothing was acknowledged"
+        return LogUnavailable(f"{self.shown} can't be used ({problem}){assurance}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
+        """Return what the user can do about an error, as the end of its message; empty if that is not known."""
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
         if TLS_TROUBLE.search(str(e.orig)):
             return (": sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA that signed the server's "

@@ -84,6 +84,7 @@ def classify(error: BaseException | None) -> Trouble | None:
 
 
 def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
+    """Return the kind of a SQLite error; None if it is none of these."""
     name = getattr(error, "sqlite_errorname", "") or ""
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
         return "passing"
@@ -114,18 +115,19 @@ class Backoff:
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that calls `tell` only if the error differs from the last one."""
-    last = ""
+    last_text = ""
 
     def tell_news(error: Exception) -> None:
-        nonlocal last
-        if str(error) != last:
-            last = str(error)
+        nonlocal last_text
+        if str(error) != last_text:
+            last_text = str(error)
             tell(error)
 
     return tell_news
 
 
 def _sleep(pause: float) -> bool:
+    """Sleep, and return False, so that `patiently` tries again."""
     time.sleep(pause)
     return False
 
@@ -139,15 +141,15 @@ def patiently(
 
     `wait` pauses, and returns True to give up now. `tell` gets each error after which `work` is repeated.
     """
-    pauses, until = Backoff(), None
+    pauses, deadline = Backoff(), None
     while True:
         try:
             return work()
         except Exception as e:
             if not is_transient(e):
                 raise
-            until = now() + seconds if until is None else until
-            if now() >= until:
+            deadline = now() + seconds if deadline is None else deadline
+            if now() >= deadline:
                 raise
             tell(e)
             if wait(pauses.next(chance())):
@@ -159,20 +161,20 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
     After that the thread is abandoned, because a call to a frozen server never returns.
     """
-    done: list[tuple[T | None, BaseException | None]] = []
+    outcomes: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
-            done.append((work(), None))
+            outcomes.append((work(), None))
         except BaseException as e:
-            done.append((None, e))
+            outcomes.append((None, e))
 
     thread = threading.Thread(target=run, name="asks the database", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not done:
+    if not outcomes:
         raise LogUnavailable(f"the database does not answer: nothing came in {seconds:.0f} s", passing=True)
-    value, error = done[0]
+    value, error = outcomes[0]
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # None only where T holds it

@@ -37,11 +37,11 @@ def read_experiences(
     The dict `kept`, if given, gets the bytes of each referenced payload, by digest. Raises PayloadNotFound,
     CorruptPayload.
     """
-    wanted: dict[str, dict[int, None]] = {}
+    numbers_by_digest: dict[str, dict[int, None]] = {}
     for ref in refs:
-        wanted.setdefault(ref.digest, {}).update(dict.fromkeys(range(ref.first, ref.first + ref.count)))
+        numbers_by_digest.setdefault(ref.digest, {}).update(dict.fromkeys(range(ref.first, ref.first + ref.count)))
     decoded: dict[str, dict[int, Experience]] = {}
-    for digest, numbers in wanted.items():
+    for digest, numbers in numbers_by_digest.items():
         data = payloads.read(digest)
         if kept is not None:
             kept[digest] = bytes(data)
@@ -76,6 +76,7 @@ def sources_of(data: bytes) -> list[str]:
 
 
 def _open(digest: str, data: bytes | bytearray) -> Payload:
+    """Return a payload whose bytes the store has checked. Raises CorruptPayload, naming the digest."""
     with _name_payload(digest):
         return Payload(data, checked=True)  # the store compared its digest
 
@@ -85,15 +86,15 @@ def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequ
     if numbers and max(numbers) >= len(payload.items):
         raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
     with _name_payload(digest):
-        needed = {payload.sources[source]: places for source, places in bases_of(payload, numbers).items()}
+        indices_by_source = {payload.sources[source]: indices for source, indices in bases_of(payload, numbers).items()}
     bases: dict[int, Fields] = {}
-    for source, places in needed.items():
+    for source, indices in indices_by_source.items():
         try:
             source_payload = _open(source, payloads.read(source))
         except PayloadNotFound as e:
             raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", digest=source) from e
         with _name_payload(source):
-            bases.update(zip(places.values(), fields_in(source_payload, list(places), {}), strict=True))
+            bases.update(zip(indices.values(), fields_in(source_payload, list(indices), {}), strict=True))
     with _name_payload(digest):
         return Experience.of_fields(fields_in(payload, numbers, bases))
 
@@ -130,14 +131,15 @@ class _Originals:
     def __init__(self, raw: Mapping[str, bytes], experiences: Sequence[Experience]) -> None:
         self._payloads = {digest: Payload(data, checked=True) for digest, data in raw.items()}
         self._fields: dict[str, list[Fields]] = {}
-        in_raw = {
+        raw_places = {
             tuple(item["eid"]): (digest, number)
             for digest, payload in self._payloads.items() if not payload.sources
             for number, item in enumerate(payload.items)
         }
-        delivered = {key: in_raw[key] for e in experiences if (key := _key(e)) in in_raw}
-        used = Counter(digest for digest, _ in delivered.values())
-        self._left = {digest: n for digest, n in used.items() if n >= LEAST_SHARE * len(self._payloads[digest].items)}
+        delivered = {key: raw_places[key] for e in experiences if (key := _key(e)) in raw_places}
+        delivered_counts = Counter(digest for digest, _ in delivered.values())
+        self._left = {digest: count for digest, count in delivered_counts.items()
+                      if count >= LEAST_SHARE * len(self._payloads[digest].items)}
         self._places = {key: place for key, place in delivered.items() if place[0] in self._left}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
@@ -152,15 +154,16 @@ class _Originals:
             place = self._places.pop(_key(e), None)
             if place is not None:
                 digest, number = place
-                of = (sources.setdefault(digest, len(sources)), number)
+                base_place = (sources.setdefault(digest, len(sources)), number)
                 base_item = self._payloads[digest].items[number]
-                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, of)
+                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, base_place)
                 self._release(digest)
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
 
     def _fields_of(self, digest: str) -> list[Fields]:
+        """Return the fields of all experiences of a raw payload, which is decoded once."""
         if digest not in self._fields:
             payload = self._payloads[digest]
             self._fields[digest] = fields_in(payload, range(len(payload.items)), {})
@@ -174,4 +177,5 @@ class _Originals:
 
 
 def _key(e: Experience) -> tuple[Any, ...]:
+    """Return the parts of an experience's id, in the order of an item's `eid`."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -132,10 +132,10 @@ class Draft:
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
         """Place the events after this position and hash. Return the last one's position and hash."""
-        for item, body, at in zip(self.recorded, self.bodies, times, strict=False):
+        for item, body, recorded_at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
-            previous = schema.chain_hash(previous, position, at, body)
-            item.position, item.recorded_at, item.hash = position, at, previous
+            previous = schema.chain_hash(previous, position, recorded_at, body)
+            item.position, item.recorded_at, item.hash = position, recorded_at, previous
         return position, previous
 
     def rows(self) -> list[dict[str, Any]]:
@@ -148,37 +148,38 @@ class Draft:
 
 
 def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
-    """Return the events of these writes, checked. Raises InvalidEvent."""
+    """Check the events of these writes, and return them as a commit to place in the log. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
         fields |= {"lease": lease.name, "epoch": lease.epoch}
     try:
-        meta = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        metadata_json = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    read_metadata = orjson.loads(meta)
-    drafted = Draft([], [], meta)
-    for w in writes:
-        _check_name("stream", w.stream)
-        checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
-        pairs = zip(w.events, checked, strict=True)
-        for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
+    read_metadata = orjson.loads(metadata_json)
+    prepared = Draft([], [], metadata_json)
+    for write in writes:
+        _check_name("stream", write.stream)
+        checked = [codec.check(event) for event in write.events] if write.checked is None else write.checked
+        pairs = zip(write.events, checked, strict=True)
+        for version, (event, (data, read_back)) in enumerate(pairs, write.expected_version + 1):
             kind, schema_version = type(event).__name__, event.schema_version
-            drafted.bodies.append(schema.body_hash(
-                stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data, metadata=meta,
-                commit_id=commit_id, commit_index=len(drafted.bodies),
+            prepared.bodies.append(schema.body_hash(
+                stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
+                metadata=metadata_json, commit_id=commit_id, commit_index=len(prepared.bodies),
             ))
-            drafted.recorded.append(Recorded(
-                position=0, stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data,
+            prepared.recorded.append(Recorded(
+                position=0, stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
                 metadata=read_metadata, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
             ))
-    if not drafted.recorded:
+    if not prepared.recorded:
         raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
-    return drafted
+    return prepared
 
 
 def _check_name(subject: str, name: str) -> None:
+    """Raise InvalidEvent if this can't be the name of a stream or commit. `subject`: what it names."""
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 

@@ -44,7 +44,7 @@ def test_a_task_that_waits_for_another_attempt_is_pending(tmp_path: Path) -> Non
     write(path, batch(failed(0, 0), failed(1, 0), again, done(0, 1, 1)))
     with open_log(str(path)) as log:
         events = list(log.events(1))
-    seen = [(number + 1, *(task.state for task in attempts.tell(events[: number + 1]).tasks),
+    seen = [(number + 1, *(task.state for task in attempts.fold_timeline(events[: number + 1]).tasks),
              *(follow_task(events[: number + 1], n).state for n in (0, 1))) for number in range(len(events))]
     assert seen == [
         (1, "pending", "pending", "pending", "pending"),
@@ -62,7 +62,7 @@ def test_what_a_batch_waits_for_holds_it_up_also_while_no_runner_has_it(tmp_path
     write(path, batch(failed(1, 0), done(0, 0, 1), done(0, 1, 1, ev.TaskFinished), ev.StallDetected(
         waiting_on="a runner", since=0.0)))
     with open_log(str(path)) as log:
-        story = attempts.tell(log.events(1))
+        story = attempts.fold_timeline(log.events(1))
     *_, waits = critical_path.segments(story)
     assert waits.what == "task 1 waited for a runner"
     assert sum(p.seconds for p in critical_path.segments(story)) == pytest.approx(story.last_at - story.submitted_at)
@@ -72,7 +72,7 @@ def test_the_newest_weights_of_a_task_are_not_those_of_its_last_unit(tmp_path: P
     path = tmp_path / "log.sqlite"
     write(path, batch(done(0, 1, 3), done(0, 0, 2, ev.TaskFinished), failed(1, 0, retry=False)))
     with open_log(str(path)) as log:
-        story = attempts.tell(log.events(1))
+        story = attempts.fold_timeline(log.events(1))
         assert story.versions == {3: 1}
-        first = attempts.tell(list(log.events(1))[:3])
+        first = attempts.fold_timeline(list(log.events(1))[:3])
     assert (first.versions, first.tasks[0].version) == ({3: 1}, 3)

@@ -104,7 +104,7 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    timeline = attempts.tell(log.events(row.batch_id, row.first_position - 1))
+    timeline = attempts.fold_timeline(log.events(row.batch_id, row.first_position - 1))
     segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}
 
@@ -147,7 +147,7 @@ def show(
 
             show_task(opened, batch_id, task, run, batch if task_and_run else None, every=every, as_json=as_json)
             return
-        timeline, rows = attempts.tell(opened.events(batch_id)), _taskset_rows(opened, batch_id, limit)
+        timeline, rows = attempts.fold_timeline(opened.events(batch_id)), _taskset_rows(opened, batch_id, limit)
         gaps = opened.without_coordinator(timeline.first_position)
     if as_json:
         document = attempts.as_json(timeline)

@@ -62,7 +62,7 @@ def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
         head = log.head().position
         ends = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
         first, second = ends if len(ends) == 2 else (ends[0], head)
-        before, after = (divergence.picture(_state(log, batch_id, position)) for position in (first, second))
+        before, after = (divergence.readable_state(_state(log, batch_id, position)) for position in (first, second))
         changes = list(divergence.changes(before, after))
         between = [r for r in log.events(batch_id, first) if r.position <= second]
     if as_json:

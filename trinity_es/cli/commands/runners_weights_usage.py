@@ -11,7 +11,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
 from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history
-from trinity_es.projections.tables.runner_history import seen
+from trinity_es.projections.tables.runner_history import visible_state
 
 __all__ = ["leases", "runners", "usage", "weights"]
 
@@ -38,7 +38,7 @@ def runners(
             require_runner(opened, runner, "RUNNER")
         up = opened.processes()["up"]
     if as_json:
-        print_json([asdict(life) | {"how": seen(life, up)} for life in lives])
+        print_json([asdict(life) | {"how": visible_state(life, up)} for life in lives])
     elif runner is None:
         runners_weights_usage.print_runners(batch_tables.console(), lives, up)
     else:

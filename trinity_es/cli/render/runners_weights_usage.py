@@ -22,7 +22,7 @@ from trinity_es.projections.tables.runner_history import (
     WeightsVersion,
     by_runner,
     natural,
-    seen,
+    visible_state,
 )
 from trinity_es.projections.why.answer import counted, span
 from trinity_es.safe_text import error_line, plain
@@ -89,7 +89,8 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
             Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
             Text(plain(life.engine, 20)), when(life.started_at),
             "" if life.load_seconds is None else f"{life.load_seconds:.1f}", when(life.ended_at),
-            state_text(seen(life, up)), str(life.model_version), str(life.attempts_lost), f"{life.seconds_lost:.1f}",
+            state_text(visible_state(life, up)), str(life.model_version), str(life.attempts_lost),
+            f"{life.seconds_lost:.1f}",
             Text(error_line(life.reason, 100)),
         )
     fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))

@@ -8,8 +8,8 @@ from typing import Any
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, batch_of, batch_ref
 from trinity_es.events.errors import BatchNotFound, DataError, TrinityError
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, tell
-from trinity_es.projections.reading.diff import changes, is_clock, picture
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, fold_timeline
+from trinity_es.projections.reading.diff import changes, is_time_metric, readable_state
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "side"]
@@ -82,10 +82,10 @@ def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
     """Return a batch as it is, or as it was at a position. Raises BatchNotFound, also if it was submitted later."""
     events = log.events(batch_id)  # raises BatchNotFound
     try:
-        timeline = tell(recorded for recorded in events if at is None or recorded.position <= at)
+        timeline = fold_timeline(recorded for recorded in events if at is None or recorded.position <= at)
     except BatchNotFound:
         raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at position {at}") from None
-    state, state_facts = timeline.state, picture(timeline.state)
+    state, state_facts = timeline.state, readable_state(timeline.state)
     facts = {
         "type": state.batch_type, "minimum of tasks": state.min_wait_num,
         "attempts per unit": state.max_attempts, **{f"tasks {name}": n for name, n in timeline.counts.items()},
@@ -111,7 +111,7 @@ def differences(a: Side, b: Side) -> dict[str, list[str]]:
     differing: dict[str, list[str]] = {}
     for change in changes(a.facts, b.facts):
         name, _, part = change.path.partition(".") if change.path.startswith("task ") else (change.path, "", "")
-        if not is_clock(name):
+        if not is_time_metric(name):
             differing.setdefault(name, []).append(part or "only on one side")
     return differing
 

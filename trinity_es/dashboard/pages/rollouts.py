@@ -11,7 +11,7 @@ from trinity_es.dashboard.pages.batch import batch_cache
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.event_texts import kept_text
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, select_runs
 from trinity_es.safe_text import cut
 
 __all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]
@@ -48,7 +48,7 @@ def rollouts(request: PageRequest) -> Page:
     outcomes = sorted({row.outcome for row in every})
     outcome = request.choice("outcome", outcomes) or None
     task = request.number("task", -1, low=-1) if request.text("task") else None
-    rows = chosen(every, sort=sort, descending=descending, task=task, outcome=outcome)
+    rows = select_runs(every, sort=sort, descending=descending, task=task, outcome=outcome)
     number, pages = request.page_of(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]

@@ -15,7 +15,7 @@ from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.runner_work import WORK, work_of
 from trinity_es.projections.host_states import HostLife, host_of
 from trinity_es.projections.reading.host_list import read_hosts
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, visible_state
 from trinity_es.safe_text import devices, summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
@@ -139,7 +139,7 @@ def runner(request: PageRequest) -> Page:
         template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "up": request.log.processes()["up"], "seen": seen,
+            "name": name, "up": request.log.processes()["up"], "visible_state": visible_state,
             "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
             "begin": begin, "end": end,
             "bars": _without_overlaps([bar for life in chosen for bar in _bars(life, begin, end)]),
