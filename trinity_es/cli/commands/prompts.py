@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.actors.config.data_sections import TasksetConfig
-from trinity_es.audit.rollout_reader import task_asked
+from trinity_es.audit.rollout_reader import submitted_task
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.events.errors import TasksetError, TrinityError
@@ -41,7 +41,7 @@ def prompts(
     with open_chosen(log, config) as opened:
         tried = prompts_tried(opened)
         unread = _unread_rows(opened, tried.read)
-        texts = {(u.batch_id, u.task): prompt_of(task_asked(opened, u.batch_id, u.task))
+        texts = {(u.batch_id, u.task): prompt_of(submitted_task(opened, u.batch_id, u.task))
                  for u in (tried.never if never else tried.never[:10])}
     if as_json:
         print_json({

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trinity_es.audit.rollout_reader import read_runs, task_asked
+from trinity_es.audit.rollout_reader import read_runs, submitted_task
 from trinity_es.cli.common import print_json
 from trinity_es.cli.render import batch_tables
 from trinity_es.cli.render import task as views_task
@@ -27,7 +27,7 @@ def show_task(
     log: Log, batch_id: BatchId, task: int, run: int | None, eid: str | None, *, every: bool, as_json: bool
 ) -> None:
     """Print one task, or one of its runs. Raises BatchNotFound if there is no such task, run or experience."""
-    history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
+    history, sample = follow_task(log.events(batch_id), task), submitted_task(log, batch_id, task)
     if history.state == "dropped":
         history.turns += continuations(log, batch_id, task)
     out = batch_tables.console()
