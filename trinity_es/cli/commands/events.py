@@ -105,7 +105,7 @@ def watch(
         if as_json:
             common.print_json(look(opened).as_json())
         else:
-            show_live(opened, once=once, every=every)
+            show_live(opened, once=once, interval=every)
 
 
 def _position_before(log: Log, text: str) -> int:

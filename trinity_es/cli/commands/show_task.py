@@ -62,7 +62,7 @@ def show_task(
             "experiences": [_experience_json(e, delivered) for e, delivered in experiences],
         })
     else:
-        views_task.print_run(out, history, sample, made, weights, experiences, gone, every=every)
+        views_task.print_run(out, history, sample, made, weights, experiences, gone, whole=every)
 
 
 def _task_json(history: TaskHistory, sample: dict[str, Any] | None) -> dict[str, Any]:
