@@ -17,7 +17,7 @@ __all__ = ["print_hosts"]
 _NUMBERS = ("epoch", "units", "places", "tasks", "lost")
 
 
-def print_hosts(out: Console, rows: Sequence[HostRow], live: bool) -> None:
+def print_hosts(out: Console, rows: Sequence[HostRow], *, live: bool) -> None:
     """Print a line per host; `live` is False if the rows come from the log alone."""
     table = columns("host", "epoch", "state", "since", "last heard", "address", "devices", "runners", "units", "places",
                     "tasks", "lost", "reason", right=_NUMBERS,
