@@ -91,7 +91,7 @@ def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(join_checks, "find_head", lambda url: HeadPlace("127.0.0.1:9", bytes(32)))
     store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
     config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
-    [found] = join_checks._head("postgresql://me@db/run", "b", config, "")
+    [found] = join_checks._head_findings("postgresql://me@db/run", "b", config, "")
     assert (found.what, found.verdict) == ("key", "missing")
     assert str(tmp_path) in found.told
     assert "TRINITY_ES_KEY" in found.way_out

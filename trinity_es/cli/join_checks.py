@@ -107,7 +107,7 @@ def _round_trip(connection: Connection) -> float:
 def _head_findings(url: str, name: str, config: Config | None, key_file: str) -> Iterator[Finding]:
     """Yield whether the head answers, has the same key and versions, and would accept this host under this name."""
     try:
-        address = find_head(url)
+        head_place = find_head(url)
     except TrinityError as e:
         yield Finding("head", "missing", e.message, "" if isinstance(e, ConfigError) else
                       "start the head to check the rest; `trinity-es join` waits for it")
@@ -124,22 +124,23 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
         return
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
     try:
-        answer = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: address, PATIENCE_SECONDS), hello))
+        answer = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: head_place, PATIENCE_SECONDS), hello))
     except NotOurs as e:
-        yield Finding("key", "wrong", f"{address} answers, but {e} (this host's key is from {key_source})",
+        yield Finding("key", "wrong", f"{head_place} answers, but {e} (this host's key is from {key_source})",
                       "use the head's key here; the head's coordinator.log has its side of this attempt")
         return
     except ConnectionRefusedError:
-        yield Finding("head", "missing", f"{address} can't be reached: no process listens there",
+        yield Finding("head", "missing", f"{head_place} can't be reached: no process listens there",
                       "run `trinity-es status` on the head; if it runs, make hosts.address of its config lead to the "
                       "port where it listens (hosts.listen)")
         return
     except (OSError, TimeoutError) as e:
-        yield Finding("head", "missing", f"{address} can't be reached: {e or f'no answer in {PATIENCE_SECONDS:.0f} s'}",
+        reason = str(e) or f"no answer in {PATIENCE_SECONDS:.0f} s"
+        yield Finding("head", "missing", f"{head_place} can't be reached: {reason}",
                       "open that port to this host (firewall, security group); the address is hosts.address of the "
                       "head's config, and the head listens at hosts.listen")
         return
-    yield Finding("head", "ok", f"{address}, on {answer.facts.get('machine')}")
+    yield Finding("head", "ok", f"{head_place}, on {answer.facts.get('machine')}")
     yield Finding("key", "ok", f"the same as the head's (from {key_source})")
     with_vllm = config is not None and any(
         m.engine_type == "vllm" for m in (config.explorer.rollout_model, *config.explorer.auxiliary_models))
