@@ -55,7 +55,7 @@ class CachedBatch:
         if timeline is None:  # from the first event, again if the log was restored from a copy
             self.positions = array("q")
             self._past_state, self._past_version = None, 0
-        return tell(self._note_positions(recorded), timeline)
+        return fold_timeline(self._note_positions(recorded), timeline)
 
     def _note_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
         """Yield the same events; append the position of each to `positions`."""

@@ -109,7 +109,7 @@ def _position_before(log: Log, text: str) -> int:
 
 def _longest_delay(log: Log, row: BatchRow) -> dict[str, Any] | None:
     """Return what held a batch up longest, with its seconds; None if it has no events of which to tell."""
-    timeline = attempts.tell(log.events(row.batch_id, row.first_position - 1))
+    timeline = attempts.fold_timeline(log.events(row.batch_id, row.first_position - 1))
     segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}
 
@@ -154,7 +154,7 @@ def show(
             eid = batch if task_and_run else None
             show_task(opened, batch_id, task, run, eid, every=every, as_json=as_json)
             return
-        timeline = attempts.tell(opened.events(batch_id))
+        timeline = attempts.fold_timeline(opened.events(batch_id))
         rows = _taskset_rows(opened, batch_id, limit)
         gaps = opened.without_coordinator(timeline.first_position)
     if as_json:

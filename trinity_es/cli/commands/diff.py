@@ -62,7 +62,7 @@ def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
         head = log.head().position
         positions = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
         first, second = positions if len(positions) == 2 else (positions[0], head)
-        before, after = (differences.picture(_state_at(log, batch_id, position)) for position in (first, second))
+        before, after = (differences.readable_state(_state_at(log, batch_id, position)) for position in (first, second))
         changes = list(differences.changes(before, after))
         events = [r for r in log.events(batch_id, first) if r.position <= second]
     if as_json:

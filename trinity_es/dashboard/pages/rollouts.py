@@ -48,7 +48,7 @@ def rollouts(request: PageRequest) -> Page:
     outcomes = sorted({row.outcome for row in all_rows})
     outcome = request.choice("outcome", outcomes) or None
     task = request.number("task", -1, low=-1) if request.text("task") else None
-    rows = chosen(all_rows, sort=sort, descending=descending, task=task, outcome=outcome)
+    rows = select_runs(all_rows, sort=sort, descending=descending, task=task, outcome=outcome)
     number, pages = request.page_of(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]

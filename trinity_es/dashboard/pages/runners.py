@@ -147,7 +147,7 @@ def runner(request: PageRequest) -> Page:
         template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "up": request.log.processes()["up"], "seen": seen,
+            "name": name, "up": request.log.processes()["up"], "visible_state": visible_state,
             "lives": lives[: -MOST_LIVES - 1 : -1], "lives_left": max(0, len(lives) - MOST_LIVES), "life": incarnation,
             "begin": begin, "end": end,
             "bars": _without_overlaps([bar for life in chosen for bar in _bars(life, begin, end)]),
