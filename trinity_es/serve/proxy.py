@@ -228,7 +228,8 @@ class Proxy:
             "explore_step_num": self.commits,
         }
         for i, engine in enumerate(self.engines.all()):
-            metrics[f"rollout/model_{i}/total_request_count"] = engine.answered + engine.failed + engine.busy
+            count = engine.answer_count + engine.failure_count + engine.open_count
+            metrics[f"rollout/model_{i}/total_request_count"] = count
             metrics[f"rollout/model_{i}/model_version"] = engine.model_version
         return json_response(metrics)
 
@@ -310,7 +311,7 @@ class Proxy:
                 for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
                     if kind == "r":
                         await self._record(data, engine)
-                engine.answered += 1
+                engine.answer_count += 1
                 return _response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
@@ -370,12 +371,12 @@ class Proxy:
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
                 finally:  # not in the generator: one that never started runs no finally
-                    engine.busy -= 1
+                    engine.open_count -= 1
                     proxy.answered += whole.is_set()
                     proxy.failed += not whole.is_set()
                     proxy._begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
-        engine.busy += 1
+        engine.open_count += 1
         return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
 
     async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
@@ -397,7 +398,7 @@ class Proxy:
             async for part in parts:
                 place.count(part)
                 yield part
-            engine.answered += 1
+            engine.answer_count += 1
             whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
