@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.recorded_engine import Recorder
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine, remote_models
-from trinity_es.actors.engines.http.pool import SHUN_SECONDS, REPORT_SECONDS, SLACK_REQUESTS
+from trinity_es.actors.engines.http.pool import REPORT_SECONDS, SHUN_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
