@@ -32,7 +32,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
-    """Return the ids of a prompt. Raises EngineError, with `remedy`, if it is empty or leaves no room for an answer."""
+    """Return the ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer (`remedy`)."""
     if isinstance(prompt, str):
         text = prompt
 
@@ -89,9 +89,9 @@ def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) 
     least_tokens = -(-length // longest_token)  # rounded up
     if least_tokens >= max_model_len:
         raise EngineError(
-            f"a prompt of {len(text):,} characters has {least_tokens:,} tokens or more, which leaves no room for an answer in "
-            f"the model's maximum context length of {max_model_len}: shorten it, or serve the model with a larger "
-            "max_model_len", refused=True,
+            f"a prompt of {len(text):,} characters has {least_tokens:,} tokens or more, which leaves no room for an "
+            f"answer in the model's maximum context length of {max_model_len}: shorten it, or serve the model with a "
+            "larger max_model_len", refused=True,
         )
 
 
@@ -101,4 +101,5 @@ def _longest_token(tokenizer: Any) -> int:
     get_vocabulary = getattr(tokenizer, "get_vocab", None)
     longest = max(map(len, get_vocabulary()), default=0) if get_vocabulary is not None else 0
     unknown = "\U000f0000" * (longest + 1)  # private use area: in no vocabulary
-    return longest if len(encode(tokenizer, unknown)) > 1 else 0  # one token for all of it: length shows nothing
+    # At most one token for all of these: a text's length does not tell its tokens.
+    return longest if len(encode(tokenizer, unknown)) > 1 else 0
