@@ -396,9 +396,9 @@ async def test_equal_answers_are_given_out_once_each() -> None:
     model, asked = await of_several(["aa", "b", "aa"])
     first, second = [turn for turn in model.turns if turn.text == "aa"]
     for turn in (first, second):
-        assert not turn.given
+        assert not turn.has_experience
         await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "aa"}])
-        assert turn.given
+        assert turn.has_experience
 
 
 @pytest.mark.parametrize("arguments", ['{"x":"c", "y":"b"}', '{"x":"b"}', "{}", '{"x":"b", "y":"cc"}'])

@@ -19,7 +19,7 @@ def said(turns: Turns, rendered: str, text: str, end: str = "$") -> Turn:
     """Have a prompt answered, a letter a token."""
     prompt = turns.prompt(rendered) or turns.encode(rendered)
     ids = [ord(c) for c in text + end]
-    return turns.answered(rendered, prompt, ids, None, text, before=turns.before(prompt))
+    return turns.record(rendered, prompt, ids, None, text, previous=turns.turn_before(prompt))
 
 
 def goes_on(turns: Turns, rendered: str, sampled: str, rest: str) -> None:
@@ -125,7 +125,7 @@ def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with
 
 def test_a_special_token_may_be_written_by_the_template_though_no_client_got_it() -> None:
     turns = of_texts()
-    turns.answered("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
+    turns.record("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
     for again in ("f(x)", "!f(x)"):  # as it was got, and as a parsed tool call is rendered
         goes_on(turns, f"U:a|A:{again}$\nU:b|A:", "!f(x)$", "\nU:b|A:")
 
@@ -193,7 +193,7 @@ def of_bytes() -> Turns:
 def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with(count: int, text: str) -> None:
     turns = of_bytes()
     sampled = list("a好".encode())[:count]
-    turns.answered("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, cut=True)
+    turns.record("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, is_cut=True)
     assert turns.prompt(f"U:a|A:{text}") == [*turns.encode("U:a|A:"), *sampled]
     after = turns.prompt(f"U:a|A:{text}$\nU:b|A:")
     assert after == [*turns.encode("U:a|A:"), *sampled, *turns.encode("$\nU:b|A:")]
@@ -201,7 +201,7 @@ def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with
 
 def test_an_answer_ends_with_no_part_of_a_character() -> None:
     turns = of_bytes()
-    turn = turns.answered("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
+    turn = turns.record("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
     assert turns.end_of(turn) == ""
-    ended = turns.answered("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")
+    ended = turns.record("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")
     assert turns.end_of(ended) == "$"
