@@ -245,7 +245,7 @@ class WorkflowRunner:
         try:
             done, engine_dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models,
-                timeout=out.seconds_left, begun=begin,
+                timeout=out.seconds_left, on_begin=begin,
             )
         except TimeoutError as e:
             raise outcome.OutOfTime from e

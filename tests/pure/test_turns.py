@@ -47,7 +47,7 @@ def test_conversations_beside_each_other_go_on_each_from_their_own_turn() -> Non
     third = said(turns, "U:a|A:aa$\nU:b|A:", "bb")
     fourth = said(turns, "U:a|A:ab$\nU:b|A:", "bb")
     fifth = said(turns, "U:a|A:aa$\nU:b|A:bb$\nU:c|A:", "cc")
-    assert [t.before for t in (first, second, inner, third, fourth, fifth)] == [None, None, None, first, second, third]
+    assert [t.previous for t in (first, second, inner, third, fourth, fifth)] == [None, None, None, first, second, third]
     assert fifth.chain() == [first, third, fifth]
     assert turns.forks == 0
 
@@ -56,14 +56,14 @@ def test_of_equal_answers_each_is_gone_on_from() -> None:
     turns = of_texts()
     two = [said(turns, "U:a|A:", "aa"), said(turns, "U:a|A:", "aa")]
     further = [said(turns, f"U:a|A:aa$\nU:{ask}|A:", "b") for ask in "bc"]
-    assert {t.before for t in further} == set(two)
-    assert said(turns, "U:a|A:aa$\nU:d|A:", "b").before in two, "a third goes on from one of them, too"
+    assert {t.previous for t in further} == set(two)
+    assert said(turns, "U:a|A:aa$\nU:d|A:", "b").previous in two, "a third goes on from one of them, too"
 
 
 def test_the_same_prompt_again_goes_on_from_the_same_turn() -> None:
     turns = of_texts()
     first = said(turns, "U:a|A:", "aa")
-    assert [said(turns, "U:a|A:aa$\nU:b|A:", text).before for text in ("b", "c")] == [first, first]
+    assert [said(turns, "U:a|A:aa$\nU:b|A:", text).previous for text in ("b", "c")] == [first, first]
     assert turns.forks == 0
 
 
@@ -110,7 +110,7 @@ def test_of_answers_that_differ_in_white_space_alone_the_one_that_is_there_is_go
     turns = of_texts()
     both = [said(turns, "U:a|A:", text) for text in (f"hm{CALL}", f"hm\n{CALL}")]
     further = [said(turns, f"U:a|A:{turn.text}$\nU:b|A:", "b") for turn in reversed(both)]
-    assert [t.before for t in further] == both[::-1]
+    assert [t.previous for t in further] == both[::-1]
 
 
 def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
-from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
+from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
@@ -212,7 +212,7 @@ class Proxy:
     async def _stats(self, request: Request) -> Response:
         engines = [
             {"runner": w.runner, "incarnation": w.incarnation, "model_version": w.model_version, "serving": w.serving,
-             "busy": w.busy, "answered": w.answered, "failed": w.failed}
+             "busy": w.open_count, "answered": w.answer_count, "failed": w.failure_count}
             for w in self.engines.all()
         ]
         answers = await self._answers.ask(CountAnswers())
@@ -343,7 +343,7 @@ class Proxy:
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
         except NoEngine as e:
-            if e.lost < MOST_LOST:
+            if e.lost < MAX_LOST:
                 raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
                 f"{e.lost} engines were lost while they answered this request ({e}), so no other one is given it: it "

@@ -119,7 +119,7 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and nobody looks at the server between two requests."""
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(http_engine, "FAILURE_PAUSE_SECONDS", (0.0, 0.0))
     for module in (http_engine, vllm_http_api):
         monkeypatch.setattr(module, "BUSY_SECONDS", (0.0, 0.01, 0.02))
 
@@ -309,7 +309,7 @@ def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list
     """Have the server fail what it is asked alone from here on; returns the list of the pauses that follow."""
     pauses = list[float]()
     server.wrong, server.alone = {"status": 500}, True
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+    monkeypatch.setattr(http_engine, "FAILURE_PAUSE_SECONDS", (0.25, 2.0))
     monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
     return pauses
 
