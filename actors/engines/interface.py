@@ -264,7 +264,7 @@ class EngineLoad:
 
     @property
     def share(self) -> float:
-        """How full the engine was, from 0 to 1: of its KV cache or of its requests, whichever is fuller."""
+        """Share of its KV cache or of its places for requests that is used, from 0 to 1, whichever is larger."""
         return max(self.kv_share, self.running / self.most_running)
 
 
