@@ -47,7 +47,8 @@ def test_conversations_beside_each_other_go_on_each_from_their_own_turn() -> Non
     third = said(turns, "U:a|A:aa$\nU:b|A:", "bb")
     fourth = said(turns, "U:a|A:ab$\nU:b|A:", "bb")
     fifth = said(turns, "U:a|A:aa$\nU:b|A:bb$\nU:c|A:", "cc")
-    assert [t.previous for t in (first, second, inner, third, fourth, fifth)] == [None, None, None, first, second, third]
+    turns_made = first, second, inner, third, fourth, fifth
+    assert [t.previous for t in turns_made] == [None, None, None, first, second, third]
     assert fifth.chain() == [first, third, fifth]
     assert turns.forks == 0
 

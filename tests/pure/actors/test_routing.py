@@ -17,7 +17,9 @@ TASKS = st.none() | st.text(max_size=8)
 
 def pool_of(loads: dict[str, int], clock: ManualClock | None = None) -> EnginePool:
     pool = EnginePool(clock or ManualClock())
-    pool.update({"runner": name, "incarnation": 0, "endpoint": f"http://{name}", "open_count": loads[name]} for name in loads)
+    pool.update(
+        {"runner": name, "incarnation": 0, "endpoint": f"http://{name}", "open_count": loads[name]} for name in loads
+    )
     return pool
 
 
