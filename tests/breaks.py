@@ -151,7 +151,7 @@ BREAKS = (
           "pure/actors/test_weights.py::test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_failed_"
           "until_it_can"),
     Break(9, "An experience is stamped with the weights at its end, not with those that made its tokens.",
-          "actors/rollout/result.py", "made_by = min((v for v, _, _ in experience.version_spans), default=version)",
+          "actors/rollout/result.py", "oldest = min((v for v, _, _ in experience.version_spans), default=version)",
           "made_by = now",
           "pure/actors/test_workflow_runner.py::test_p9_an_experience_is_stamped_with_the_weights_that_made_its_own_tokens"),
     Break(9, "A runner is given units while it loads the current weights.", "actors/coordinator/fleet/dispatcher.py",

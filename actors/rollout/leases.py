@@ -25,8 +25,9 @@ from trinity_es.events.errors import StartupError, WorkflowError
 __all__ = ["Lease", "LeaseRecorder", "RunLeases", "call_async", "driven", "running_loop"]
 
 RENEWALS = 3
-SHORTEST_TTL = 5.0
-"""Minimum time to live in seconds, since each renewal is an event."""
+"""Number of renewals in a lease's time to live."""
+MIN_TTL_SECONDS = 5.0
+"""Minimum time to live, since each renewal is an event."""
 CANCEL_SECONDS = 1.0
 """How long a cancelled async `create` may take to end."""
 
@@ -45,22 +46,26 @@ class RunLeases:
 
     def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
         self._recorder, self._run = recorder, run
-        self._open: set[str] = set()
-        self._over = False
+        self._open_keys: set[str] = set()
+        self._is_over = False
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change of a lease. For `taken` the future is done once the log has it; the others don't wait.
+        """Report a change of the lease with this key: taken, held, renewed, released or left.
 
-        Raises WorkflowError for `taken` after the end of the run.
+        The future of `taken` is done once the log has it, that of any other change at once. Raises WorkflowError for
+        `taken` after the end of the run.
         """
-        done: Future[None] = Future()
-        if what == "taken" and self._over:
+        if what == "taken" and self._is_over:
             raise WorkflowError("the run is over: it can take no lease")
-        if self._recorder is not None and (what == "taken" or lease in self._open):
-            (self._open.discard if what in ("released", "left") else self._open.add)(lease)
+        if self._recorder is not None and (what == "taken" or lease in self._open_keys):
+            if what in ("released", "left"):
+                self._open_keys.discard(lease)
+            else:
+                self._open_keys.add(lease)
             recorded = self._recorder.report(lease=lease, what=what, run=self._run, **more)
             if what == "taken":
                 return recorded
+        done: Future[None] = Future()
         done.set_result(None)
         return done
 
@@ -69,8 +74,8 @@ class RunLeases:
 
     def close(self) -> None:
         """End the run; the coordinator releases the leases that are still open."""
-        self._over = True
-        for lease in list(self._open):
+        self._is_over = True
+        for lease in list(self._open_keys):
             self.report(lease, "left", reason="its run ended without releasing it")
 
 
@@ -86,33 +91,36 @@ class Lease:
         creation_timeout: float = 60.0,
     ) -> None:
         """Raise WorkflowError if an argument can't be recorded or a duration is out of range."""
-        if not (ttl >= SHORTEST_TTL and 0.0 < creation_timeout <= ttl):
+        if not (ttl >= MIN_TTL_SECONDS and 0.0 < creation_timeout <= ttl):
             raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
-                                f"{SHORTEST_TTL:g} s, and creation_timeout above 0 and at most ttl")
+                                f"{MIN_TTL_SECONDS:g} s, and creation_timeout above 0 and at most ttl")
         self._leases, self._path = leases, provider
-        self._args = self._require_recordable("the arguments of a lease's provider", dict(args or {}))
+        self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
         self.key = f"es-{uuid.uuid4().hex}"
         self.provider: Any = None
         self.handle: Any = None
-        self._until = 0.0
+        self._deadline = 0.0
         """Deadline of its creation, in monotonic seconds."""
-        self._deciding = threading.Lock()
-        self._given_up = False
+        self._accept_lock = threading.Lock()
+        self._is_given_up = False
         """True once the wait for its creation ended: a late result is released."""
-        self._renewing: Callable[[], object] = lambda: None
+        self._stop_renewing: Callable[[], object] = lambda: None
         self._loop: _OwnLoop | None = None
-        self._sync = False
+        self._is_sync = False
+        """True in a sync workflow, whose methods must not wait for an event loop."""
 
     @staticmethod
-    def _require_recordable(what: str, value: Any) -> Any:
+    def _recordable(what: str, value: Any) -> Any:
+        """Return a value as plain JSON. Raises WorkflowError, which names the value by `what`, if it can't be."""
         try:
             return recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
 
     def _take(self) -> Future[None]:
-        self._until = time.monotonic() + self.creation_timeout
+        """Report the lease as taken, and begin the time for its creation."""
+        self._deadline = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
             creation_timeout=self.creation_timeout,
@@ -122,52 +130,55 @@ class Lease:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
     def _accept(self, handle: Any) -> Future[None] | None:
-        with self._deciding:
-            if self._given_up or time.monotonic() >= self._until:
+        """Keep what `create` made and report the lease as held; None if it came too late."""
+        with self._accept_lock:
+            if self._is_given_up or time.monotonic() >= self._deadline:
                 return None
-            self.handle = self._require_recordable(f"the handle of lease provider {self._path}", handle)
+            self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
             return self._leases.report(self.key, "held", handle=self.handle)
 
     def _create(self) -> Any:
         """Call `create` in this thread and release a late result. Returns the awaitable of an async `create`."""
-        made = self.provider.create(self.key, self.ttl)
-        if inspect.isawaitable(made):
-            return made
-        reported = self._accept(made)
+        handle = self.provider.create(self.key, self.ttl)
+        if inspect.isawaitable(handle):
+            return handle
+        reported = self._accept(handle)
         if reported is None:
             with self._logged("came too late, and could not be released"):
-                _call_here(self.provider.release, self.key, made)
+                _call_here(self.provider.release, self.key, handle)
             raise self._late_error()
         reported.result()
         return None
 
-    async def _finish(self, making: Awaitable[Any]) -> None:
-        made = await making
-        reported = self._accept(made)
+    async def _finish(self, creation: Awaitable[Any]) -> None:
+        """Await an async `create`, and report its result or release a late one."""
+        handle = await creation
+        reported = self._accept(handle)
         if reported is None:
             with self._logged("came too late, and could not be released"):
-                await call_async(self.provider.release, self.key, made)
+                await call_async(self.provider.release, self.key, handle)
             raise self._late_error()
         await asyncio.wrap_future(reported)
 
-    async def _in_time(self, making: Coroutine[Any, Any, None]) -> None:
+    async def _in_time(self, creation: Coroutine[Any, Any, None]) -> None:
         """Wait for the creation until its deadline. Then, or if cancelled, give it up."""
-        task = asyncio.ensure_future(making)
+        task = asyncio.ensure_future(creation)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs it as unretrieved
         try:
-            await asyncio.wait({task}, timeout=self._until - time.monotonic())
+            await asyncio.wait({task}, timeout=self._deadline - time.monotonic())
         finally:
             if not task.done():
-                with self._deciding:
-                    self._given_up = True
+                with self._accept_lock:
+                    self._is_given_up = True
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-        if self._given_up:
+        if self._is_given_up:
             raise self._late_error()
         task.result()
 
     @contextlib.contextmanager
     def _logged(self, problem: str) -> Iterator[None]:
+        """Context that logs an exception as this problem of the lease, and suppresses it."""
         try:
             yield
         except Exception as e:
@@ -180,27 +191,30 @@ class Lease:
         """
         _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
         with contextlib.suppress(WorkflowError):  # the run is over, and `RunLeases.close` has reported it
-            why = f"it {reason}: {type(error).__name__}: {error}"
-            await self._recorded(self._leases.report(self.key, "left", reason=why))
+            reason = f"it {reason}: {type(error).__name__}: {error}"
+            await self._recorded(self._leases.report(self.key, "left", reason=reason))
 
     # --- in both kinds of workflows; in a sync one nothing here waits for a loop: see `driven` ----------------------
     async def _enter(self) -> Self:
+        """Take the lease, create it and begin its renewal; leave it to the coordinator if that fails."""
         self.provider = await self._call(build_provider, self._path, self._args)
         try:
             await self._recorded(self._take())
-            if time.monotonic() >= self._until:  # the coordinator would not look for it any more
+            if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
                 raise self._late_error()
             await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
             raise
         if hasattr(self.provider, "renew"):
-            renewing = self._renew()
-            self._renewing = (self._own_loop().start(renewing) if self._sync else asyncio.create_task(renewing)).cancel
+            renewals = self._renew()
+            renewal = self._own_loop().start(renewals) if self._is_sync else asyncio.create_task(renewals)
+            self._stop_renewing = renewal.cancel
         return self
 
     async def _exit(self) -> None:
-        self._renewing()
+        """Release the lease; if that fails, leave it to the coordinator."""
+        self._stop_renewing()
         try:
             await self._call(self.provider.release, self.key, self.handle)
         except BaseException as e:
@@ -211,34 +225,39 @@ class Lease:
             await self._recorded(self._leases.report(self.key, "released"))
 
     async def _recorded(self, reported: Future[None]) -> None:
-        if self._sync:
+        """Wait until a report is done."""
+        if self._is_sync:
             reported.result()
         else:
             await asyncio.wrap_future(reported)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return a provider's result; of a sync workflow in this thread, or on the lease's own loop if it is async."""
-        if not self._sync:
+        """Return a provider's result. In a sync workflow it is called in this thread, or on the lease's own loop."""
+        if not self._is_sync:
             return await call_async(call, *args)
         result = call(*args)
         return self._on_own_loop(result) if inspect.isawaitable(result) else result
 
     async def _make(self) -> None:
-        if self._sync:
-            if (making := self._create()) is not None:
-                self._on_own_loop(self._in_time(self._finish(making)))
-        else:
+        """Have the provider create the sandbox, and report it. Raises StartupError if that takes too long."""
+        if not self._is_sync:
             await self._in_time(self._create_async())
+            return
+        creation = self._create()
+        if creation is not None:
+            self._on_own_loop(self._in_time(self._finish(creation)))
 
     async def _create_async(self) -> None:
+        """Call `create` on this loop, or in a thread if it is not async, and report its result."""
         if inspect.iscoroutinefunction(self.provider.create):
-            making = self.provider.create(self.key, self.ttl)
+            creation = self.provider.create(self.key, self.ttl)
         else:
-            making = await asyncio.to_thread(self._create)
-        if making is not None:
-            await self._finish(making)
+            creation = await asyncio.to_thread(self._create)
+        if creation is not None:
+            await self._finish(creation)
 
     async def _renew(self) -> None:
+        """Renew the lease for ever, RENEWALS times in its time to live."""
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
             with self._logged("could not be renewed, and is tried again"):
@@ -256,7 +275,7 @@ class Lease:
     def __enter__(self) -> Self:
         if running_loop() is not None:
             raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
-        self._sync = True
+        self._is_sync = True
         try:
             return driven(self._enter())
         except BaseException:
@@ -273,6 +292,7 @@ class Lease:
         return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
 
     def _own_loop(self) -> _OwnLoop:
+        """Return the lease's own event loop in a thread, started at the first call."""
         if self._loop is None or not self._loop.thread.is_alive():  # a fork by the workflow lacks this thread
             self._loop = _OwnLoop()
         return self._loop
@@ -284,6 +304,8 @@ class Lease:
 
 
 class _OwnLoop:
+    """An event loop in a thread of its own."""
+
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -298,16 +320,17 @@ class _OwnLoop:
         self.thread.join(2 * CANCEL_SECONDS)
 
     def _run(self) -> None:
-        running = True
-        while running:
+        """Run the loop in this thread until `close` stops it, and then cancel its tasks."""
+        is_stopped = False
+        while not is_stopped:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task raised it, and its waiter gets it
                 self._loop.run_forever()
-                running = False
-        rest = asyncio.all_tasks(self._loop)
-        for task in rest:
+                is_stopped = True
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        if rest:
-            self._loop.run_until_complete(asyncio.wait(rest, timeout=CANCEL_SECONDS))
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
         self._loop.close()
 
 
@@ -321,6 +344,7 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread; None if none does."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -332,6 +356,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _call_here(call: Callable[..., Any], *args: Any) -> None:
+    """Call a provider's method in this thread, an async one on an event loop for this call."""
     result = call(*args)
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))

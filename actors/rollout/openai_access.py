@@ -67,6 +67,7 @@ class OpenAIAccess(Remembering):
         return (self.served_error() if openai_clients.from_openai(error) else None) or error
 
     async def aclose(self) -> None:
+        """Close the clients, and drop the run's answers."""
         self._close_client()
         if self._async_client is not None:
             with contextlib.suppress(Exception):

@@ -223,7 +223,7 @@ class EngineServer:
             kept=session.kept, wanted=session.kept or exchange.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
-            record.number = session.model.numbered()
+            record.number = session.model.next_number()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
         if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server requires it by itself

@@ -106,7 +106,7 @@ class RequestRecord:
         found = []
         messages = self.body.get("messages") if self.chat else None
         for asked in self.generations:
-            answers = self.model.took(asked.completions or [], asked.before, asked.text, asked.sampling)
+            answers = self.model.with_experiences(asked.completions or [], asked.before, asked.text, asked.sampling)
             for completion, experience in answers:
                 experience.info["model_version"] = asked.before
                 if asked.further:

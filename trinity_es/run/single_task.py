@@ -171,9 +171,9 @@ class _TracebackRunner(WorkflowRunner):
         super().__init__(*args, **kwargs)
         self.tracebacks: list[str] = []
 
-    def _failed(self, error: Exception, *rest: Any) -> Any:
+    def _failure(self, error: Exception, *rest: Any) -> Any:
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
-        return super()._failed(error, *rest)
+        return super()._failure(error, *rest)
 
 
 def _write(played: PlayedTask) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
-from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
+from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
@@ -212,7 +212,7 @@ class Proxy:
     async def _stats(self, request: Request) -> Response:
         engines = [
             {"runner": w.runner, "incarnation": w.incarnation, "model_version": w.model_version, "serving": w.serving,
-             "busy": w.busy, "answered": w.answered, "failed": w.failed}
+             "busy": w.open_count, "answered": w.answer_count, "failed": w.failure_count}
             for w in self.engines.all()
         ]
         answers = await self._answers.ask(CountAnswers())
@@ -228,7 +228,8 @@ class Proxy:
             "explore_step_num": self.commits,
         }
         for i, engine in enumerate(self.engines.all()):
-            metrics[f"rollout/model_{i}/total_request_count"] = engine.answered + engine.failed + engine.busy
+            count = engine.answer_count + engine.failure_count + engine.open_count
+            metrics[f"rollout/model_{i}/total_request_count"] = count
             metrics[f"rollout/model_{i}/model_version"] = engine.model_version
         return json_response(metrics)
 
@@ -310,7 +311,7 @@ class Proxy:
                 for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
                     if kind == "r":
                         await self._record(data, engine)
-                engine.answered += 1
+                engine.answer_count += 1
                 return _response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
@@ -342,7 +343,7 @@ class Proxy:
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
         except NoEngine as e:
-            if e.lost < MOST_LOST:
+            if e.lost < MAX_LOST:
                 raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
                 f"{e.lost} engines were lost while they answered this request ({e}), so no other one is given it: it "
@@ -370,12 +371,12 @@ class Proxy:
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
                 finally:  # not in the generator: one that never started runs no finally
-                    engine.busy -= 1
+                    engine.open_count -= 1
                     proxy.answered += whole.is_set()
                     proxy.failed += not whole.is_set()
                     proxy._begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
-        engine.busy += 1
+        engine.open_count += 1
         return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
 
     async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
@@ -397,7 +398,7 @@ class Proxy:
             async for part in parts:
                 place.count(part)
                 yield part
-            engine.answered += 1
+            engine.answer_count += 1
             whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
