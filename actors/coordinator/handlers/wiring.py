@@ -74,7 +74,7 @@ class Handlers:
         weights = WeightLoading(registry, rolling)
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=external, models=models)
-        self.leases = LeaseFleet(registry, actor, releases)
+        self.leases = LeaseFleet(registry, actor, releases, self.journals.holds)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.returned)
