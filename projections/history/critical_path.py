@@ -41,6 +41,8 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
 
     if last is not None:
         usual, waiting = _usual_seconds(timeline), f"task {last.task} waited for a runner"
+        if last.task in timeline.added_at:
+            add_until(timeline.added_at[last.task], f"its earlier tasks, before task {last.task} was added")
         for attempt in last.attempts:
             add_until(attempt.dispatched_at, waiting)
             ended = attempt.ended_at or end
@@ -52,7 +54,9 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
         if last.state == "pending":
             add_until(end, waiting)
     if timeline.finalizing_at is not None:
-        add_until(timeline.finalizing_at, "all tasks had settled, and it waited to be finalized")
+        settled = "enough" if any(t.state == "dropped" for t in timeline.tasks) else "all"
+        others = " for others, or" if settled == "enough" else ""
+        add_until(timeline.finalizing_at, f"{settled} tasks had settled, and it waited{others} to be finalized")
     add_until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None
           else "its pipeline and the commit")
     return out

@@ -40,6 +40,7 @@ class Untried:
 @dataclass(slots=True, kw_only=True)
 class PromptsTried:
     tasks: int = 0
+    """Number of tasks; one that was cut and goes on in a later batch counts once."""
     sent: int = 0
     """Number of these tasks that were sent to a runner."""
     never: list[Untried] = field(default_factory=list)
@@ -54,11 +55,13 @@ def prompts_tried(log: Log) -> PromptsTried:
     partly = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
     untried: dict[Any, Untried] = {}
     tried: set[Any] = set()
+    sent_of: dict[str, set[int]] = {}
     for stream, row in partly.items():
         sent = {
             unit["task"] for item in log.read(stream=stream, types=["TasksDispatched"], after=row.first_position)
             for unit in orjson.loads(item.data)["units"]
         }
+        sent_of[stream] = sent
         submissions = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
         for number, index in enumerate(i for item in submissions for i in _indices(log, item)):
             key = _key(index) or (row.batch_id, number)
@@ -71,10 +74,24 @@ def prompts_tried(log: Log) -> PromptsTried:
                 )
     for key in tried:
         untried.pop(key, None)
+    _count_continued_once(log, {batch_stream(r.batch_id): r for r in rows}, sent_of, out)
     if any(prompt.row is not None for prompt in untried.values()):
         _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried)
     out.never = list(untried.values())
     return out
+
+
+def _count_continued_once(log: Log, rows: dict[str, BatchRow], sent_of: dict[str, set[int]], out: PromptsTried) -> None:
+    """Count a task that goes on in a later batch once. `sent_of`: the sent tasks of each batch that sent only some."""
+    for item in log.rare(["BatchSubmitted"]):
+        row = rows.get(item.stream)
+        if row is None or item.position < row.first_position or b'"continues":[{' not in item.data:
+            continue
+        assert isinstance(item.event, ev.BatchSubmitted)
+        for continued in item.event.continues:
+            places = (item.stream, continued.task), (batch_stream(continued.batch_id), continued.cut_task)
+            out.tasks -= 1
+            out.sent -= all(task in sent_of.get(stream, (task,)) for stream, task in places)
 
 
 def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:

@@ -19,6 +19,7 @@ from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import Why, unread
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
@@ -222,7 +223,8 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
         if b.ended_at is not None:
             state = log.current(b.batch_id)
             return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
-                    "trained_step": b.trained_step, "failed_whole": state is not None and state.failed_whole}
+                    "trained_step": b.trained_step, "short": short_text(log, b),
+                    "failed_whole": state is not None and state.failed_whole}
     return None
 
 

@@ -120,6 +120,7 @@ class Handlers:
                 "pending_units": len(b.pending),
                 "failed_attempts": b.failed_attempts,
                 "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
+                "must_end": self.batches.must_end(b),
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]

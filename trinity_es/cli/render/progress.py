@@ -18,6 +18,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import batch_named, error_line, plain
@@ -129,8 +130,10 @@ class RunView:
         kinds = ", ".join(f"{n} {why}" for (kind, why), n in sorted(log.losses(row.batch_id).items())
                           if kind == "attempt")
         failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
+        short = "" if ended else short_text(log, row)
+        short = f"  short: {short}" if short else ""
         return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
-                f"  {seconds:.2f} s{failed}{ended}")
+                f"  {seconds:.2f} s{short}{failed}{ended}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:

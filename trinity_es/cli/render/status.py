@@ -33,6 +33,7 @@ def _idle(last: dict[str, Any]) -> str:
     untrained = last["batch_type"] == "train" and last["state"] == "finalized" and last["trained_step"] is None
     return (f"nothing is wrong here, and no batch is open: the last, {plain(last['batch_id'])}, was {last['state']} "
             f"{span(time.time() - last['ended_at'])} ago"
+            + (f", with {last['short']}" if last.get("short") else "")
             + (", and no trainer has acknowledged it" if untrained else ""))
 
 
