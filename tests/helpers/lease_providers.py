@@ -83,6 +83,13 @@ class HandedOver(Kept):
             file.rename(self.folder / f"{file.name}.released")
 
 
+class AsyncHandedOver(HandedOver):
+    async def attach(self, key: str, handle: str, ttl: float) -> None:  # type: ignore[override]
+        if self.how == "hangs":
+            await asyncio.sleep(60)
+        super().attach(key, handle, ttl)
+
+
 class AsyncKept(Kept):
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         match self.how:

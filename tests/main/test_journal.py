@@ -125,7 +125,6 @@ def test_an_answer_goes_on_after_its_engine_failed_and_the_runner_did_not(
 
 
 @pytest.mark.parametrize(("kill", "workflow", "how"), [
-    (kill_runner, InASandbox, ""),
     (kill_everything, InASandboxInAProcess, ""),
     (kill_runner, InASandbox, "can't attach"),
 ])
