@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import trinity_es
+from tests.helpers.handmade import cli
 from tests.helpers.runs import count, events_of, killed_when, make_config, outcome, went_well
 from tests.helpers.systems import StartSystem
 from trinity_es.config.config import Config, load_config
@@ -113,7 +114,10 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
     client.submit_batch(batch_id="e", batch_type="eval", tasks=[task(1)])
     with pytest.raises(BatchTypeMismatch, match="batch 'e' is eval, expected train: submit the tasks in a batch of"):
         client.add_tasks("e", [task(7)])
+    client.abort_batch("e", reason="enough")
     client.submit_batch(batch_id=2, batch_type="train", tasks=[task(1), task(2)])
     with pytest.raises(TooFewGroups):
         client.finalize_train_batch(2, groups=2, timeout=60)
     assert client.finalize_train_batch(2, groups=1, timeout=60)["finished_task_count"] == 2
+    assert "the last, 2, was finalized" in (told := cli("status", "--log", client.config.store.url).stdout)
+    assert "with 1 of 2 groups" in told
