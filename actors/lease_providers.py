@@ -2,8 +2,8 @@
 
 The run that takes a lease builds its provider. If that run can't release it, another process builds the provider again
 from the log alone. `create(key, ttl)` returns the handle of the lease. `release(key, handle)` ends it; the handle is
-None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` is optional. All
-three may be async.
+None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` and
+`attach(key, handle, ttl)`, by which the next attempt takes over what a lost one held, are optional. All may be async.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, split_error
 from trinity_es.events.values import BatchId, batch_stream, local_time
-from trinity_es.projections.event_texts import kept_text, missing_text
+from trinity_es.projections.event_texts import counted, kept_text, missing_text
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
@@ -220,7 +220,7 @@ def summary(event: ev.Event) -> str:
         case ev.BatchSubmitted():
             return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
         case ev.TasksAdded():
-            return f"{len(event.repeat_times)} more tasks, {sum(event.repeat_times)} runs"
+            return f"{counted(len(event.repeat_times), 'more task')}, {counted(sum(event.repeat_times), 'run')}"
         case ev.ResultsTaken():
             return f"results of {len(event.tasks)} tasks"
         case ev.PaceMeasured():
@@ -247,7 +247,7 @@ def summary(event: ev.Event) -> str:
         case ev.StallDetected():
             return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"
         case ev.TaskDropped():
-            return f"{len(event.tasks)} tasks: {event.reason}"
+            return f"{counted(len(event.tasks), 'task')}: {event.reason}"
         case ev.TaskReopened():
             return f"task {event.task} is run again: {event.reason}"
         case ev.FinalizeFailed():

@@ -3,7 +3,8 @@
 A `Lease` is a context manager for workflows. On entry the run reports a lease under a key that it chose, and waits
 until that is in the log. Only then the provider (`actors/lease_providers.py`) creates the sandbox, in the workflow's
 own process. On exit the provider releases it. If a run ends without that (`RunLeases.close`), or its runner does, the
-coordinator has it released (`actors/coordinator/fleet/lease_tracker.py`). Without a `recorder` nothing is recorded.
+coordinator has it released (`actors/coordinator/fleet/lease_tracker.py`). But if the run's next attempt goes on from a
+journal, and the provider has `attach`, that attempt gets the sandbox. Without a `recorder` nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, Self, TypeVar, cast
+
+import orjson
 
 from trinity_es.actors.lease_providers import build_provider, recordable_json
 from trinity_es.events.errors import StartupError, WorkflowError
@@ -36,9 +40,12 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRecorder(Protocol):
-    """Recorder of lease reports, callable in any thread. The future is done once the log has the report."""
+    """Recorder of lease reports, callable in any thread.
 
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]: ...
+    The future is done once the log has the report; for `taken` with the handle of the resource to take over, or None.
+    """
+
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[Any]: ...
 
 
 class RunLeases:
@@ -46,16 +53,24 @@ class RunLeases:
 
     def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
         self._recorder, self._run = recorder, run
-        self._open_keys: set[str] = set()
-        self._is_over = False
+        self._open: set[str] = set()
+        self._over = False
+        self._numbers: Counter[bytes] = Counter()
 
-    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change of the lease with this key: taken, held, renewed, released or left.
+    def next_number(self, provider: str, args: Mapping[str, Any]) -> int:
+        """Count a lease, and return how many the run took before it with the same provider and arguments."""
+        key = orjson.dumps([provider, args], option=orjson.OPT_SORT_KEYS)
+        self._numbers[key] += 1
+        return self._numbers[key] - 1
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[Any]:
+        """Report a change of a lease. For `taken` the future is done once the log has it; the others don't wait.
 
         The future of `taken` is done once the log has it, that of any other change at once. Raises WorkflowError for
         `taken` after the end of the run.
         """
-        if what == "taken" and self._is_over:
+        done: Future[Any] = Future()
+        if what == "taken" and self._over:
             raise WorkflowError("the run is over: it can take no lease")
         if self._recorder is not None and (what == "taken" or lease in self._open_keys):
             if what in ("released", "left"):
@@ -69,8 +84,8 @@ class RunLeases:
         done.set_result(None)
         return done
 
-    async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
-        await asyncio.wrap_future(self.report(lease, what, **more))
+    async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> Any:
+        return await asyncio.wrap_future(self.report(lease, what, **more))
 
     def close(self) -> None:
         """End the run; the coordinator releases the leases that are still open."""
@@ -82,8 +97,9 @@ class RunLeases:
 class Lease:
     """One lease of a workflow: `async with`, or `with` in a sync workflow.
 
-    Inside it has `key`, `handle` and `provider` (the live instance). Errors of `create` are raised on entry. An error
-    of `release` fails nothing: the coordinator tries again.
+    Inside it has `key`, `handle`, `provider` (the live instance), and `attached`: True if it took over the resource of
+    a lost attempt. Errors of `create` are raised on entry. An error of `release` fails nothing: the coordinator tries
+    again.
     """
 
     def __init__(
@@ -97,10 +113,12 @@ class Lease:
         self._leases, self._path = leases, provider
         self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
-        self.key = f"es-{uuid.uuid4().hex}"
+        self.key = _new_key()
         self.provider: Any = None
         self.handle: Any = None
-        self._deadline = 0.0
+        self.attached = False
+        self._number = 0
+        self._until = 0.0
         """Deadline of its creation, in monotonic seconds."""
         self._accept_lock = threading.Lock()
         self._is_given_up = False
@@ -118,12 +136,11 @@ class Lease:
         except ValueError as e:
             raise WorkflowError(str(e)) from None
 
-    def _take(self) -> Future[None]:
-        """Report the lease as taken, and begin the time for its creation."""
-        self._deadline = time.monotonic() + self.creation_timeout
+    def _take(self) -> Future[Any]:
+        self._until = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
-            creation_timeout=self.creation_timeout,
+            creation_timeout=self.creation_timeout, attachable=hasattr(self.provider, "attach"), number=self._number,
         )
 
     def _late_error(self) -> StartupError:
@@ -198,11 +215,16 @@ class Lease:
     async def _enter(self) -> Self:
         """Take the lease, create it and begin its renewal; leave it to the coordinator if that fails."""
         self.provider = await self._call(build_provider, self._path, self._args)
+        self._number = self._leases.next_number(self._path, self._args)
         try:
-            await self._recorded(self._take())
-            if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
-                raise self._late_error()
-            await self._make()
+            earlier = await self._recorded(self._take())
+            if earlier is not None and not await self._attach(earlier):
+                self.key = _new_key()
+                await self._recorded(self._take())
+            if not self.attached:
+                if time.monotonic() >= self._until:  # the coordinator would not look for it any more
+                    raise self._late_error()
+                await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
             raise
@@ -224,12 +246,25 @@ class Lease:
         else:
             await self._recorded(self._leases.report(self.key, "released"))
 
-    async def _recorded(self, reported: Future[None]) -> None:
-        """Wait until a report is done."""
-        if self._is_sync:
-            reported.result()
-        else:
-            await asyncio.wrap_future(reported)
+    async def _attach(self, handle: Any) -> bool:
+        """Take over the resource of a lost attempt. Return False, and leave it to the coordinator, if that fails."""
+        args = self.key, handle, self.ttl
+        try:
+            if self._sync:
+                attaching = self.provider.attach(*args)
+                if inspect.isawaitable(attaching):
+                    self._on_own_loop(asyncio.wait_for(attaching, self.creation_timeout))
+            else:
+                await asyncio.wait_for(call_async(self.provider.attach, *args), self.creation_timeout)
+        except Exception as e:
+            await self._leave("could not take over the resource of a lost attempt", e)
+            return False
+        self.handle, self.attached = handle, True
+        await self._recorded(self._leases.report(self.key, "held", handle=handle))
+        return True
+
+    async def _recorded(self, reported: Future[Any]) -> Any:
+        return reported.result() if self._sync else await asyncio.wrap_future(reported)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return a provider's result. In a sync workflow it is called in this thread, or on the lease's own loop."""
@@ -301,6 +336,10 @@ class Lease:
         if self._loop is not None and self._loop.thread.is_alive():
             self._loop.close()
         self._loop = None
+
+
+def _new_key() -> str:
+    return f"es-{uuid.uuid4().hex}"
 
 
 class _OwnLoop:

@@ -247,7 +247,7 @@ class Runner(BaseActor):
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
-    def lease_changed(self, change: messages.LeaseChange, recorded: Future[None]) -> None:
+    def lease_changed(self, change: messages.LeaseChange, recorded: Future[Any]) -> None:
         """Send the coordinator a lease change: at once if a run waits for it, otherwise soon."""
         self.leases.put(change, recorded)
         if change.what == "taken":

@@ -33,11 +33,13 @@ class LeaseReports(NumberedGroups[LeaseReport]):
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._waiting: list[LeaseChange] = []
-        self._futures: dict[str, Future[None]] = {}
+        self._futures: dict[str, Future[Any]] = {}
         """Changes for leases that were taken and are not in the log yet."""
 
-    def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Add a change to the next group. `recorded` ends when the log has the lease; at once if none is taken."""
+    def put(self, change: LeaseChange, recorded: Future[Any]) -> None:
+        """Add a change to the next group. `recorded` ends when the log has the lease, with the handle that it takes
+        over, if any; at once if none is taken.
+        """
         if change.what in ("released", "left") and change.lease in self._futures:
             self._take_back(change.lease)
         self._waiting.append(change)
@@ -85,19 +87,19 @@ class LeaseReports(NumberedGroups[LeaseReport]):
             if change.lease in reply.refused:
                 future.set_exception(WorkflowError(reply.refused[change.lease]))
             else:
-                future.set_result(None)
+                future.set_result(reply.attaches.get(change.lease))
 
 
 class UnitLeases:
     """Reporter of the leases of one attempt's runs (a `LeaseRecorder`), usable from any thread."""
 
     def __init__(
-        self, changed: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
+        self, changed: Callable[[LeaseChange, Future[Any]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
         """Call `changed` with each change, from any thread. `secrets`: of tasks; the log must not have them."""
         self._changed, self._item, self._secrets = changed, item, secrets
 
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[Any]:
         """Report a change to the coordinator. Raises WorkflowError for values that can't or must not be recorded."""
         for name in more.keys() & {"args", "handle"}:
             self._require_recordable(f"the {name} of a lease", more[name])
@@ -107,7 +109,7 @@ class UnitLeases:
         change = LeaseChange(
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
         )
-        recorded: Future[None] = Future()
+        recorded: Future[Any] = Future()
         recorded.set_running_or_notify_cancel()  # so that no caller can cancel it, and setting its result never fails
         self._changed(change, recorded)
         return recorded

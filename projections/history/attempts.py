@@ -18,7 +18,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.event_texts import missing_text
+from trinity_es.projections.event_texts import counted, missing_text
 
 __all__ = [
     "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "evolve_timeline", "fold_timeline",
@@ -131,6 +131,8 @@ class BatchTimeline:
     """When finalizing last began."""
     finalized_position: int | None = None
     tasks: list[TaskTimeline] = field(default_factory=list)
+    added_at: dict[int, float] = field(default_factory=dict)
+    """When each task was added that was not submitted with the batch, by task."""
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """(time, text) of each event of the batch as a whole."""
@@ -189,9 +191,10 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
         case ev.TasksAdded():
             first = len(timeline.tasks)
             timeline.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
-            text = f"{len(event.repeat_times)} tasks added"
+            timeline.added_at |= dict.fromkeys(range(first, len(timeline.tasks)), at)
+            text = f"{counted(len(event.repeat_times), 'task')} added"
         case ev.ResultsTaken():
-            text = f"results of {len(event.tasks)} tasks taken"
+            text = f"results of {counted(len(event.tasks), 'task')} taken"
         case ev.BatchPaused():
             text = f"paused: {event.reason}"
         case ev.BatchResumed():
@@ -217,7 +220,7 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
                 for attempt in task.attempts:
                     if attempt.outcome == "running":
                         attempt.ended_at, attempt.outcome, attempt.message = at, "dropped", event.reason
-            text = f"{len(event.tasks)} tasks dropped: {event.reason}"
+            text = f"{counted(len(event.tasks), 'task')} dropped: {event.reason}"
         case ev.TaskReopened():
             task = timeline.tasks[event.task]
             task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"

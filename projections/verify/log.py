@@ -30,7 +30,7 @@ from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
-from trinity_es.projections.leases import OpenLeases, evolve_leases
+from trinity_es.projections.leases import OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
 from trinity_es.projections.verify import remembered_log_end
 from trinity_es.projections.verify.payloads import Needs, Payloads
@@ -276,7 +276,8 @@ class _Fold:
         """Fold one lease event, and check that the attempt that takes a lease is running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
-            evolve_leases(self._open_leases, item.event)
+            evolve_leases(self._leases_open, item.event)
+            check_attachment(self._leases_open, item.event)
         except errors.LogCorrupt as e:
             self.problems.add(f"{where}: it can't follow what came before it: {e.message}")
             return

@@ -250,11 +250,12 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=batch.moved_at)
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
-    have = "all its tasks are settled"
-    if settled_count != task_count:
-        have = f"{settled_count} of {task_count} tasks are settled, enough"
-    if rows.get(state.batch_id, {}).get("waited_for"):
-        text = f"{have}; the trainer waits for the rest, at most explorer.over_rollout.wait_after_min seconds"
+    have = "all its tasks are settled" if settled == tasks else f"{settled} of {tasks} tasks are settled, enough"
+    row = rows.get(state.batch_id, {})
+    if row.get("waited_for"):
+        rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
+            "the rest, at most explorer.over_rollout.wait_after_min seconds")
+        text = f"{have}; the trainer waits for {rest}"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
     if state.missing is not None:
         text = f"{missing_text(state.missing)}, and its trainer has added none yet"

@@ -19,6 +19,7 @@ from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import Why, unread
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
@@ -221,12 +222,11 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    """Return the batch that ended last; `failed_whole`: every run of it failed."""
-    for row in log.batches(sort="ended", descending=True, limit=1):
-        if row.ended_at is not None:
-            state = log.current(row.batch_id)
-            return {"batch_id": row.batch_id, "batch_type": row.batch_type, "state": row.state,
-                    "ended_at": row.ended_at, "trained_step": row.trained_step,
+    for b in log.batches(sort="ended", descending=True, limit=1):
+        if b.ended_at is not None:
+            state = log.current(b.batch_id)
+            return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
+                    "trained_step": b.trained_step, "short": short_text(log, b),
                     "failed_whole": state is not None and state.failed_whole}
     return None
 

@@ -293,13 +293,19 @@ def recovery(
     return events
 
 
-def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError)."""
+def require_batch(
+    batch: BatchState | None, batch_id: BatchId, batch_type: BatchType, advice: str = ""
+) -> BatchState:
+    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
+
+    `advice`: what to do with a batch of another type; default: finalize it by its own call.
+    """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
         own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
-        raise BatchTypeMismatch(f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call {own}")
+        raise BatchTypeMismatch(
+            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
     return batch
 
 

@@ -1,23 +1,24 @@
 """Decisions about leases: changes that runs report, ends of attempts, releases and their results.
 
-Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it. The
-coordinator records an orphaned lease before it releases it.
+Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it,
+unless that was lost: the next attempt at the run may take over its resource, under a lease of its own (`attachable`).
+The coordinator records an orphaned lease before it releases it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from trinity_es.actors.messages import LeaseChange
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.leases import OpenLease
+from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "left", "orphans", "over", "released"]
+__all__ = ["GRACE_SECONDS", "SPLIT", "Reads", "attachable", "changed", "due", "left", "orphans", "over", "released"]
 
 GRACE_SECONDS = 30.0
 """Time for runners, once they know the coordinator, to report renewals again before expiries count; it is several times
@@ -39,14 +40,61 @@ def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange 
     return ""
 
 
-def changed(
-    lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float
-) -> list[ev.Event]:
-    """Record a run's change of a lease (None: no such lease is open); a repeated or late one does nothing.
+Reads = Callable[[BatchState, tuple[int, int]], bool]
+"""Function that returns True while the journal of a lost unit is being read."""
 
-    `ended` is the reason from `over`; `now` is unix seconds. Raises WorkflowError for a lease that may not be taken.
+
+def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, reads: Reads) -> bool:
+    """Return True if the run of a lost attempt goes on, or may, from what its journal has."""
+    if batch is None or batch.submission != taken.submission:
+        return False
+
+    def has_run(unit: ev.Unit | None) -> bool:
+        return unit is not None and unit.task == taken.unit.task and 0 <= taken.run - unit.run_id_base < unit.runs
+
+    kept = [record for key, record in batch.kept.items() if has_run(batch.pending.get(key))]
+    kept += [f.kept for f in batch.flights.values() if f.kept is not None and has_run(f.unit)]
+    if any(k.attempt >= taken.unit.attempt and not k.possibly_delivered for k in kept):
+        return True
+    return any(has_run(batch.pending.get(key)) and reads(batch, key) for key in batch.lost)
+
+
+def attachable(leases: OpenLeases, batch: BatchState | None, change: LeaseChange, reads: Reads) -> OpenLease | None:
+    """Return the lease of an earlier attempt whose resource a new lease may take over."""
+    if not change.attachable:
+        return None
+    claimed = {lease.taken.attaches for lease in leases.values()}
+    sought = change.batch_id, change.unit.task, change.run, change.provider, change.args, change.number
+    for lease in leases.values():
+        taken = lease.taken
+        of = taken.batch_id, taken.unit.task, taken.run, taken.provider, taken.args, taken.number
+        if (
+            of == sought and taken.attachable and taken.unit.attempt < change.unit.attempt and lease.held
+            and lease.handle is not None and not lease.orphaned and taken.lease not in claimed
+            and _goes_on(batch, taken, reads)
+        ):
+            return lease
+    return None
+
+
+def _orphaned(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
+    """Orphan a lease, and the one whose resource it was about to take over: either may have the resource."""
+    earlier = None if lease.held else leases.get(lease.taken.attaches)
+    both = [lease] if earlier is None or earlier.orphaned else [lease, earlier]
+    return [ev.LeaseOrphaned(lease=one.taken.lease, reason=reason) for one in both]
+
+
+def changed(
+    leases: OpenLeases, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float,
+    earlier: OpenLease | None = None,
+) -> list[ev.Event]:
+    """Record a run's change of a lease; a repeated or late one does nothing.
+
+    `ended` is the reason from `over`; `now` is unix seconds; `earlier` is from `attachable`. Raises WorkflowError for a
+    lease that may not be taken.
     """
     key = change.lease
+    lease = leases.get(key)
     match change.what:
         case "taken" if lease is None:
             if ended:
@@ -54,39 +102,44 @@ def changed(
             return [ev.LeaseTaken(
                 lease=key, batch_id=change.batch_id, submission=change.submission, unit=change.unit, run=change.run,
                 runner=runner, incarnation=incarnation, provider=change.provider, args=change.args, ttl=change.ttl,
-                expires=now + change.ttl, creation_timeout=change.creation_timeout,
+                expires=now + change.ttl, creation_timeout=change.creation_timeout, attachable=change.attachable,
+                number=change.number, attaches="" if earlier is None else earlier.taken.lease,
             )]
         case "held" if lease is not None and not lease.held:
-            return [ev.LeaseHeld(lease=key, handle=change.handle)]
+            held, earlier_key = ev.LeaseHeld(lease=key, handle=change.handle), lease.taken.attaches
+            return [held, ev.LeaseReleased(lease=earlier_key, by="successor")] if earlier_key in leases else [held]
         case "renewed" if lease is not None and not lease.orphaned:
             return [ev.LeaseRenewed(lease=key, expires=now + change.ttl)]
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=key, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [ev.LeaseOrphaned(lease=key, reason=change.reason)]
+            return [*_orphaned(leases, lease, change.reason)]
     return []
 
 
 def orphans(
-    leases: Iterable[OpenLease], batches: Mapping[BatchId, BatchState],
-    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float,
+    leases: OpenLeases, batches: Mapping[BatchId, BatchState],
+    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, reads: Reads,
 ) -> list[ev.Event]:
     """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
 
     `batches` are the open ones. `announced_at` is when runners learned of this coordinator, unix seconds, infinite
-    before: they report earlier renewals after it.
+    before: they report earlier renewals after it. A lease that waits for the next attempt is not recorded.
     """
-    events: list[ev.Event] = []
-    for lease in leases:
+    events: dict[str, ev.Event] = {}
+    for lease in leases.values():
         taken = lease.taken
-        if lease.orphaned:
+        if lease.orphaned or taken.lease in events:
             continue
-        reason = over(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)
+        batch = batches.get(taken.batch_id)
+        reason = over(batch, lives.get((taken.runner, taken.incarnation)), taken)
+        if reason and taken.attachable and lease.held and _goes_on(batch, taken, reads):
+            reason = ""
         if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
-            events.append(ev.LeaseOrphaned(lease=taken.lease, reason=reason))
-    return events
+            events |= {event.lease: event for event in _orphaned(leases, lease, reason)}
+    return [*events.values()]
 
 
 def due(

@@ -1,8 +1,9 @@
 """Leases that runs take: the coordinator records them, and releases those whose runs can't.
 
 An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
-orphaned (`look`). Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
-retried after pauses that double. A second release by an owner that is still alive does no harm.
+orphaned (`look`), except those that wait for the next attempt at a lost run, which attaches to them. Once this is
+durable, separate processes release them (`lease_releases.py`). A failed release is retried after pauses that double. A
+second release by an owner that is still alive does no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import LeaseReply, LeaseReport
 from trinity_es.events.errors import InvalidEvent, WorkflowError
-from trinity_es.projections.leases import OpenLease
+from trinity_es.projections.leases import OpenLease, OpenLeases
 
 __all__ = ["LeaseFleet", "Releases"]
 
@@ -42,7 +43,12 @@ class Releases(Protocol):
 class LeaseFleet:
     """Open leases of a run, their expiry and their release."""
 
-    def __init__(self, registry: RunnerRegistry, actor: TimerHost, releases: Releases) -> None:
+    def __init__(
+        self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
+        reads: decisions.Reads = lambda batch, key: False,
+    ) -> None:
+        """Take `reads`, which returns True while the journal of a lost unit is being read."""
+        self._reads = reads
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy: set[str] = set()
         """Providers whose leases a process is releasing now."""
@@ -70,18 +76,21 @@ class LeaseFleet:
     # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
         """Record a group of changes, and answer when it is durable."""
-        live, refused = self._live, dict[str, str]()
+        live, refused, attaches = self._live, dict[str, str](), dict[str, Any]()
         for change in message.changes:
-            life = live.lives.get((message.name, message.incarnation))
-            ended = decisions.over(live.batches.get(change.batch_id), life, change)
+            batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
+            ended, taking = decisions.over(batch, life, change), change.what == "taken"
+            earlier = decisions.attachable(live.leases, batch, change, self._reads) if taking else None
             try:
                 live.record(*decisions.changed(
-                    live.leases.get(change.lease), change, message.name, message.incarnation, ended,
-                    self._registry.clock(),
+                    live.leases, change, message.name, message.incarnation, ended, self._registry.clock(), earlier
                 ))
             except (WorkflowError, InvalidEvent) as e:
                 refused[change.lease] = e.message
-        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused))
+            lease = live.leases.get(change.lease)
+            if taking and lease is not None and (attached := live.leases.get(lease.taken.attaches)) is not None:
+                attaches[change.lease] = attached.handle  # also if the change was sent twice
+        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused, attaches))
         live.then(self.release_due)
 
     # --- releases ---------------------------------------------------------------------------------------------------
@@ -92,22 +101,24 @@ class LeaseFleet:
         turn = self._live.turn
         of_runners = any(write.stream.startswith("runner/") for write in turn.writes)
         if of_runners or turn.batches:
-            self.look_at([
-                e for e in self._live.leases.values() if of_runners or e.taken.batch_id in turn.batches
-            ])
+            self.look_at({
+                k: e for k, e in self._live.leases.items() if of_runners or e.taken.batch_id in turn.batches
+            })
         if not self._actor.has_timer("leases"):
             self._actor.after(LOOK_SECONDS, "leases", self._tick)
 
-    def look_at(self, leases: Any) -> None:
+    def look_at(self, leases: OpenLeases) -> None:
         """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
-        events = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._announced_at)
+        events = decisions.orphans(
+            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._reads
+        )
         live.record(*events)
         if events:
             live.then(self.release_due)
 
     def _tick(self) -> None:
-        self.look_at(self._live.leases.values())
+        self.look_at(self._live.leases)
         self._live.then(self.release_due)
 
     def release_due(self) -> None:

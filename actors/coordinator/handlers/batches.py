@@ -129,7 +129,8 @@ class BatchHandlers:
 
     def add(self, request: CommandRequest[AddTasks]) -> None:
         command, batch_id = request.command, request.command.batch_id
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train")
+        advice = "submit the tasks in a batch of their own"
+        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
         events = batches.add(
             batch,
@@ -192,15 +193,12 @@ class BatchHandlers:
 
         `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
         """
-        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
-        cutting, most = sync.in_flight == "cut", None if bound is None else bound // sync.steps_ahead
+        cutting = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batch.has_enough:
-                continue
-            if cutting and cut_tasks.must_end(batch, most):
+            if not batch.has_enough or self.must_end(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
@@ -219,6 +217,12 @@ class BatchHandlers:
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
                 self._ended(batch_id)
+
+    def must_end(self, batch: BatchState) -> bool:
+        """Return True if the batch has to wait for a task that was cut as often as is good for it."""
+        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
+        most = None if bound is None else bound // sync.steps_ahead
+        return sync.in_flight == "cut" and cut_tasks.must_end(batch, most)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
         def over() -> None:

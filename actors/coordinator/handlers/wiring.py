@@ -74,7 +74,7 @@ class Handlers:
         weights = WeightLoading(registry, rolling)
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=external, models=models)
-        self.leases = LeaseFleet(registry, actor, releases)
+        self.leases = LeaseFleet(registry, actor, releases, self.journals.holds)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.returned)
@@ -120,6 +120,7 @@ class Handlers:
                 "pending_units": len(b.pending),
                 "failed_attempts": b.failed_attempts,
                 "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
+                "must_end": self.batches.must_end(b),
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]

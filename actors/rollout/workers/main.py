@@ -159,7 +159,7 @@ class _RemoteLeases(RunLeases):
         super().__init__()
         self._model = model
 
-    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+    def report(self, lease: str, what: str, **more: Any) -> Future[Any]:
         return self._model.remote("leases", "report_and_wait", (lease, what, more))
 
     def close(self) -> None:

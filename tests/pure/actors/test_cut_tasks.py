@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.handmade import write
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import cut_tasks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.untried_prompts import prompts_tried
 
 KEPT = ev.AttemptKept(task=1, run_id_base=0, runs=2, attempt=1, runner="runner-0", incarnation=1, payload="0" * 64,
                       calls=1, open_calls=1, tokens=50, steps=0, seconds=2.5)
@@ -93,3 +97,15 @@ def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
     assert state is not None
     assert state.cut == {0, 2}
+
+
+def test_a_task_that_goes_on_in_another_batch_is_one_prompt(tmp_path: Path) -> None:
+    cut = ev.TaskDropped(tasks=[0, 1, 2], reason="enough", cut=[0, 1, 2])
+    goes_on = [ev.ContinuedTask(task=task, batch_id=1, cut_task=task + 1, cuts=1) for task in (0, 1)]
+    write(tmp_path / "log", [
+        ("batch/1", [*submitted(1), dispatched(0, 1), cut]),
+        ("batch/2", [*submitted(2, *goes_on), dispatched(0, 1, 2)]),
+    ])
+    with open_log(str(tmp_path / "log")) as log:
+        tried = prompts_tried(log)
+    assert (tried.tasks, tried.sent) == (4, 4)

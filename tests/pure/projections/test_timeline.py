@@ -68,6 +68,21 @@ def test_what_a_batch_waits_for_holds_it_up_also_while_no_runner_has_it(tmp_path
     assert sum(p.seconds for p in critical_path.segments(story)) == pytest.approx(story.last_at - story.submitted_at)
 
 
+def test_the_time_before_a_task_was_added_and_the_wait_for_others_are_no_wait_for_a_runner(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    added = ev.TasksAdded(request="r", repeat_times=[1], tasks=[{}])
+    sent = ev.TasksDispatched(**RUNNER, units=[unit(2)], model_version=1)
+    left = ev.TaskDropped(tasks=[0], reason="enough")
+    write(path, batch(done(1, 0, 1, ev.TaskFinished), added, sent, done(2, 0, 1, ev.TaskFinished), left,
+                      ev.BatchFinalizing()))
+    with open_log(str(path)) as log:
+        story = attempts.tell(log.events(1))
+    assert "1 task added" in [text for _, text in story.turns]
+    assert [segment.what for segment in critical_path.segments(story)] == [
+        "its earlier tasks, before task 2 was added", "task 2 waited for a runner",
+        "task 2 attempt 1 on runner-0 #1", "enough tasks had settled, and it waited for others, or to be finalized"]
+
+
 def test_the_newest_weights_of_a_task_are_not_those_of_its_last_unit(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, batch(done(0, 1, 3), done(0, 0, 2, ev.TaskFinished), failed(1, 0, retry=False)))

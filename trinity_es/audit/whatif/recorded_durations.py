@@ -58,6 +58,19 @@ class Duration:
     """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Tasks that a client added, with the pipeline's result that they answer, if any."""
+
+    event: ev.TasksAdded
+    added_at: float
+    missing: ev.GroupsMissing | None = None
+    pipeline_seconds: float = 0.0
+    """Duration of the pipeline that left too few groups."""
+    pause: float = 0.0
+    """Seconds from there until the tasks were added."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PastBatch:
     submitted: ev.BatchSubmitted
@@ -71,6 +84,10 @@ class PastBatch:
     due_at: float | None = None
     """When it had enough, so that finalizing begins if a caller waits."""
     finalizing_at: float | None = None
+    """When finalizing first began."""
+    pipeline_at: float | None = None
+    """When the pipeline first began after the last tasks were added."""
+    additions: list[Addition] = field(default_factory=list)
     ended_at: float | None = None
     trained_at: float | None = None
     attempts: int = 0
@@ -92,6 +109,11 @@ class PastBatch:
         if self.asked_late or self.finalizing_at is None or self.due_at is None:
             return 0.0
         return max(0.0, self.finalizing_at - self.due_at)
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Duration of the pipeline that ended it, without those after which tasks were added."""
+        return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
 
     def usual_rest(self) -> tuple[float, float]:
         rests = list(self.rest.values())
@@ -256,6 +278,7 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
     past: PastBatch | None = None
     flying: dict[tuple[int, int], _Flight] = {}
     enough: float | None = None
+    missing: tuple[ev.GroupsMissing, float] | None = None
     for event, at in events:
         if isinstance(event, ev.BatchSubmitted):
             past = PastBatch(submitted=event, submitted_at=at)
@@ -273,7 +296,12 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
             case ev.RunsFinished() | ev.AttemptFailed():
                 _add_outcome(flying, event, at)
             case ev.BatchFinalizing():
-                past.finalizing_at = past.finalizing_at or at
+                past.finalizing_at, past.pipeline_at = past.finalizing_at or at, past.pipeline_at or at
+            case ev.GroupsMissing():
+                missing = event, at
+            case ev.TasksAdded():
+                past.additions.append(_addition(event, at, missing, past.pipeline_at))
+                missing = past.pipeline_at = None
             case ev.BatchFinalized() | ev.BatchAborted():
                 past.finalizing_at, past.ended_at = past.finalizing_at or at, at
             case ev.BatchTrained():
@@ -294,6 +322,15 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
         if flight.batch is past and flight.ended_at is not None:
             _set_durations(flight, sequential)
     return past
+
+
+def _addition(
+    event: ev.TasksAdded, at: float, missing: tuple[ev.GroupsMissing, float] | None, pipeline_at: float | None
+) -> Addition:
+    if missing is None or pipeline_at is None:
+        return Addition(event=event, added_at=at)
+    result, until = missing
+    return Addition(event=event, added_at=at, missing=result, pipeline_seconds=until - pipeline_at, pause=at - until)
 
 
 def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:

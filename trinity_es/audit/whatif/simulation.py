@@ -95,6 +95,8 @@ class Simulation:
         self.waits: dict[Anchor, list[Callable[[], None]]] = {}
         self.records = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
+        self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
+        """Rounds of each batch that end with too few groups, and the tasks that are added after each."""
         self.asked: set[BatchId] = set()
         self.grace_over: set[BatchId] = set()
         self.grace_runs: set[BatchId] = set()
@@ -203,6 +205,9 @@ class Simulation:
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
             anchor, seconds = self.past.before(batch.ended_at)
             self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
+        for addition in (a for a in batch.additions if a.missing is None):
+            anchor, seconds = self.past.before(addition.added_at)
+            self.when([("submit", batch.batch_id), anchor], seconds, partial(self._add, batch.batch_id, addition.event))
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             done = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
@@ -284,8 +289,8 @@ class Simulation:
         if self.states[batch_id].state.ended:
             self.ended(batch_id)
         else:
-            was = self.records[batch_id]
-            took = 0.0 if was.ended_at is None or was.finalizing_at is None else was.ended_at - was.finalizing_at
+            rounds = self.rounds[batch_id]
+            took = rounds[0].pipeline_seconds if rounds else self.records[batch_id].pipeline_seconds
             self.after(took, lambda: self._through_pipeline(batch_id))
 
     def _grace(self, batch_id: BatchId) -> None:
@@ -294,9 +299,22 @@ class Simulation:
         self.dispatch()
 
     def _through_pipeline(self, batch_id: BatchId) -> None:
-        if self.states[batch_id].state is BatchLifecycleState.FINALIZING:
+        if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
+            return
+        if rounds := self.rounds[batch_id]:
+            addition = rounds.popleft()
+            self.record(batch_id, [*filter(None, [addition.missing])])
+            self.after(addition.pause, partial(self._add, batch_id, addition.event))
+        else:
             self.record(batch_id, [ev.BatchFinalized(result={})])
             self.ended(batch_id)
+            self.dispatch()
+
+    def _add(self, batch_id: BatchId, event: ev.TasksAdded) -> None:
+        """Add the tasks that were added to the recorded batch, unless it has ended here."""
+        if self.states[batch_id].state is BatchLifecycleState.RUNNING:
+            per_unit = self.settings.runs_per_unit or event.runs_per_unit
+            self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
             self.dispatch()
 
     def ended(self, batch_id: BatchId) -> None:

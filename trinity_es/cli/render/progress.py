@@ -18,6 +18,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import batch_named, error_line, plain
@@ -139,11 +140,13 @@ class RunView:
         rate = tokens / seconds if seconds > 0 else None
         throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         version = "" if row.model_version is None else f"  version {row.model_version}"
-        counts = ", ".join(f"{n} {reason}" for (what, reason), n in sorted(log.losses(row.batch_id).items())
-                           if what == "attempt")
-        failed = f"  failed attempts: {counts}; the last: {last_failure(log, row, 160)}" if counts else ""
+        kinds = ", ".join(f"{n} {why}" for (kind, why), n in sorted(log.losses(row.batch_id).items())
+                          if kind == "attempt")
+        failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
+        short = "" if ended else short_text(log, row)
+        short = f"  short: {short}" if short else ""
         return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
-                f"  {seconds:.2f} s{failed}{aborted}")
+                f"  {seconds:.2f} s{short}{failed}{ended}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
