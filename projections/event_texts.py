@@ -8,11 +8,12 @@ __all__ = ["counted", "kept_text", "missing_text"]
 
 
 def counted(n: int, name: str) -> str:
+    """Return a number with its noun, as "1 task" or "1,200 tasks"."""
     return f"{n:,} {name}{'' if n == 1 else 's'}"
 
 
 def kept_text(event: ev.AttemptKept) -> str:
-    """Describe what was kept of a lost attempt, and by which runner, and which of its tokens can't be used."""
+    """Describe what was kept of a lost attempt, by which runner, and which of its tokens can't be used."""
     answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
     parts = [f"{counted(event.tokens, 'token')} of {' and '.join(answers)}"] if answers else []
     if event.max_tokens and (event.calls, event.open_calls) == (0, 1):
@@ -27,6 +28,6 @@ def kept_text(event: ev.AttemptKept) -> str:
 
 def missing_text(event: ev.GroupsMissing) -> str:
     """Return how many usable groups a batch has and lacks, and what took the others, in words."""
-    lost = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
+    losses = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
     return (f"it has {counted(event.usable, 'usable group')} and needs {event.missing} more"
-            + (f" (lost: {lost})" if lost else ""))
+            + (f" (lost: {losses})" if losses else ""))

@@ -53,8 +53,8 @@ class RunLeases:
 
     def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
         self._recorder, self._run = recorder, run
-        self._open: set[str] = set()
-        self._over = False
+        self._open_keys: set[str] = set()
+        self._is_over = False
         self._numbers: Counter[bytes] = Counter()
 
     def next_number(self, provider: str, args: Mapping[str, Any]) -> int:
@@ -64,13 +64,12 @@ class RunLeases:
         return self._numbers[key] - 1
 
     def report(self, lease: str, what: str, **more: Any) -> Future[Any]:
-        """Report a change of a lease. For `taken` the future is done once the log has it; the others don't wait.
+        """Report a change of the lease with this key: taken, held, renewed, released or left.
 
-        The future of `taken` is done once the log has it, that of any other change at once. Raises WorkflowError for
-        `taken` after the end of the run.
+        The future of `taken` is done once the log has it, with the handle of a resource to take over or None; that of
+        any other change at once. Raises WorkflowError for `taken` after the end of the run.
         """
-        done: Future[Any] = Future()
-        if what == "taken" and self._over:
+        if what == "taken" and self._is_over:
             raise WorkflowError("the run is over: it can take no lease")
         if self._recorder is not None and (what == "taken" or lease in self._open_keys):
             if what in ("released", "left"):
@@ -118,7 +117,7 @@ class Lease:
         self.handle: Any = None
         self.attached = False
         self._number = 0
-        self._until = 0.0
+        self._deadline = 0.0
         """Deadline of its creation, in monotonic seconds."""
         self._accept_lock = threading.Lock()
         self._is_given_up = False
@@ -137,7 +136,8 @@ class Lease:
             raise WorkflowError(str(e)) from None
 
     def _take(self) -> Future[Any]:
-        self._until = time.monotonic() + self.creation_timeout
+        """Report the lease as taken, and begin the time for its creation."""
+        self._deadline = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
             creation_timeout=self.creation_timeout, attachable=hasattr(self.provider, "attach"), number=self._number,
@@ -222,7 +222,7 @@ class Lease:
                 self.key = _new_key()
                 await self._recorded(self._take())
             if not self.attached:
-                if time.monotonic() >= self._until:  # the coordinator would not look for it any more
+                if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
                     raise self._late_error()
                 await self._make()
         except BaseException as e:
@@ -250,7 +250,7 @@ class Lease:
         """Take over the resource of a lost attempt. Return False, and leave it to the coordinator, if that fails."""
         args = self.key, handle, self.ttl
         try:
-            if self._sync:
+            if self._is_sync:
                 attaching = self.provider.attach(*args)
                 if inspect.isawaitable(attaching):
                     self._on_own_loop(asyncio.wait_for(attaching, self.creation_timeout))
@@ -264,7 +264,8 @@ class Lease:
         return True
 
     async def _recorded(self, reported: Future[Any]) -> Any:
-        return reported.result() if self._sync else await asyncio.wrap_future(reported)
+        """Wait until a report is done, and return its result."""
+        return reported.result() if self._is_sync else await asyncio.wrap_future(reported)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return a provider's result. In a sync workflow it is called in this thread, or on the lease's own loop."""

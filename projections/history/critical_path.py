@@ -40,13 +40,14 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
             parts.append(Segment(moment - covered_until, text, fault))
             covered_until = moment
 
-    if last is not None:
-        usual, waiting = _usual_seconds(timeline), f"task {last.task} waited for a runner"
-        if last.task in timeline.added_at:
-            add_until(timeline.added_at[last.task], f"its earlier tasks, before task {last.task} was added")
-        for attempt in last.attempts:
-            add_until(attempt.dispatched_at, waiting)
-            ended = attempt.ended_at or end
+    if last_task is not None:
+        usual = _usual_seconds(timeline)
+        waiting_text = f"task {last_task.task} waited for a runner"
+        if last_task.task in timeline.added_at:
+            add_until(timeline.added_at[last_task.task], f"its earlier tasks, before task {last_task.task} was added")
+        for attempt in last_task.attempts:
+            add_until(attempt.dispatched_at, waiting_text)
+            ended_at = attempt.ended_at or end
             if (outage := _outage_start(attempt, outages)) is not None:
                 add_until(outage, _attempt_text(last_task, attempt, outage, usual), fault=True)
                 add_until(ended_at, "the whole system was down", fault=True)
@@ -55,9 +56,10 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
         if last_task.state == "pending":
             add_until(end, waiting_text)
     if timeline.finalizing_at is not None:
-        settled = "enough" if any(t.state == "dropped" for t in timeline.tasks) else "all"
-        others = " for others, or" if settled == "enough" else ""
-        add_until(timeline.finalizing_at, f"{settled} tasks had settled, and it waited{others} to be finalized")
+        dropped = any(t.state == "dropped" for t in timeline.tasks)
+        wait = "enough tasks had settled, and it waited for others, or" if dropped else (
+            "all tasks had settled, and it waited")
+        add_until(timeline.finalizing_at, f"{wait} to be finalized")
     add_until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None
           else "its pipeline and the commit")
     return parts

@@ -51,17 +51,17 @@ class PromptsTried:
 def prompts_tried(log: Log) -> PromptsTried:
     """Find the untried prompts of all batches, decoding as few batches as possible."""
     rows = log.batches()
-    out = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
-    partly = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
-    untried: dict[Any, Untried] = {}
-    tried: set[Any] = set()
-    sent_of: dict[str, set[int]] = {}
-    for stream, row in partly.items():
-        sent = {
+    report = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
+    rows_to_read = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
+    untried_by_key: dict[Any, Untried] = {}
+    tried_keys: set[Any] = set()
+    sent_by_stream: dict[str, set[int]] = {}
+    for stream, row in rows_to_read.items():
+        sent_tasks = {
             unit["task"] for item in log.read(stream=stream, types=["TasksDispatched"], after=row.first_position)
             for unit in orjson.loads(item.data)["units"]
         }
-        sent_of[stream] = sent
+        sent_by_stream[stream] = sent_tasks
         submissions = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
         indices = [index for item in submissions for index in _indices(log, item)]
         for number, index in enumerate(indices):
@@ -73,26 +73,29 @@ def prompts_tried(log: Log) -> PromptsTried:
                 untried_by_key[key] = Untried(
                     None if taskset is None else str(taskset), index.get("index"), row.batch_id, number, row.state
                 )
-    for key in tried:
-        untried.pop(key, None)
-    _count_continued_once(log, {batch_stream(r.batch_id): r for r in rows}, sent_of, out)
-    if any(prompt.row is not None for prompt in untried.values()):
-        _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried)
-    out.never = list(untried.values())
-    return out
+    for key in tried_keys:
+        untried_by_key.pop(key, None)
+    row_by_stream = {batch_stream(r.batch_id): r for r in rows}
+    _count_continued_once(log, row_by_stream, sent_by_stream, report)
+    if any(prompt.row is not None for prompt in untried_by_key.values()):
+        _remove_tried(log, row_by_stream, untried_by_key)
+    report.never = list(untried_by_key.values())
+    return report
 
 
-def _count_continued_once(log: Log, rows: dict[str, BatchRow], sent_of: dict[str, set[int]], out: PromptsTried) -> None:
-    """Count a task that goes on in a later batch once. `sent_of`: the sent tasks of each batch that sent only some."""
+def _count_continued_once(
+    log: Log, row_by_stream: dict[str, BatchRow], sent_by_stream: dict[str, set[int]], report: PromptsTried
+) -> None:
+    """Count a task that goes on in a later batch once. `sent_by_stream` has the batches that sent some tasks only."""
     for item in log.rare(["BatchSubmitted"]):
-        row = rows.get(item.stream)
+        row = row_by_stream.get(item.stream)
         if row is None or item.position < row.first_position or b'"continues":[{' not in item.data:
             continue
         assert isinstance(item.event, ev.BatchSubmitted)
         for continued in item.event.continues:
             places = (item.stream, continued.task), (batch_stream(continued.batch_id), continued.cut_task)
-            out.tasks -= 1
-            out.sent -= all(task in sent_of.get(stream, (task,)) for stream, task in places)
+            report.tasks -= 1
+            report.sent -= all(task in sent_by_stream.get(stream, (task,)) for stream, task in places)
 
 
 def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:

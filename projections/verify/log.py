@@ -276,8 +276,8 @@ class _Fold:
         """Fold one lease event, and check that the attempt that takes a lease is running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
-            evolve_leases(self._leases_open, item.event)
-            check_attachment(self._leases_open, item.event)
+            evolve_leases(self._open_leases, item.event)
+            check_attachment(self._open_leases, item.event)
         except errors.LogCorrupt as e:
             self.problems.add(f"{where}: it can't follow what came before it: {e.message}")
             return

@@ -222,11 +222,12 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    for b in log.batches(sort="ended", descending=True, limit=1):
-        if b.ended_at is not None:
-            state = log.current(b.batch_id)
-            return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
-                    "trained_step": b.trained_step, "short": short_text(log, b),
+    """Return the batch that ended last; `failed_whole`: every run of it failed."""
+    for row in log.batches(sort="ended", descending=True, limit=1):
+        if row.ended_at is not None:
+            state = log.current(row.batch_id)
+            return {"batch_id": row.batch_id, "batch_type": row.batch_type, "state": row.state,
+                    "ended_at": row.ended_at, "trained_step": row.trained_step, "short": short_text(log, row),
                     "failed_whole": state is not None and state.failed_whole}
     return None
 

@@ -76,7 +76,7 @@ def test_the_time_before_a_task_was_added_and_the_wait_for_others_are_no_wait_fo
     write(path, batch(done(1, 0, 1, ev.TaskFinished), added, sent, done(2, 0, 1, ev.TaskFinished), left,
                       ev.BatchFinalizing()))
     with open_log(str(path)) as log:
-        story = attempts.tell(log.events(1))
+        story = attempts.fold_timeline(log.events(1))
     assert "1 task added" in [text for _, text in story.turns]
     assert [segment.what for segment in critical_path.segments(story)] == [
         "its earlier tasks, before task 2 was added", "task 2 waited for a runner",

@@ -140,13 +140,13 @@ class RunView:
         rate = tokens / seconds if seconds > 0 else None
         throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         version = "" if row.model_version is None else f"  version {row.model_version}"
-        kinds = ", ".join(f"{n} {why}" for (kind, why), n in sorted(log.losses(row.batch_id).items())
-                          if kind == "attempt")
-        failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
-        short = "" if ended else short_text(log, row)
-        short = f"  short: {short}" if short else ""
+        counts = ", ".join(f"{n} {reason}" for (what, reason), n in sorted(log.losses(row.batch_id).items())
+                           if what == "attempt")
+        failed = f"  failed attempts: {counts}; the last: {last_failure(log, row, 160)}" if counts else ""
+        missing_groups = "" if aborted else short_text(log, row)
+        short = f"  short: {missing_groups}" if missing_groups else ""
         return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
-                f"  {seconds:.2f} s{short}{failed}{ended}")
+                f"  {seconds:.2f} s{short}{failed}{aborted}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:

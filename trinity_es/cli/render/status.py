@@ -29,13 +29,14 @@ def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, 
     return f": the run's last step is {run['step']}{of_total}, and `{resume_command(store)}` goes on with it{end}"
 
 
-def _idle(last: dict[str, Any]) -> str:
-    """Return when the last batch ended: its trainer may have died without a word."""
-    untrained = last["batch_type"] == "train" and last["state"] == "finalized" and last["trained_step"] is None
-    return (f"nothing is wrong here, and no batch is open: the last, {plain(last['batch_id'])}, was {last['state']} "
-            f"{span(time.time() - last['ended_at'])} ago"
-            + (f", with {last['short']}" if last.get("short") else "")
-            + (", and no trainer has acknowledged it" if untrained else ""))
+def _idle_line(last_batch: dict[str, Any]) -> str:
+    """Return the line for a system without an open batch: its trainer may have died without a word."""
+    is_untrained = (last_batch["batch_type"] == "train" and last_batch["state"] == "finalized"
+                    and last_batch["trained_step"] is None)
+    return (f"nothing is wrong here, and no batch is open: the last, {plain(last_batch['batch_id'])}, was "
+            f"{last_batch['state']} {span(time.time() - last_batch['ended_at'])} ago"
+            + (f", with {last_batch['short']}" if last_batch.get("short") else "")
+            + (", and no trainer has acknowledged it" if is_untrained else ""))
 
 
 def _runner_line(runner: dict[str, Any]) -> str:
