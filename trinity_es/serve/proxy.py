@@ -205,8 +205,8 @@ class Proxy:
         server = self._server
         full = server.connection_count >= server.limit
         status = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
-        health = {"status": status if serving else "no engine serves", "engines": serving, "connections": server.connection_count,
-                  "most_connections": server.limit}
+        health = {"status": status if serving else "no engine serves", "engines": serving,
+                  "connections": server.connection_count, "most_connections": server.limit}
         return json_response(health, 200 if serving else 503)
 
     async def _stats(self, request: Request) -> Response:

@@ -355,5 +355,5 @@ def test_what_is_not_used_any_more_is_removed(head: Head, tmp_path: Path) -> Non
     adapter = FolderName("adapter", "math/one", 1)
     places = [asyncio.run(pulled(name)) for name in (WEIGHTS, FolderName("weights", version=4), adapter)]
     (host.folder / ".weights-2-abc.part").mkdir()
-    asyncio.run(host.puller.forget_but({"weights-4", adapter.label}))
+    asyncio.run(host.puller.delete_all_but({"weights-4", adapter.label}))
     assert set(host.folder.iterdir()) == set(places[1:])
