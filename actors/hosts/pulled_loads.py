@@ -39,16 +39,13 @@ class _Pull:
 class _Runner:
 
     weights_order: messages.LoadWeights | None = None
-    """Order that waits for a pull."""
     adapters_order: messages.LoadAdapters | None = None
-    """Order that waits for pulls."""
+    """These two wait for pulls."""
     served_version: int = 0
     served_adapters: dict[str, int] = field(default_factory=dict)
-    """Served versions by adapter."""
     pulled_version: int = 0
-    """Version of the last weights that were pulled for the runner."""
+    """Version of the last weights that were pulled for the runner, which took `pull_seconds`."""
     pull_seconds: float = 0.0
-    """Seconds that the pull of `pulled_version` took."""
 
 
 class PulledLoads:
@@ -69,9 +66,7 @@ class PulledLoads:
         self._errors: dict[tuple[str, int], str] = {}
         """Errors of adapters that could not be pulled, by name and version."""
         self._newest_version = 0
-        """Highest version of the weights in any order."""
         self._ordered_adapters: frozenset[HeadFolder] = frozenset()
-        """Adapters of the latest order."""
         self._thread = LoopThread("pulls")
 
     def stop(self) -> None:
