@@ -40,7 +40,7 @@ def make_key(path: str) -> None:
 
 
 def key_place(path: str) -> str:
-    """Return a description of the place where `read_key` looks."""
+    """Return a description, for errors, of the place from which `read_key(path)` takes the key."""
     return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
 
 
@@ -50,15 +50,18 @@ def read_key(path: str | None = None) -> bytes:
     Raises WrongKey if there is no key, or if another user could have read it.
     """
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
-    return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _OWN), key_place(path))
+    return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _NO_SYSTEM_KEY), key_place(path))
 
 
 def host_key(path: str) -> bytes:
-    """Return the key that head and hosts share: that of `hosts.key_file`, or else the system's. Raises WrongKey."""
-    return _checked(_read(path, _SHARED), f"the file {path}") if path else read_key()
+    """Return the key that head and hosts share: from the file `path` (`hosts.key_file`), or if that is empty the
+    system's. Raises WrongKey.
+    """
+    return _checked(_read(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()
 
 
 def _checked(text: str, place: str) -> bytes:
+    """Return the key from the text at `place`. Raises WrongKey if it is too short or has control characters."""
     key = text.strip()
     if len(key) < KEY_CHARACTERS:
         raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
@@ -68,11 +71,11 @@ def _checked(text: str, place: str) -> bytes:
     return key.encode()
 
 
-_OWN = (
+_NO_SYSTEM_KEY = (
     "no key to the actor system: {path} can't be read ({why}), and " + KEY_VARIABLE + " is not set. The system "
     "makes that file when it starts: give its config (system.log_dir, system.key_file), or set the variable"
 )
-_SHARED = (
+_NO_HOST_KEY = (
     "no key to the other hosts: {path} can't be read ({why}). All hosts share the head's: give a file with it "
     "(hosts.key_file, --key-file of `join`), or the key itself in " + KEY_VARIABLE
 )
@@ -98,7 +101,10 @@ def _read(path: str, missing: str) -> str:
 
 
 def _is_mounted(status: os.stat_result) -> bool:
-    """Return True for root's file that one of our groups may read, as Kubernetes mounts a Secret for other users."""
+    """Return True for a file of root that one of this process's groups may read and no one else.
+
+    Kubernetes mounts a Secret like this for other users than root.
+    """
     groups = {os.getegid(), *os.getgroups()}
     return os.geteuid() != 0 and status.st_uid == 0 and status.st_gid in groups and not status.st_mode & 0o037
 
