@@ -245,7 +245,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's, which accepts one connection a turn: accept several, or a stranger's many would delay ours.
+        """Extend Thespian's, which accepts one connection a turn, to accept several: a stranger's would delay ours.
 
         Then refuse the oldest connections without a seal if there are too many.
         """
