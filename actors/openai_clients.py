@@ -58,9 +58,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
-    """Return a client of the endpoint without retries: the engine would refuse the same request again, and the runner
-    attempts a failed run again.
-    """
+    # No retries: the engine would refuse the same request again, and the runner attempts a failed run again.
     client = client_class(
         http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None
     )

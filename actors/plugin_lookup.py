@@ -40,10 +40,7 @@ def load(path: str) -> Any:
 
 
 def lacking(path: str) -> str:
-    """Return a sentence about the attribute that the imported module of "module:Class" lacks; "" if it lacks none.
-
-    Also "" if the module is not imported.
-    """
+    """Return a sentence about the attribute of "module:Class" that the module, if imported, lacks; "" if none."""
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
     if module is None:
@@ -124,10 +121,7 @@ def build(
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name: a registered one, or the one at "module:Class". Raises UnknownWorkflow.
-
-    `what` names the kind of class in errors.
-    """
+    """Return the class of this name, registered or "module:Class". Raises UnknownWorkflow, which calls it a `what`."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"

@@ -76,10 +76,7 @@ class RunActivity:
 
 
 def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
-    """Return a runner's state, as the module's documentation describes it, with these `fields`.
-
-    `activity` is None if the runner did not answer.
-    """
+    """Return a runner's state (module docs): `fields`, and its runs. `activity` is None if it did not answer."""
     running = [] if activity is None else activity.running()
     last = None if activity is None else activity.last
     run: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}

@@ -150,7 +150,6 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, _Untaken] = {}
-        """Messages under way, by peer."""
         # attributes that Thespian's __init__ sets
         self._transmitIntents: dict[int, Any] = {}
         self._waitingTransmits: list[Any] = []
@@ -245,10 +244,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's, which accepts one connection a turn, to accept several: a stranger's would delay ours.
-
-        Then refuse the oldest connections without a seal if there are too many.
-        """
+        """Extend Thespian's: accept several connections a turn, and refuse the oldest of too many without a seal."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
@@ -372,15 +368,12 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
 
 def _brief(self: Any) -> str:
-    """Return the type of a message under way. Thespian's own `identify` writes all of it, at each step, for no reader.
-    """
+    """Return the type of a message under way. Thespian's `identify` writes all of it at each step, for no reader."""
     return f"{type(self).__name__} of a {type(self.message).__name__}"
 
 
 def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta:
-    """Return how long a message under way needs no attention, like Thespian's own `delay`, which makes a dozen objects
-    for each message.
-    """
+    """Return how long a message needs no attention. Thespian's own `delay` makes a dozen objects for each message."""
     now, until = current_time or currentTime(), self._quitTime._time_to_quit
     if getattr(self, "_awaitingTXSlot", False):
         seconds = max(0.01, (until - now) / 2) if until > now else 0.0

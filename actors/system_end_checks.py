@@ -82,10 +82,7 @@ class StoreWatch:
 
 
 def end_processes(admin: int, runners: list[int]) -> None:
-    """Kill all processes of this actor system, and end this one.
-
-    They are the process groups of the runners, processes that write to the system's launch log, and the admin.
-    """
+    """Kill this actor system: runners with their groups, processes that write to its launch log, the admin, itself."""
     for pid in runners:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

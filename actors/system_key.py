@@ -54,8 +54,7 @@ def read_key(path: str | None = None) -> bytes:
 
 
 def host_key(path: str) -> bytes:
-    """Return the key that head and hosts share: from the file `path` (`hosts.key_file`), or if that is empty the
-    system's. Raises WrongKey.
+    """Return the key of head and hosts: from `path` (`hosts.key_file`), else the system's. Raises WrongKey."""
     """
     return _checked(_read(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()
 
@@ -101,10 +100,7 @@ def _read(path: str, missing: str) -> str:
 
 
 def _is_mounted(status: os.stat_result) -> bool:
-    """Return True for a file of root that one of this process's groups may read and no one else.
-
-    Kubernetes mounts a Secret like this for other users than root.
-    """
+    """Return True for root's file that one of our groups may read, as Kubernetes mounts a Secret for other users."""
     groups = {os.getegid(), *os.getgroups()}
     return os.geteuid() != 0 and status.st_uid == 0 and status.st_gid in groups and not status.st_mode & 0o037
 

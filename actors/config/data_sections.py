@@ -129,9 +129,7 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_workflow(cls, data: Any) -> Any:
-        """Return the section with the workflow of the environment in `path` as its default workflow, if there is one:
-        for `verifiers:NAME` it is `verifiers` with the argument `env: NAME`.
-        """
+        """Return the section with its environment's own workflow as the default: `verifiers` for `verifiers:NAME`."""
         path = data.get("path") if isinstance(data, dict) else None
         kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
         if kind not in registered("workflow"):

@@ -132,9 +132,7 @@ class FolderPuller:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work` in a thread. A cancelled call still waits for the thread, which may use a
-        file that the caller closes.
-        """
+        """Return the result of `work` in a thread. A cancelled call still waits: `work` may use the caller's file."""
         future = asyncio.ensure_future(asyncio.wrap_future(self._threads.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(future)
@@ -196,9 +194,7 @@ class FolderPuller:
     async def _fill(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
-        """Pull the files (with their digests) into `target`. Raises _LocalProblem, SyncError, and NotOurs if a file
-        came with other bytes.
-        """
+        """Pull these files, which have these digests, into `target`. Raises _LocalProblem, SyncError, NotOurs."""
         partial = target.with_name(f".{target.name}.part")
         await self._in_thread(_make_private, self._folder)
         if target.is_dir() and not await self._in_thread(self._incomplete, target, files):
@@ -235,9 +231,7 @@ class FolderPuller:
             self._digests_by_file[target / file.name] = digest
 
     def _incomplete(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each file that is not complete in this folder, with its number, the number of its bytes that are
-        there, and their hash.
-        """
+        """Return each incomplete file: its number, the file, how many of its bytes are in `folder`, and their hash."""
         incomplete = []
         for number, (file, digest) in enumerate(files.items()):
             path, hasher = folder / file.name, hashlib.sha256()

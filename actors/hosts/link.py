@@ -276,9 +276,7 @@ class HeadEnd:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request with `handler` if it has a token of the key. Otherwise raises HTTPUnauthorized, or
-        HTTPServiceUnavailable if the head's own key can't be read.
-        """
+        """Have `handler` answer a request with a token of the key. Raises HTTPUnauthorized, HTTPServiceUnavailable."""
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:

@@ -55,9 +55,7 @@ class PulledLoads:
         self, puller: FolderPuller, *, to_runner: Callable[[str, Any], None], to_head: Callable[[str, Any], None],
         post: Callable[[Callable[[], None]], None], log: logging.Logger,
     ) -> None:
-        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in a runner's name.
-        `post` runs a call on the agent's loop.
-        """
+        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in a runner's name."""
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[HeadFolder, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
@@ -227,8 +225,7 @@ def _adapter_folder(event: ev.AdapterPublished) -> HeadFolder:
 
 
 def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
-    """Return the path of a pulled folder, or the reason why it could not be pulled; neither if the pull was cancelled.
-    """
+    """Return the path of a pulled folder, or why it could not be pulled; neither if the pull was cancelled."""
     try:
         return future.result(), ""
     except CancelledError:

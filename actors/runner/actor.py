@@ -121,10 +121,7 @@ class Runner(BaseActor):
             self.tell(group)
 
     def beat(self) -> None:
-        """Send a heartbeat, which says how long the engine's loop has not answered; send again what may be lost.
-
-        A unit whose workflow blocks the loop is given up.
-        """
+        """Send a heartbeat with the silence of the engine's loop; give up a unit that blocks it; resend what is due."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         now, last_beat_at = self.now(), self.last_beat_at
         if now - last_beat_at > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
@@ -205,8 +202,7 @@ class Runner(BaseActor):
             self.engine_side.begin(key, item)
 
     def accept_log_end(self, end: Mark | None) -> bool:
-        """Note the end of the sender's log. Return False, and report what this runner knows, if that log lacks events.
-        """
+        """Note the end of the sender's log. If it lacks events, report what this runner knows and return False."""
         loss = lost_between(self.known, end)
         if loss is not None:  # its log lost events, or the message comes from a coordinator that was replaced
             self.log.error("refused what a coordinator sent: %s", loss)

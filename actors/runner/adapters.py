@@ -29,10 +29,7 @@ class AdaptersLoaded:
 async def serve_adapters(
     engine: Engine | None, adapters: Sequence[AdapterPublished], report_error: Callable[[str, BaseException], str]
 ) -> AdaptersLoaded:
-    """Have the engine serve exactly these adapters: remove the others, and load the missing ones.
-
-    `report_error(what, error)` logs an error and returns its text.
-    """
+    """Have the engine serve exactly these adapters. `report_error(what, error)` logs an error and returns its text."""
     result = AdaptersLoaded()
     serving = cast(ServesAdapters, engine)
     names = {event.adapter for event in adapters}

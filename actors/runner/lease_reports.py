@@ -37,9 +37,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         """What runs wait for, by lease: that the log has a lease that they take."""
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Add a change to the next group. `recorded` gets its result when the log has a lease that the change takes,
-        and at once for any other change.
-        """
+        """Add a change to the next group. `recorded` ends when the log has the lease; at once if none is taken."""
         if change.what in ("released", "left") and change.lease in self._futures:
             self._withdraw(change.lease)
         self._unsent.append(change)
@@ -63,10 +61,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
     def next_groups(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return the changes that were not sent yet, as groups for the caller to send now, and keep these groups.
-
-        `known`: end of the log that this runner has heard of.
-        """
+        """Return the unsent changes as groups to send now. `known`: the end of the log, as far as this runner heard."""
         if not self._unsent:
             return []
         parts = grouped(self._unsent, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))

@@ -159,8 +159,7 @@ def runs_of(unit: Unit) -> range:
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """Return the failures (run, kind, message) with the text of only the first of each kind, which alone is recorded.
-    """
+    """Return the failures with only the first message of each kind, which alone is recorded, fit for the log."""
     kinds: set[FailureKind] = set()
     brief = []
     for run, kind, message in failures:

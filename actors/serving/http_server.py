@@ -104,10 +104,7 @@ def bearer(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def listen(address: str, port: int, who: str = "the HTTP server", remedy: str = "") -> socket.socket:
-    """Return a socket that listens on this address and port (0: a free one).
-
-    Raises StartupError, which names the server as `who` and ends with `remedy`.
-    """
+    """Return a socket that listens on this address and port (0: a free one). Raises StartupError."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -146,10 +143,7 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
 
 
 def limited_http() -> Any:
-    """Return the class of HTTP connections for uvicorn's option `http`; "h11" if httptools is not installed.
-
-    Its idle connections give way to waiting clients, and a connection keeps nothing of an answered request.
-    """
+    """Return uvicorn's `http`, whose idle connections give way to waiting clients and keep nothing of old requests."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -173,7 +167,6 @@ def limited_http() -> Any:
             Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            """Extend uvicorn's: while the server is full, the connection ends with this answer."""
             self._current_cycle = cycle
             if getattr(self.server_state, "full", False):
                 cycle.keep_alive = False  # the answer's headers say so, too
@@ -217,10 +210,7 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections a process may have that may open this many files.
-
-    Each connection may need a second one, to an engine.
-    """
+    """Return how many connections a process with this many files may have: each may need another, to an engine."""
     return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
 
 

@@ -26,9 +26,7 @@ __all__ = ["REQUEST", "RequestRecord"]
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Record of one request, a `Recording` (engines/interface.py has its docs). `model` is the run's, `body` the
-    client's request.
-    """
+    """Record of one request, a `Recording` of engines/interface.py. `model` is the run's, `body` the client's."""
 
     model: Model
     body: Mapping[str, Any]
@@ -68,10 +66,7 @@ class RequestRecord:
         return self.exact(text) or ids
 
     def exact(self, text: str) -> list[int] | None:
-        """Return the ids of a rendered prompt, with the sampled ids of an earlier answer that it continues.
-
-        None if it continues no answer. Also remembers the text, which is kept with the answers.
-        """
+        """Return a rendered prompt's ids with those sampled for earlier answers; None if it continues no answer."""
         if not (self.chat and self.keeps_answers):
             return None
         self.rendered = text

@@ -68,9 +68,7 @@ class _SmallServer:
         self.engine, self.name, self._created = engine, name, int(time.time())
 
     def route(self, handler: Callable[[dict[str, Any], RequestRecord], Coroutine[Any, Any, Response]]) -> Any:
-        """Return a handler of requests that gives `handler` their body and record, and answers its errors in OpenAI's
-        form.
-        """
+        """Return `handler`, which takes a body and a record, as a handler of requests; its errors become answers."""
 
         async def handle(request: Request) -> Response:
             record = REQUEST.get()
@@ -211,9 +209,7 @@ class _SmallServer:
     async def _chunks(
         self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer
     ) -> AsyncGenerator[bytes]:
-        """Yield a stream's events: the tokens of a single completion as they come, several completions when all are
-        there. A completion that is journaled comes whole too. Raises EngineError.
-        """
+        """Yield a stream's events: of one completion as its tokens come; of several, or with a journal, at the end."""
         sampling = answer.sampling
         if len(prompts) * sampling.n > 1 or record.model.journal is not None:
             groups = await self._generated(record, prompts, sampling)
@@ -302,8 +298,7 @@ class _Answer:
         return (event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 
     def _choice(self, c: Completion, offset: int) -> dict[str, Any]:
-        """Return the fields of a choice that whole answers and chunks share. `offset`: characters of its text before.
-        """
+        """Return fields of a choice, whole or in a chunk. `offset`: number of its characters before the chunk."""
         logprobs = self._logprobs(c, offset) if self._with_logprobs else None
         ids = {"token_ids": c.token_ids} if self._with_ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}
