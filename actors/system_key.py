@@ -55,7 +55,6 @@ def read_key(path: str | None = None) -> bytes:
 
 def host_key(path: str) -> bytes:
     """Return the key of head and hosts: from `path` (`hosts.key_file`), else the system's. Raises WrongKey."""
-    """
     return _checked(_read(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()
 
 
