@@ -41,8 +41,8 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
     def __init__(self) -> None:
         super().__init__()
         faulthandler.disable()  # a forked process inherits "enabled", and enabling it again would do nothing
-        for number in _FATAL:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in _FATAL:
+            signal.signal(signal_number, signal.SIG_DFL)
         faulthandler.enable()
         self.log = logging.getLogger(f"trinity_es.{type(self).__name__}")
         self._posted: deque[Callable[[], None]] = deque()

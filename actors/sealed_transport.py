@@ -172,6 +172,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     # --- out ---
     def serializer(self, intent: Any) -> bytes:
+        """Return the frame of a message under way. Raises ValueError if it is too large."""
         payload = pickle.dumps((self.myAddress, intent.message))  # first: raises for a receiver without an address
         if len(payload) > MAX_FRAME - HEADER:
             raise ValueError(f"a {type(intent.message).__name__} of {len(payload)} bytes is too large to be sent")

@@ -60,10 +60,10 @@ def store_gone(url: str) -> str:
 
 
 class StoreWatch:
-    """Thread that checks the store of a running system, and calls `gone(reason)` once if it is gone."""
+    """Thread that checks the store of a running system, and calls `on_gone(reason)` once if it is gone."""
 
-    def __init__(self, url: str, gone: Callable[[str], None]) -> None:
-        self._url, self._gone = url, gone
+    def __init__(self, url: str, on_gone: Callable[[str], None]) -> None:
+        self._url, self._on_gone = url, on_gone
         self._is_stopped = threading.Event()
         threading.Thread(target=self._run, name="store-watch", daemon=True).start()
 
@@ -74,7 +74,7 @@ class StoreWatch:
             reason = store_gone(self._url)
             miss_count = miss_count + 1 if reason else 0
             if miss_count == MISSES:
-                self._gone(reason)
+                self._on_gone(reason)
                 return
 
     def stop(self) -> None:

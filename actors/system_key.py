@@ -30,13 +30,13 @@ def make_key(path: str) -> None:
     if os.environ.get(KEY_VARIABLE):
         return
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return
     except OSError as e:
         raise WrongKey(f"the key file {path} can't be made ({e.strerror}): set system.key_file to another place") from e
-    with os.fdopen(handle, "w") as f:
-        f.write(secrets.token_hex(32) + "\n")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
 
 
 def key_place(path: str) -> str:

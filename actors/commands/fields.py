@@ -95,6 +95,7 @@ def _batch_id(value: Any) -> Any:
 
 
 def _parcel(value: Any) -> Parcel:
+    """Return a parcel that has either bytes or a digest. Raises ValueError."""
     is_valid = False
     if isinstance(value, Parcel) and value.digest is None:
         is_valid = isinstance(value.inline, bytes)

@@ -156,7 +156,7 @@ class FolderPuller:
                 f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,
             )
-        files = [_file(*facts) for facts in reply["files"]]
+        files = [_checked_file(*facts) for facts in reply["files"]]
         if local_files == files and pull.local is not None:
             return pull.local
         digests = await self._head_digests(pull, session, reply["id"])
@@ -282,12 +282,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
+def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
     """Return a file that the head listed. Raises NotOurs for a name that is no file name, such as `../x`."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head names a file {name!r}")
-    inode, changed, moved = identity
-    return FileFacts(name, size, (inode, changed, moved))
+    inode, content_changed_at, inode_changed_at = identity
+    return FileFacts(name, size, (inode, content_changed_at, inode_changed_at))
 
 
 def _listing_or_empty(folder: Path | None) -> list[FileFacts]:

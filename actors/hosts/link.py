@@ -320,7 +320,7 @@ class HeadEnd:
 
     async def _join(self, request: web.Request) -> web.WebSocketResponse:
         """Admit a host or refuse it, and keep the connection to an admitted one until it ends."""
-        connection = request.get_extra_info("socket")  # now: asyncio reports none that closed meanwhile
+        connection = request.get_extra_info("socket")  # taken now: later asyncio has none if it has closed
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now

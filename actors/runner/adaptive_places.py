@@ -129,6 +129,7 @@ class Places:
         self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
+        """Take a place, after the units that wait already."""
         if self.taken < self.count:  # no unit waits then
             self.taken += 1
             return

@@ -361,8 +361,8 @@ class EngineThread:
                 raise
             except BaseException as e:
                 lacks = isinstance(e, DataError)  # a secret that this host does not have
-                failures = [(run, "infra", f"{type(e).__name__}: {e}") for run in runs]
-                result = UnitResult(failures=failures, lacks=lacks)
+                text = f"{type(e).__name__}: {e}"
+                result = UnitResult(failures=[(run, "infra", text) for run in runs], lacks=lacks)
         result.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in result.failures]
         self.units.pop(key, None)
         self.reporter.finished.put_nowait((item, result))

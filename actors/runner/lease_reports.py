@@ -37,7 +37,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         """What runs wait for, by lease: that the log has a lease that they take."""
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Add a change to the next group. `recorded` ends when the log has the lease; at once if none is taken."""
+        """Add a change to the next group. `recorded` ends once the log has the lease that it takes, at once if none."""
         if change.what in ("released", "left") and change.lease in self._futures:
             self._withdraw(change.lease)
         self._unsent.append(change)

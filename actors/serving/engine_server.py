@@ -264,12 +264,13 @@ class EngineServer:
         await Response(json.dumps(reply), media_type="application/json")(request.scope, request.receive, send)
 
     async def _app(self) -> Any:
-        """Return the engine's own application, or else `small_api`'s; make it at the first request."""
-        if self._application is None or (self._application.done() and self._application.exception() is not None):
-            own = getattr(self.engine, "application", None)
-            application = own(self.name, REQUEST.get) if own else small_api.application(self.engine, self.name)
-            self._application = asyncio.ensure_future(application)
-        return self._application.result() if self._application.done() else await asyncio.shield(self._application)
+        """Return the engine's own application, or else `small_api`'s. The first request makes it."""
+        task = self._application
+        if task is None or (task.done() and task.exception() is not None):
+            make_own = getattr(self.engine, "application", None)
+            making = make_own(self.name, REQUEST.get) if make_own else small_api.application(self.engine, self.name)
+            task = self._application = asyncio.ensure_future(making)
+        return await asyncio.shield(task)  # other requests wait for it too
 
     def _fail(self, session: _Session, error: EngineError) -> None:
         """Note an engine's error for the session's run, and report an engine that will never answer again."""

@@ -167,6 +167,7 @@ def limited_http() -> Any:
             Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            """Extend uvicorn's: an answer ends its connection while the server is full."""
             self._current_cycle = cycle
             if getattr(self.server_state, "full", False):
                 cycle.keep_alive = False  # the answer's headers say so, too

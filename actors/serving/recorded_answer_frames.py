@@ -66,16 +66,17 @@ class Framed:
     @staticmethod
     def record_data(record: RequestRecord, experiences: list[Experience], response_id: str) -> bytes:
         """Return the data of a record's frame: its header's length, the header as JSON, the experiences."""
-        versions = [g.before for g in record.generations]
+        calls = record.generations
+        versions = [call.before for call in calls]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
-        answers = [c for g in record.generations for c in g.completions or ()]
-        with_tokens = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
+        answers = [completion for call in calls for completion in call.completions or ()]
+        indexes = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
         header = orjson.dumps(Record(
             message=response_id or uuid4().hex, versions=versions,
-            prompt_tokens=sum(len(g.completions[0].prompt_token_ids) for g in record.generations if g.completions),
-            response_tokens=sum(len(c.token_ids) for c in answers), choices=with_tokens,
+            prompt_tokens=sum(len(call.completions[0].prompt_token_ids) for call in calls if call.completions),
+            response_tokens=sum(len(answer.token_ids) for answer in answers), choices=indexes,
         ))
-        payload = Experience.serialize_many([experiences[i] for i in with_tokens]) if with_tokens else b""
+        payload = Experience.serialize_many([experiences[i] for i in indexes]) if indexes else b""
         return len(header).to_bytes(8, "big") + header + payload
 
     async def record(self, data: bytes) -> None:

@@ -115,6 +115,7 @@ class _SmallServer:
 
     # --- what asks it -------------------------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Answer a chat, as OpenAI's route does."""
         logprobs = body.get("logprobs") or False
         if logprobs not in (True, False):
             raise wrong("logprobs", logprobs, "true or false")
@@ -127,6 +128,7 @@ class _SmallServer:
         return await self._respond(record, [prompt], answer)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Continue one prompt or several, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
             raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
