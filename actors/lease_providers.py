@@ -26,7 +26,7 @@ _SHAPE = "a class with create(key, ttl) and release(key, handle)"
 
 
 def build_provider(path: str, args: Mapping[str, Any]) -> Any:
-    """Return the provider, built with `args`. Raises ConfigError, which names it."""
+    """Return a provider of the class at `path`, built with `args`. Raises ConfigError, which names the class."""
     provider = build("lease provider", path, args, {}, _SHAPE)
     missing = [name for name in ("create", "release") if not callable(getattr(provider, name, None))]
     if missing:
@@ -61,5 +61,5 @@ def _secrets_in(value: Any) -> list[str]:
         secrets.append(secret)
         return ""
 
-    replaced(value, collect)
+    replaced(value, collect)  # calls `collect` for each
     return secrets

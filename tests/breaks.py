@@ -104,7 +104,7 @@ BREAKS = (
           "main/test_deaths.py::test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_"
           "answer[guardian]"),
     Break(4, "A runner does not send a new coordinator what the dead one never acknowledged.",
-          "actors/runner/outbox.py", "if anew or now - self._sent[n]", "if now - self._sent[n]",
+          "actors/runner/outbox.py", "if resend_all or now - self._sent_at[n]", "if now - self._sent_at[n]",
           "pure/actors/test_outbox.py::test_given_groups_on_their_way_when_another_coordinator_comes_then_it_gets_all_"
           "in_their_order"),
     Break(5, "A writer whose lease was taken may still append: its epoch is not compared.",

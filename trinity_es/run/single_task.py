@@ -144,7 +144,7 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
         return settings
     if not servers.urls:
         raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
-                          f"servers.{servers.ways[0]}")
+                          f"servers.{servers.keys_in_use[0]}")
     return replace(settings, options={**settings.options, "url": servers.urls[0]})
 
 

@@ -203,10 +203,10 @@ class Proxy:
     async def _health(self, request: Request) -> Response:
         serving = sum(w.serving for w in self.engines.all())
         server = self._server
-        full = server.taken >= server.most
+        full = server.connection_count >= server.limit
         status = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
-        health = {"status": status if serving else "no engine serves", "engines": serving, "connections": server.taken,
-                  "most_connections": server.most}
+        health = {"status": status if serving else "no engine serves", "engines": serving,
+                  "connections": server.connection_count, "most_connections": server.limit}
         return json_response(health, 200 if serving else 503)
 
     async def _stats(self, request: Request) -> Response:

@@ -219,11 +219,11 @@ def test_what_is_sent_again_takes_no_lease_that_was_released(place: Place) -> No
     types = []
     for what in ("taken", "left"):
         reports.put(change(what, reason="r"), Future())
-        [group] = reports.gathered(None, 0.0)
+        [group] = reports.next_groups(None, 0.0)
         types += place.report(group)
     place.clock += 61
     assert types + place.answer() + place.answer() == ["LeaseTaken", "LeaseOrphaned", "LeaseReleased"]
-    again = reports.due(0.0, anew=True)
+    again = reports.due(0.0, resend_all=True)
     assert len(again) == 2
     assert [place.report(group) for group in again] == [[], []]
 

@@ -404,7 +404,7 @@ class Owner:
         self.leases.put(change, recorded)
 
     def sent(self) -> list[LeaseChange]:
-        return [change for group in self.leases.gathered(None, 0.0) for change in group.changes]
+        return [change for group in self.leases.next_groups(None, 0.0) for change in group.changes]
 
 
 @pytest.fixture

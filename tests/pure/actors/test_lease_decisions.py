@@ -328,10 +328,10 @@ def test_who_takes_waits_until_it_is_in_the_log_and_others_do_not() -> None:
     reports, waits, goes_on = LeaseReports("runner-0", 2), Future[None](), Future[None]()
     reports.put(TAKEN, waits)
     reports.put(change("held", handle="box-1"), goes_on)
-    [group] = reports.gathered(None, 0.0)
+    [group] = reports.next_groups(None, 0.0)
     assert [c.what for c in group.changes] == ["taken", "held"]
     assert (waits.done(), goes_on.done()) == (False, True)
-    assert reports.gathered(None, 0.0) == []
+    assert reports.next_groups(None, 0.0) == []
     reports.acknowledge(LeaseReply(2, group.number, {}))
     assert waits.done()
     assert waits.exception() is None
@@ -341,7 +341,7 @@ def test_who_takes_waits_until_it_is_in_the_log_and_others_do_not() -> None:
 def test_one_that_may_not_be_taken_is_an_error_where_it_was_asked_for() -> None:
     reports, waits = LeaseReports("runner-0", 2), Future[None]()
     reports.put(TAKEN, waits)
-    [group] = reports.gathered(None, 0.0)
+    [group] = reports.next_groups(None, 0.0)
     reports.acknowledge(LeaseReply(2, group.number, {"es-1": "its batch ended"}))
     with pytest.raises(WorkflowError, match="its batch ended"):
         waits.result(0)
@@ -352,14 +352,14 @@ def test_one_that_is_left_before_it_was_in_the_log_is_wanted_no_more() -> None:
     reports, waits = LeaseReports("runner-0", 2), Future[None]()
     reports.put(TAKEN, waits)
     reports.put(change("held", handle="box-1"), Future())
-    reports.gathered(None, 0.0)
+    reports.next_groups(None, 0.0)
     reports.put(change("left", reason="r"), Future())
     with pytest.raises(WorkflowError, match="was left"):
         waits.result(0)
-    reports.gathered(None, 0.0)
-    assert [[c.what for c in group.changes] for group in reports.due(0.0, anew=True)] == [["held"], ["left"]]
+    reports.next_groups(None, 0.0)
+    assert [[c.what for c in group.changes] for group in reports.due(0.0, resend_all=True)] == [["held"], ["left"]]
     reports.acknowledge(LeaseReply(2, 1, {}))
-    assert [group.number for group in reports.due(0.0, anew=True)] == [2]
+    assert [group.number for group in reports.due(0.0, resend_all=True)] == [2]
 
 
 def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
@@ -367,8 +367,8 @@ def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
     reports.put(TAKEN, Future())
     reports.put(change("held", handle=object()), Future())
     with pytest.raises(TypeError):
-        reports.gathered(None, 0.0)
-    assert [c.what for c in reports._waiting] == ["taken", "held"]
+        reports.next_groups(None, 0.0)
+    assert [c.what for c in reports._unsent] == ["taken", "held"]
 
 
 @given(st.lists(st.sampled_from(["put", "send", "lose", "ack", "wait", "anew"]), max_size=40))
@@ -388,13 +388,13 @@ def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
             reports.put(change("left", reason=str(told)), Future())
             told += 1
         elif step in ("send", "lose"):
-            groups = reports.gathered(None, now)
+            groups = reports.next_groups(None, now)
             arrive(groups if step == "send" else [])
         elif step == "ack":
             for number in list(seen):
                 reports.acknowledge(LeaseReply(2, number, {}))
         elif step in ("wait", "anew"):
-            arrive(reports.due(now, anew=step == "anew"))
+            arrive(reports.due(now, resend_all=step == "anew"))
     assert sorted(arrived, key=int) == [str(i) for i in range(told)]
 
 

@@ -142,8 +142,8 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
     """Nobody would hear of it for a minute, and a system that ends would wait for it."""
     sent: list[Any] = []
     runner = SimpleNamespace(
-        name="runner-0", incarnation=1, guardian="guardian", how=SimpleNamespace(engine_type="scripted"),
-        model="rollout", send=lambda to, message: sent.append(message))
+        name="runner-0", incarnation=1, guardian="guardian", model="rollout",
+        model_config=SimpleNamespace(engine_type="scripted"), send=lambda to, message: sent.append(message))
     Runner.crashed(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
     child, ended = Child("runner-0", 1, "address", born=0.0), list[str]()
     guardian = SimpleNamespace(
