@@ -160,7 +160,7 @@ class LogSession:
         """Check that the log holds what the guardian and this host remember of it. Raises LogRewound."""
         claims = list(self._claims)
         if self._memory is not None:
-            claims += log.remembered(self._memory)
+            claims += log.remembered_claims(self._memory)
         log.require(claims)
         log.memory = self._memory
 

@@ -128,10 +128,10 @@ class _Group:
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
-        self._changes: dict[str, dict[str, Any]] = {}
-        self._losses = Counter[tuple[str, str, str]]()
-        self._finished_elsewhere = Counter[str]()
-        self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+        self._changes: dict[str, dict[str, Any]] = {}  # of each batch's row, by stream
+        self._losses = Counter[tuple[str, str, str]]()  # by (stream, what, why)
+        self._finished_elsewhere = Counter[str]()  # tasks by host
+        self._dispatches: dict[tuple[str, str, int], runner_history.Dispatched] = {}  # see add_lost_attempt
         self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
@@ -175,7 +175,7 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.add_lost_attempt(connection, item, event, self._dispatched, self._system_ends)
+                runner_history.add_lost_attempt(connection, item, event, self._dispatches, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 

@@ -37,7 +37,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         by = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost = log.lost(log.remembered(own_memory))
+        head, lost = log.lost_claims(log.remembered_claims(own_memory))
         if not lost:
             return None
         generation = uuid.uuid4().hex
@@ -57,6 +57,6 @@ def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
     """Return the claims of this host's memory that the log does not fulfil; without a log, all about its events."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost(log.remembered(own_memory))[1]
+            return log.lost_claims(log.remembered_claims(own_memory))[1]
     except (LogNotFound, NotALog):
         return [claim for claim in own_memory.claims() if claim.mark.position]

@@ -187,7 +187,7 @@ class Memory:
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
-        """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
+        """Key of the store's identity, set when its log is read (`EventLog.remembered_claims`)."""
         self._others: list[Claim] = []
         self.trouble = ""
         """Error of the last write; empty if it succeeded."""

@@ -200,7 +200,7 @@ class _Files(PayloadStore):
         return self._read_checked(digest, _read_writable)
 
     def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
-        """Return a payload by this function for its file, after a check of its digest."""
+        """Read a payload's file by `read`, and check its digest. Raises PayloadNotFound, CorruptPayload."""
         try:
             data = read(self._path(digest))
         except FileNotFoundError:

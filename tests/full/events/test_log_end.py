@@ -86,7 +86,7 @@ class TestAgainstTheLog:
         marks = write(log, 4)
         rewind(open_log(), 2)
         log = open_log(projectors=projectors())
-        head, lost = log.lost(known(marks[3]))
+        head, lost = log.lost_claims(known(marks[3]))
         event = accepted(head, lost, "anew", "me on this host", "the backup of Monday")
         assert (event.first, event.last, event.kept) == (3, 4, 2)
         log.append([Write(stream="system", expected_version=0, events=[event])], commit_id="accept", generation="anew")
