@@ -73,7 +73,7 @@ class TaskState:
         return len(self.done) + len(self.failed) == self.total_runs
 
     def status(self) -> Status:
-        """Return completed runs, their metrics, and as a message the failures."""
+        """Return the outcome so far: completed runs with their metrics, and a message if runs failed or are open."""
         message = None
         if len(self.done) < self.total_runs:
             message = f"{len(self.done)}/{self.total_runs} runs completed."

@@ -151,7 +151,7 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep the mark if it is newer than the last one. Return whether it is."""
+        """Keep the mark if it is newer than the last one, and return True if it is."""
         with self._mark_lock:
             is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
             if is_newer:

@@ -158,8 +158,8 @@ def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)
     # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
-    is_taken = any(use.taken for use in uses)
-    uses = [use for use in uses if use.taken == is_taken and not use.undone]
+    from_queue = any(use.taken for use in uses)
+    uses = [use for use in uses if use.taken == from_queue and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
         covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]

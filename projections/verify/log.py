@@ -109,7 +109,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Return whether an unreadable file was a log: names of a log's tables are near its beginning."""
+    """Return True if an unreadable file was a log: names of a log's tables are near its beginning."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False

@@ -46,7 +46,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
-        own_memory.settle(log.acknowledged)
+        own_memory.keep_only(log.acknowledged)
     return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
             "generation_before": event.generation_before, "generation": generation, "by": by, "reason": reason,
             "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}

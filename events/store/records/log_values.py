@@ -216,6 +216,7 @@ class ClockCorrection:
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # With the last offset, if the clock was not set since, equal events get equal times.
         offset = self._wall() - self._monotonic()
         if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
             _offsets[:] = [offset]
