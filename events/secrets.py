@@ -230,7 +230,6 @@ class SecretFile:
             ) from None
 
     def _read(self) -> None:
-        """Read all secrets that the file has now."""
         try:
             lines = self._path.read_bytes().splitlines()
         except FileNotFoundError:

@@ -69,7 +69,6 @@ class TaskState:
 
     @property
     def settled(self) -> bool:
-        """True if each run completed or failed for good."""
         return len(self.done) + len(self.failed) == self.total_runs
 
     def status(self) -> Status:

@@ -249,7 +249,6 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
 
 
 def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished) -> None:
-    """Add the rows of finished runs, and update their attempt and task."""
     task = timeline.tasks[event.task]
     task.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
     task.response_tokens += event.response_tokens

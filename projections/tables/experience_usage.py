@@ -136,13 +136,11 @@ def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | No
 
 
 def _add_uses(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
-    """Add the uses that an event tells of, numbered in its order."""
     shared_fields = {"position": item.position, "step": step, "undone": False}
     group.add(_NEW_USE, *(shared_fields | {"number": number} | use for number, use in enumerate(uses)))
 
 
 def read_usage(connection: sa.Connection) -> Usage:
-    """Count the uses of all experiences that train batches delivered."""
     usage = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
     for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):

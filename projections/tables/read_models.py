@@ -107,7 +107,6 @@ class ReadModels:
             connection.execute(sa.delete(table))
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
-        """Apply these events to the tables of their streams."""
         group = _Group(connection)
         for item in recorded:
             if item.stream.startswith("batch/"):
@@ -135,7 +134,6 @@ class _Group:
         self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
-        """Write the gathered changes."""
         connection = self.new.write()
         _CHANGE.change_all(connection, [
             {"key": stream} | {f"new_{name}": value for name, value in change.items()}
@@ -372,7 +370,6 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    """Return sums over all batches by type and state."""
     key = batches.c.batch_type, batches.c.state
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     sums = (sa.cast(sa.func.sum(batches.c[name]), sa.BigInteger).label(name) for name in summed)

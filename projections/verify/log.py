@@ -429,5 +429,4 @@ class _Fold:
 
 
 def _definition(row: Sequence[Any]) -> tuple[str, str, str]:
-    """Return (kind, table, SQL) of a row of sqlite_master, the SQL without line breaks."""
     return str(row[0]), str(row[2]), _SPACE.sub(" ", str(row[3]))

@@ -130,7 +130,6 @@ def _waits_of_open(
     snapshot: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
     live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
-    """Yield everything that an open batch waits for, with its rank."""
     def ranked(w: Waiting, rank: float | None = None) -> Ranked:
         return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
 
@@ -299,7 +298,6 @@ def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
 
 
 def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
-    """Return a `Waiting` for a unit that was on a runner when the system ended."""
     unit = flight.unit
     text = (f"{_unit_text(batch.state, unit, flight.strikes)} was on {flight.runner} #{flight.incarnation} when the "
             "system ended")

@@ -313,7 +313,6 @@ class Database:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _open_lock_file(self) -> int:
-        """Open the lock file, and make it if it is missing. Raises LogUnavailable."""
         name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
         try:
             return open_private(name)

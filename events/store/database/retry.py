@@ -84,7 +84,6 @@ def classify(error: BaseException | None) -> Trouble | None:
 
 
 def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
-    """Return the kind of a SQLite error; None if it is none of these."""
     name = getattr(error, "sqlite_errorname", "") or ""
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
         return "passing"

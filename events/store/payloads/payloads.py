@@ -341,7 +341,6 @@ def _read_writable(path: Path) -> bytearray:
 
 
 def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
-    """Return the bytes if they have this digest. Raises CorruptPayload."""
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest
