@@ -104,6 +104,7 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
 def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
     """Return an event class's field names (keys of a dict, in order), and a function from an event to its values."""
     names = [f.name for f in fields(cls)]
+    # attrgetter returns a tuple only for several names.
     values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
     return dict.fromkeys(names), values
 

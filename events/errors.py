@@ -255,7 +255,6 @@ class GraderError(TrinityError):
 
 
 def _classes_by_name(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
-    """Return an error class and all its subclasses, by name."""
     classes = {cls.__name__: cls}
     for subclass in cls.__subclasses__():
         classes |= _classes_by_name(subclass)

@@ -239,7 +239,6 @@ class Experience:
         raise self._error(name, problem, str(index), NotFinite)
 
     def _number(self, value: Any) -> float:
-        """Return the reward as a float. Raises DataError."""
         try:
             if isinstance(value, str | bytes):
                 raise TypeError("text")
@@ -356,8 +355,7 @@ class Experience:
 
     @property
     def splices(self) -> list[int]:
-        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] if there are none.
-        """
+        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] without any."""
         return [n for n in self._info_list("splices") if type(n) is int]
 
     @property
@@ -404,7 +402,6 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Compare two fields: type and value, arrays bit by bit."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and same_array(a, b)
     if isinstance(a, dict) and isinstance(b, dict):

@@ -167,7 +167,7 @@ class Payload:
     def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
         """Yield the arrays of these different experiences; call it once for all of them.
 
-        The arrays of a part are is_part, since a view would keep the whole payload in memory.
+        The arrays of a part are copied, since a view would keep the whole payload in memory.
         """
         is_part = len(numbers) < len(self.items)
         for number, (name, key, shapes, ends) in enumerate(self._columns):

@@ -151,7 +151,7 @@ def mask(value: Any) -> Any:
 
 def _mask_text(value: str) -> str:
     """Mask a secret: only the password of a URL, only the secrets in a longer text, otherwise all of it."""
-    if type(value) is not str or _SECRET_FORM.fullmatch(value):
+    if type(value) is not str or _SECRET_FORM.fullmatch(value):  # a `Secret`, or one by its form
         return MASK
     if password := _URL_PASSWORD.search(value):
         return value[: password.start(1)] + MASK + value[password.end(1) :]
@@ -174,10 +174,12 @@ def masked_text(text: str, environment: Mapping[str, str]) -> str:
 def masked_keys(value: Any, path: str = "") -> list[str]:
     """Return the paths of the values that `mask` changed, such as `servers[0].api_key`. `path`: that of the value."""
     if isinstance(value, Mapping):
-        return [k for key, v in value.items() for k in masked_keys(v, f"{path}.{key}" if path else str(key))]
-    if isinstance(value, list):
-        return [k for i, v in enumerate(value) for k in masked_keys(v, f"{path}[{i}]")]
-    return [path] if isinstance(value, str) and MASK in value else []
+        parts = [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+    else:
+        return [path] if isinstance(value, str) and MASK in value else []
+    return [masked_path for part_path, inner in parts for masked_path in masked_keys(inner, part_path)]
 
 
 class SecretFile:
@@ -228,7 +230,6 @@ class SecretFile:
             ) from None
 
     def _read(self) -> None:
-        """Read all secrets that the file has now."""
         try:
             lines = self._path.read_bytes().splitlines()
         except FileNotFoundError:

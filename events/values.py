@@ -335,12 +335,12 @@ def require_finite(value: Any, path: str = "value") -> None:
         if not math.isfinite(value):
             raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)
     elif isinstance(value, dict):
-        for k, v in value.items():
-            require_finite(v, f"{path}.{k}")
+        for key, inner in value.items():
+            require_finite(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            require_finite(v, f"{path}[{i}]")
+        for i, inner in enumerate(value):
+            require_finite(inner, f"{path}[{i}]")
     elif is_dataclass(value):
-        for f in fields(value):
-            require_finite(getattr(value, f.name), f"{path}.{f.name}")
+        for field_ in fields(value):
+            require_finite(getattr(value, field_.name), f"{path}.{field_.name}")
 

@@ -69,11 +69,10 @@ class TaskState:
 
     @property
     def settled(self) -> bool:
-        """True if each run completed or failed for good."""
         return len(self.done) + len(self.failed) == self.total_runs
 
     def status(self) -> Status:
-        """Return completed runs, their metrics, and as a message the failures."""
+        """Return the outcome so far: completed runs with their metrics, and a message if runs failed or are open."""
         message = None
         if len(self.done) < self.total_runs:
             message = f"{len(self.done)}/{self.total_runs} runs completed."
@@ -161,9 +160,10 @@ class BatchState:
     def has_enough(self) -> bool:
         """True if the batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
         total = self.expected_task_count
-        needed = total if self.min_wait_num is None else min(self.min_wait_num, total)
-        added = range(total - self.added_task_count, total)
-        return len(self.statuses) >= needed and all(t in self.statuses or t in self.dropped for t in added)
+        needed_count = total if self.min_wait_num is None else min(self.min_wait_num, total)
+        added_tasks = range(total - self.added_task_count, total)
+        has_added = all(task in self.statuses or task in self.dropped for task in added_tasks)
+        return len(self.statuses) >= needed_count and has_added
 
     @property
     def is_complete(self) -> bool:
@@ -180,9 +180,10 @@ class BatchState:
 
     @property
     def failed_whole(self) -> bool:
-        """The batch is finalized, and no run of its delivered tasks succeeded."""
-        has_settled_tasks = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
-        return has_settled_tasks and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
+        """True if the batch is finalized, and no run of its delivered tasks succeeded."""
+        if self.state is not BatchLifecycleState.FINALIZED or not self.statuses:
+            return False
+        return not any(self.tasks[task].done for task in self.statuses.keys() | self.partial)
 
     def task_status(self, task: int) -> Status:
         """Return a task's status as a Scheduler gives it: one dict of metrics over all runs, and each run's own."""
@@ -320,7 +321,7 @@ def _count_seconds(state: BatchState, task: TaskState, seconds: float) -> None:
 
 
 def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
-    """Count runs of a unit on a runner as ended, and remove the unit from `flights` after its last run."""
+    """Count runs of the unit `key` (task, first run) as ended; after its last run, remove it from `flights`."""
     flight = state.flights.get(key)
     if flight is not None:
         flight.open_runs -= runs

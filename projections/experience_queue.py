@@ -48,7 +48,6 @@ class Delivery:
     """(item, unix seconds, training step) of each take."""
 
     def take(self, item: ev.TakenItem, at: float, step: int | None) -> None:
-        """Count one use of these experiences, and remember it."""
         span = slice(item.first, item.first + item.count)
         self.use_counts[span] += 1
         self.taken_at[span] = at
@@ -130,7 +129,6 @@ def _trim(state: QueueState) -> None:
 
 
 def _remove(state: QueueState, stream: str) -> None:
-    """Remove all deliveries of this batch stream."""
     state.unread.pop(stream, None)
     for key in [k for k in state.deliveries if k[0] == stream]:
         state.size -= len(state.deliveries.pop(key).use_counts)

@@ -91,11 +91,11 @@ def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_st
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
     """Return the number of runs that lack a metric, for each averaged metric that other runs have. Raises DataError."""
-    run_count, runs_with = 0, Counter[str]()
+    run_count, counts_by_name = 0, Counter[str]()
     for metrics in runs:
         run_count += 1
-        runs_with.update(key for key, (statistic, _) in _by_key([metrics]).items() if statistic == "mean")
-    return {name: run_count - with_metric for name, with_metric in runs_with.items() if with_metric < run_count}
+        counts_by_name.update(key for key, (statistic, _) in _by_key([metrics]).items() if statistic == "mean")
+    return {name: run_count - count for name, count in counts_by_name.items() if count < run_count}
 
 
 def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
@@ -177,9 +177,9 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
-    draws = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
+    indices = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
     contains = np.zeros((n, _DRAWS), dtype=np.bool_)
-    contains[draws.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
+    contains[indices.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
     return tuple(int.from_bytes(np.packbits(row).tobytes(), "big") for row in contains)
 
 
@@ -195,7 +195,7 @@ def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
 
 
 def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
-    """Return the mean over the draws of the first value in `order` that each draw contains."""
+    """Return the mean over the draws of the first value in `order` that each contains. `draws`: see `_draws`."""
     open_draws = (1 << _DRAWS) - 1
     terms = []
     for i in order:

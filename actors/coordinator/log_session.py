@@ -160,7 +160,7 @@ class LogSession:
         """Check that the log holds what the guardian and this host remember of it. Raises LogRewound."""
         claims = list(self._claims)
         if self._memory is not None:
-            claims += log.remembered(self._memory)
+            claims += log.remembered_claims(self._memory)
         log.require(claims)
         log.memory = self._memory
 
@@ -344,7 +344,7 @@ class LogSession:
         self.phase = Phase.ENDED
         self._host.refuse(error)
         if self._memory is not None:
-            self._memory.claim(claims_of(error.details.get("lost", ())))
+            self._memory.add_claims(claims_of(error.details.get("lost", ())))
         if self.opened:
             self.writer.abandon(error)
         self._host.stopped(error)

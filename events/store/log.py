@@ -151,7 +151,7 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep the mark if it is newer than the last one. Return whether it is."""
+        """Keep the mark if it is newer than the last one, and return True if it is."""
         with self._mark_lock:
             is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
             if is_newer:
@@ -229,13 +229,13 @@ class EventLog:
         for commit in drafts:
             position, previous = commit.place(position, previous, repeat(recorded_at))
 
-    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+    def lost_claims(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and the claims that it does not hold."""
         return self._db.read(lambda c: find_lost(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
-        head, lost_claims = self.lost(claims)
+        head, lost_claims = self.lost_claims(claims)
         if lost_claims:
             raise rewound(self.url, head, lost_claims)
         for mark, _ in claims:
@@ -258,18 +258,18 @@ class EventLog:
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         """Raise ConcurrencyError if a stream is not at the version that its write expects."""
-        actual = statements.versions(connection, dict.fromkeys(write.stream for write in writes))
+        versions = statements.versions(connection, dict.fromkeys(write.stream for write in writes))
         for write in writes:
-            version = actual.get(write.stream, 0)
+            version = versions.get(write.stream, 0)
             if version != write.expected_version:
                 raise ConcurrencyError(
                     f"stream {write.stream} is at version {version}, the writer expected {write.expected_version}; "
                     "load it again and decide again",
                     stream=write.stream, expected=write.expected_version, actual=version,
                 )
-            actual[write.stream] = version + len(write.events)
+            versions[write.stream] = version + len(write.events)
 
-    def remembered(self, memory: Memory) -> list[Claim]:
+    def remembered_claims(self, memory: Memory) -> list[Claim]:
         """Return a host's claims about this log, from its `memory`, which first gets the key of this store."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)

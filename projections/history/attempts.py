@@ -252,7 +252,6 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
 
 
 def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished) -> None:
-    """Add the rows of finished runs, and update their attempt and task."""
     task = timeline.tasks[event.task]
     task.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
     task.response_tokens += event.response_tokens
@@ -370,7 +369,7 @@ def select_runs(
     """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
     runs = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run
+    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run  # by task, then by run
     return sort_known_first(runs, value, descending)
 
 

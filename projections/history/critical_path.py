@@ -87,7 +87,7 @@ def _has_failed(attempt: Attempt) -> bool:
 def _usual_seconds(timeline: BatchTimeline) -> float | None:
     """Return the median duration of the finished attempts; None if there are fewer than three."""
     durations = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
-             if a.outcome == "finished" and a.ended_at is not None]
+                 if a.outcome == "finished" and a.ended_at is not None]
     return median(durations) if len(durations) > 2 else None
 
 

@@ -48,7 +48,8 @@ class CutTasks:
 def continuations(log: Log, batch_id: BatchId, task: int) -> list[TaskEvent]:
     """Return each submission of a batch that goes on with this cut task, as events of the task."""
     return [
-        TaskEvent(recorded.recorded_at, recorded.position, f"goes on as task {own.task} of batch {event.batch_id}")
+        TaskEvent(recorded.recorded_at, recorded.position,
+                  f"goes on as task {continued.task} of batch {event.batch_id}")
         for recorded in log.read(types=["BatchSubmitted"]) if isinstance(event := recorded.event, ev.BatchSubmitted)
-        for own in event.continues if (own.batch_id, own.cut_task) == (batch_id, task)
+        for continued in event.continues if (continued.batch_id, continued.cut_task) == (batch_id, task)
     ]

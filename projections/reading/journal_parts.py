@@ -50,7 +50,8 @@ def journal_parts(data: bytes) -> list[JournalPart]:
     for (run, name, nth, choice), seconds in seconds_by_part.items():
         part = JournalPart(run=run, began=seconds[0], ended=seconds[-1])
         if choice < 0:
-            part.step, part.finish = name.rpartition(" ")[0], "done" if runs[run].steps[name, nth].done else ""
+            part.step = name.rpartition(" ")[0]
+            part.finish = "done" if runs[run].steps[name, nth].done else ""
         else:
             answer = runs[run].calls[name, nth][choice]
             part.finish, part.tokens, part.max_tokens = answer.finish, len(answer.tokens), answer.max_tokens

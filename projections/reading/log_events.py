@@ -55,7 +55,7 @@ class LogEvents:
         stream = None
         if batch_id is not None:
             stream = batch_stream(batch_id)
-            self._require(batch_id)
+            self._require_batch(batch_id)
         return self._events.read(stream=stream, after=after)
 
     def read(
@@ -131,7 +131,7 @@ class LogEvents:
                 return
             time.sleep(interval)
 
-    def _require(self, batch_id: BatchId) -> None:
+    def _require_batch(self, batch_id: BatchId) -> None:
         """Raise BatchNotFound if no batch has this id."""
         if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
             raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
@@ -193,5 +193,5 @@ class LogEvents:
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
-            number -= len(event.repeat_times)
+            number -= len(event.repeat_times)  # it counts from the first task of the next event
         return {}

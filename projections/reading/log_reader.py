@@ -81,7 +81,7 @@ class Log(LogEvents):
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
         """Return the row of one batch. Raises BatchNotFound."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: run `trinity-es rebuild`")
@@ -171,7 +171,7 @@ class Log(LogEvents):
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
         """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
@@ -209,7 +209,7 @@ class Log(LogEvents):
         processes as `system` (see `why.explain.why`). For repeated calls pass the same `followed`, made for this log:
         then each call reads only new events. Raises BatchNotFound.
         """
-        self._require(batch_id)
+        self._require_batch(batch_id)
         return self._explain([batch_id], now, live, system, followed)[0]
 
     def why_open(
@@ -249,14 +249,16 @@ class Log(LogEvents):
             return {"up": False, "released": not lease.copied_from, "copied_from": lease.copied_from}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
-        started = admin.get("started")
-        if owner.get("host") == socket.gethostname() and (is_visible := seen_from_here(started)) is not None:
-            facts["up"] = is_visible and process_lives(admin.get("pid", 0), started)
+        if owner.get("host") == socket.gethostname():
+            started = admin.get("started")
+            is_visible = seen_from_here(started)
+            if is_visible is not None:
+                facts["up"] = is_visible and process_lives(admin.get("pid", 0), started)
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the (stored, recomputed) final result of a batch; both None until it ends."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         state: BatchState | None = None
         results: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         for recorded in self._events.read(stream=batch_stream(batch_id)):

@@ -176,7 +176,6 @@ def summarize(
     lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
     losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
 ) -> Overview:
-    """Return the summary of a run from its batches, runners' lives and rare events."""
     finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _point(r, r.reward)) for r in finalized_rows if r.reward is not None]

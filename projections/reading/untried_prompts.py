@@ -126,8 +126,10 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
             return
         if item.type == "TasksDispatched":
             yield from (_prompt_key(indices[unit["task"]]) for unit in orjson.loads(item.data)["units"])
+        elif item.type == "TasksAdded":
+            indices += _indices(log, item)
         else:
-            indices = [*(indices if item.type == "TasksAdded" else ()), *_indices(log, item)]
+            indices = list(_indices(log, item))
 
 
 def _prompt_key(index: dict[str, Any]) -> tuple[str, bytes] | None:

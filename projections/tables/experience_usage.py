@@ -136,13 +136,11 @@ def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | No
 
 
 def _add_uses(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
-    """Add the uses that an event tells of, numbered in its order."""
     shared_fields = {"position": item.position, "step": step, "undone": False}
     group.add(_NEW_USE, *(shared_fields | {"number": number} | use for number, use in enumerate(uses)))
 
 
 def read_usage(connection: sa.Connection) -> Usage:
-    """Count the uses of all experiences that train batches delivered."""
     usage = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
     for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):
@@ -158,8 +156,8 @@ def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)
     # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
-    is_taken = any(use.taken for use in uses)
-    uses = [use for use in uses if use.taken == is_taken and not use.undone]
+    from_queue = any(use.taken for use in uses)
+    uses = [use for use in uses if use.taken == from_queue and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
         covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]

@@ -107,7 +107,6 @@ class ReadModels:
             connection.execute(sa.delete(table))
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
-        """Apply these events to the tables of their streams."""
         group = _Group(connection)
         for item in recorded:
             if item.stream.startswith("batch/"):
@@ -128,14 +127,13 @@ class _Group:
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
-        self._changes: dict[str, dict[str, Any]] = {}
-        self._losses = Counter[tuple[str, str, str]]()
-        self._finished_elsewhere = Counter[str]()
-        self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+        self._changes: dict[str, dict[str, Any]] = {}  # of each batch's row, by stream
+        self._losses = Counter[tuple[str, str, str]]()  # by (stream, what, why)
+        self._finished_elsewhere = Counter[str]()  # tasks by host
+        self._dispatches: dict[tuple[str, str, int], runner_history.Dispatched] = {}  # see add_lost_attempt
         self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
-        """Write the gathered changes."""
         connection = self.new.write()
         _CHANGE.change_all(connection, [
             {"key": stream} | {f"new_{name}": value for name, value in change.items()}
@@ -175,7 +173,7 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.add_lost_attempt(connection, item, event, self._dispatched, self._system_ends)
+                runner_history.add_lost_attempt(connection, item, event, self._dispatches, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
@@ -372,7 +370,6 @@ class Totals:
 
 
 def read_totals(connection: sa.Connection) -> list[Totals]:
-    """Return sums over all batches by type and state."""
     key = batches.c.batch_type, batches.c.state
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     sums = (sa.cast(sa.func.sum(batches.c[name]), sa.BigInteger).label(name) for name in summed)

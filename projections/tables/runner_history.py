@@ -242,7 +242,6 @@ def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values:
 
 @cache
 def _change_life(names: tuple[str, ...]) -> Prepared:
-    """Return the statement that sets these columns in the row of a life."""
     of_life = [_lives.c[name] == sa.bindparam(f"of_{name}") for name in ("runner", "incarnation")]
     new = {name: sa.bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
     return Prepared(sa.update(_lives).where(*of_life).values(new))

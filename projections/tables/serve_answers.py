@@ -52,7 +52,6 @@ _table = sa.Table(
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:
-    """Apply one event of stream `answers`."""
     match event:
         case ev.AnswersRecorded():
             last_number = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
@@ -71,7 +70,6 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
 
 
 def _update_rows(connection: sa.Connection, messages: Sequence[str], columns: dict[str, object]) -> None:
-    """Set these columns in the rows of these messages."""
     statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(columns)
     if messages:
         connection.execute(statement, [{"key": m} for m in messages])

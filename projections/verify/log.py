@@ -109,7 +109,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Return whether an unreadable file was a log: names of a log's tables are near its beginning."""
+    """Return True if an unreadable file was a log: names of a log's tables are near its beginning."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False
@@ -135,12 +135,12 @@ def verify_open(
 ) -> Verification:
     """Check an open log like `verify_log`; `url` leads to its payload store."""
     report = Verification(url=log.url)
-    claims = remembered_log_end.claims(log, url, folder)  # read first, since the log may grow meanwhile
+    claims = remembered_log_end.read_claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
         report.problems += log.verify(progress, fold)
         report.problems += fold.problems.texts()
         report.notes += fold.notes
-        if loss := remembered_log_end.lost(log, claims):
+        if loss := remembered_log_end.loss_text(log, claims):
             report.problems.append(loss)
         report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
@@ -422,13 +422,12 @@ class _Fold:
                 self.problems.add(f"{lease}: its owner is a {type(stored).__name__}, not an object")
             elif stored and name == "coordinator" and self._last_start is not None and self._last_start.epoch == epoch:
                 recorded = {"pid": self._last_start.pid, "host": self._last_start.host}
-                if differs := {k: stored.get(k) for k, v in recorded.items() if stored.get(k) != v}:
-                    self.problems.add(f"{lease}: its owner is {short(differs)}, by the events {short(recorded)}")
+                if differences := {k: stored.get(k) for k, v in recorded.items() if stored.get(k) != v}:
+                    self.problems.add(f"{lease}: its owner is {short(differences)}, by the events {short(recorded)}")
         for name in self._last_epochs.keys() - {row[0] for row in rows}:
             last_epoch = self._last_epochs[name]
             self.problems.add(f"lease {name!r} is missing, and its holder of epoch {last_epoch} wrote events")
 
 
 def _definition(row: Sequence[Any]) -> tuple[str, str, str]:
-    """Return (kind, table, SQL) of a row of sqlite_master, the SQL without line breaks."""
     return str(row[0]), str(row[2]), _SPACE.sub(" ", str(row[3]))

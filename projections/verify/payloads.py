@@ -28,12 +28,12 @@ class Needs:
 
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
-        self._submitted: dict[str, int] = {}
-        self._freed: dict[str, int] = {}
+        self._submitted: dict[str, int] = {}  # position of each batch's last submission, by stream
+        self._freed: dict[str, int] = {}  # position at which a batch was last freed, by stream
         self.last_position = 0
-        """Position of the last event taken."""
+        """Position of the last noted event."""
         scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
-        self._open: dict[str, BatchId] = {}
+        self._open: dict[str, BatchId] = {}  # batches that have not ended, by stream
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def note_events(self, recorded: Iterable[Recorded]) -> None:
@@ -59,11 +59,11 @@ class Needs:
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
             "ORDER BY stream, task", (digest,),
         )
-        tasks: dict[BatchId, list[str]] = {}
-        for stream, task, submitted in rows:  # tasks of an earlier submission can't run again
-            if stream in self._open and submitted == self._submitted[stream]:
-                tasks.setdefault(self._open[stream], []).append(str(task))
-        commands = [f"`trinity-es redo {batch_id} {' '.join(numbers)}`" for batch_id, numbers in tasks.items()]
+        tasks_by_batch: dict[BatchId, list[str]] = {}
+        for stream, task, submission_position in rows:  # tasks of an earlier submission can't run again
+            if stream in self._open and submission_position == self._submitted[stream]:
+                tasks_by_batch.setdefault(self._open[stream], []).append(str(task))
+        commands = [f"`trinity-es redo {batch_id} {' '.join(tasks)}`" for batch_id, tasks in tasks_by_batch.items()]
         return f"; run its tasks again with {' and '.join(commands)}" if commands else ""
 
     def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:

@@ -91,7 +91,6 @@ def _compare(
 
 
 def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
-    """Return the row with this key as folded from the events; None if there is none."""
     with suppress(sqlite3.Error, OverflowError, UnicodeEncodeError):
         return scratch.execute(lookup, key).fetchone()  # type: ignore[no-any-return]  # the driver's own
     return None
@@ -101,7 +100,6 @@ def _report_missing(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
-    """Report each expected row that the log's table lacks."""
     names = [columns[i] for i in key]
     query = text(f"SELECT 1 FROM {table} WHERE " + " AND ".join(f"{name} = :k{i}" for i, name in enumerate(names)))
     for row in scratch.execute(f"SELECT {', '.join(names)} FROM {table}"):

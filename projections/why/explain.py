@@ -120,15 +120,16 @@ def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> 
         if state.failed_whole:
             failures = "each of its runs failed, the first of"
         text += f"; {failures} task {task}: {short(status.message or '')}"
-    w = Waiting(cause=cause, what="the trainer", text=text, since=batch.moved_at)
-    return (0.0, 0.0), replace(w, resume=resume, system_up=up) if cause == "all_failed" else w
+    waiting = Waiting(cause=cause, what="the trainer", text=text, since=batch.moved_at)
+    if cause == "all_failed":
+        waiting = replace(waiting, resume=resume, system_up=up)
+    return (0.0, 0.0), waiting
 
 
 def _waits_of_open(
     snapshot: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
     live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
-    """Yield everything that an open batch waits for, with its rank."""
     def ranked(w: Waiting, rank: float | None = None) -> Ranked:
         return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
 
@@ -244,7 +245,8 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
         text = f"it is finalizing: its pipeline has been running{ago}"
         return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
     settled_count, task_count = state.completed_task_count, state.expected_task_count
-    if state.open_task_count if state.batch_type == "collect" else not state.has_enough:
+    is_ready = not state.open_task_count if state.batch_type == "collect" else state.has_enough
+    if not is_ready:
         return None
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
@@ -299,7 +301,6 @@ def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
 
 
 def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
-    """Return a `Waiting` for a unit that was on a runner when the system ended."""
     unit = flight.unit
     text = (f"{_unit_text(batch.state, unit, flight.strikes)} was on {flight.runner} #{flight.incarnation} when the "
             "system ended")

@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.records.log_values import Straightener
+from trinity_es.events.store.records.log_values import ClockCorrection
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.host_states import HOST_STATES, host_of
@@ -239,19 +239,19 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
     """Read the state of a system from its log. Include all open batches, since they take places from each other."""
-    snapshot, straight = SystemSnapshot(), Straightener()
-    followed.drop_if_clock_was_set(straight.offset)
+    snapshot, correct = SystemSnapshot(), ClockCorrection()  # of event times, if the clock was set
+    followed.drop_if_clock_was_set(correct.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-        observe(snapshot, map(straight, filter(None, [events.last(stream, type_name)])))
-    observe(snapshot, map(straight, events.read(stream=ev.HostJoined.stream)))
+        observe(snapshot, map(correct, filter(None, [events.last(stream, type_name)])))
+    observe(snapshot, map(correct, events.read(stream=ev.HostJoined.stream)))
     for stream, _ in events.streams("runner/"):
-        observe(snapshot, map(straight, _last_life(events, stream)))
+        observe(snapshot, map(correct, _last_life(events, stream)))
     followed.follow(
-        snapshot, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
+        snapshot, batch_ids, lambda b, after: map(correct, events.read(stream=batch_stream(b), after=after))
     )
     last_event = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
     snapshot.of_run = bool(events.streams("taskset/"))
-    snapshot.last_at = snapshot.last_at if last_event is None else straight(last_event).recorded_at
+    snapshot.last_at = snapshot.last_at if last_event is None else correct(last_event).recorded_at
     return snapshot
 
 

@@ -37,8 +37,8 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         person = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost_claims = log.lost(log.remembered(own_memory))
-        if not lost_claims:
+        head, lost = log.lost_claims(log.remembered_claims(own_memory))
+        if not lost:
             return None
         generation = uuid.uuid4().hex
         event = accepted(head, lost_claims, generation, person, reason)
@@ -46,7 +46,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
-        own_memory.settle(log.acknowledged)
+        own_memory.keep_only(log.acknowledged)
     return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
             "generation_before": event.generation_before, "generation": generation, "by": person, "reason": reason,
             "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}
@@ -57,6 +57,6 @@ def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
     """Return the claims of this host's memory about events that the log lacks; without a log, all about events."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost(log.remembered(own_memory))[1]
+            return log.lost_claims(log.remembered_claims(own_memory))[1]
     except (LogNotFound, NotALog):
         return [claim for claim in own_memory.claims() if claim.mark.position]

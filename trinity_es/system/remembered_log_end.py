@@ -31,7 +31,7 @@ def require(config: Config, others: Sequence[Claim] = ()) -> None:
     own_memory = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*log.remembered(own_memory), *others])
+            log.require([*log.remembered_claims(own_memory), *others])
     except (LogNotFound, NotALog):
         claims = [claim for claim in (*own_memory.claims(), *others) if claim.mark.position]
         if claims:

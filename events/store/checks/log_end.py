@@ -187,7 +187,7 @@ class Memory:
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
-        """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
+        """Key of the store's identity, set when its log is read (`EventLog.remembered_claims`)."""
         self._others: list[Claim] = []
         self.trouble = ""
         """Error of the last write; empty if it succeeded."""
@@ -227,7 +227,7 @@ class Memory:
         with self._lock:
             self._write([Claim(mark, HERE), *self._others])
 
-    def claim(self, claims: Iterable[Claim]) -> None:
+    def add_claims(self, claims: Iterable[Claim]) -> None:
         """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
         with self._lock:
             stored_claims, _, _ = _read(self.path)
@@ -235,7 +235,7 @@ class Memory:
             self._others = [claim for claim in candidates if claim not in stored_claims[:1]]
             self._write([*stored_claims[:1], *self._others])
 
-    def settle(self, mark: Mark) -> None:
+    def keep_only(self, mark: Mark) -> None:
         """Keep this mark and forget all others."""
         self._others = []
         self.note(mark)

@@ -223,27 +223,27 @@ class Database:
         """
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
-        making = path.with_name(f"{path.name}.making")
-        temporary = [Path(f"{making}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
+        temporary_path = path.with_name(f"{path.name}.making")
+        temporary_files = [Path(f"{temporary_path}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
         with self._thread_lock, self._file_lock():
             if path.exists():
                 return False
-            for name in temporary:
-                name.unlink(missing_ok=True)  # left by a process that died
-            new_database = Database(str(making), durability=self.durability, patience=self.patience)
+            for file in temporary_files:
+                file.unlink(missing_ok=True)  # left by a process that died
+            new_database = Database(str(temporary_path), durability=self.durability, patience=self.patience)
             try:
-                create_private(making)  # SQLite gives its files beside it the same mode
+                create_private(temporary_path)  # SQLite gives its files beside it the same mode
                 new_database.prepare()
                 fill(new_database)
                 new_database.close()
-                os.rename(making, path)
+                os.rename(temporary_path, path)
             except OSError as e:
                 raise LogUnavailable(
                     f"{path} can't be made ({e.strerror}): let this user write in {path.parent}") from e
             finally:
                 new_database.close()
-                for name in temporary:
-                    name.unlink(missing_ok=True)
+                for file in temporary_files:
+                    file.unlink(missing_ok=True)
             sync(path.parent)
         return True
 
@@ -313,7 +313,6 @@ class Database:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _open_lock_file(self) -> int:
-        """Open the lock file, and make it if it is missing. Raises LogUnavailable."""
         name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
         try:
             return open_private(name)

@@ -41,8 +41,8 @@ class OpenedFiles:
         self.file: FileId | None = None
         """Identity of the log's file; None before it was opened."""
         self._read_only = False
-        self._size = 0
-        self._real = str(path)
+        self._size = 0  # of the file at the last check
+        self._real = str(path)  # without links, once it was opened
         self._sidecars: dict[str, tuple[FileId, int]] = {}
         """Identity and last known size of the write-ahead log and its index, by name."""
 
@@ -181,15 +181,21 @@ class OpenedFiles:
                 head = file.read(100)
         except OSError:
             return True
-        page = int.from_bytes(head[16:18], "big")
-        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * (65536 if page == 1 else page) > size
+        page_bytes = _page_bytes(head)
+        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * page_bytes > size
 
     def _is_wal_cut(self, size: int) -> bool:
         """Return True if the write-ahead log is shorter than its index says, and was not only restarted."""
         with open(self.path, "rb") as file:
-            page = int.from_bytes(file.read(18)[16:18], "big")
+            page_bytes = _page_bytes(file.read(18))
         used_frames = max(frames_in_use(Path(self._real)).values(), default=0)
-        return size < used_frames * (24 + (65536 if page == 1 else page))
+        return size < used_frames * (24 + page_bytes)  # a frame is a header and a page
+
+
+def _page_bytes(head: bytes) -> int:
+    """Return the page size in a database's header, in which 1 stands for 65,536."""
+    stored = int.from_bytes(head[16:18], "big")
+    return 65536 if stored == 1 else stored
 
 
 def _file_id(status: os.stat_result) -> FileId:
@@ -228,6 +234,8 @@ def frames_in_use(path: Path) -> dict[bytes, int]:
     {} if the index is unusable, as before the first commit. Frames beyond this number were never committed, even if a
     commit record is there: a killed writer did not count them, and a shorter log was written over their beginning.
     """
+    # The index begins with two copies of a header of 48 bytes: 8 to 11 count its changes, 12 is 1 once it is valid,
+    # 16 to 19 count the frames, 32 to 39 are the salts.
     try:
         with Path(f"{path}-shm").open("rb") as file:
             index = file.read(96)

@@ -38,7 +38,6 @@ class Prepared:
         return int(self._run(connection, "execute", values).rowcount)
 
     def change_all(self, connection: Connection, rows: Sequence[Values]) -> None:
-        """Run a changing statement once for each row of parameters."""
         if rows:
             self._run(connection, "executemany", rows)
 

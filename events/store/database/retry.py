@@ -72,19 +72,18 @@ def classify(error: BaseException | None) -> Trouble | None:
             return "unavailable"
         kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
         return "passing" if kinds & {"OperationalError", "InterfaceError"} else None
-    if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:
+    if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:  # connection, rollback, shutdown
         return "passing"
-    if state == "3D000":
+    if state == "3D000":  # no such database
         return "missing"
-    if state.startswith(("53", "28", "58")) or state in ("25006", "42501", "3F000"):
+    if state.startswith(("53", "28", "58")) or state in ("25006", "42501", "3F000"):  # see ErrorMessages
         return "unavailable"
-    if state.startswith("XX"):
+    if state.startswith("XX"):  # internal error
         return "corrupt"
     return "not_a_log" if state == "42P01" and 'relation "es_' in message else None
 
 
 def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
-    """Return the kind of a SQLite error; None if it is none of these."""
     name = getattr(error, "sqlite_errorname", "") or ""
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
         return "passing"

@@ -50,7 +50,6 @@ class StoreIdentity:
 
 
 def identity_of(db: Database, connection: Connection) -> StoreIdentity:
-    """Return the identity of the store that this connection is open to."""
     place = f"{socket.gethostname()} {db.place}"
     if db.file is not None:
         return StoreIdentity(place, db.file)

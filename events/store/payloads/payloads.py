@@ -200,7 +200,7 @@ class _Files(PayloadStore):
         return self._read_checked(digest, _read_writable)
 
     def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
-        """Return a payload by this function for its file, after a check of its digest."""
+        """Read a payload's file by `read`, and check its digest. Raises PayloadNotFound, CorruptPayload."""
         try:
             data = read(self._path(digest))
         except FileNotFoundError:
@@ -341,7 +341,6 @@ def _read_writable(path: Path) -> bytearray:
 
 
 def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
-    """Return the bytes if they have this digest. Raises CorruptPayload."""
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest

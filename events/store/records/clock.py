@@ -60,7 +60,8 @@ class Clock:
     ) -> float:
         """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
 
-        `recorded_at`: time of the last event. Without an earlier reading only a clock behind that time reveals a step.
+        `wall, before, after`: a reading as in `remember`. `recorded_at`: time of the last event. Without an earlier
+        reading only a clock behind that time reveals a step.
         """
         step = 0.0
         if self.last is not None:

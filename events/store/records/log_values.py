@@ -17,7 +17,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.records import clock
 from trinity_es.events.vocabulary import Event
 
-__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Straightener", "Write", "checked_write",
+__all__ = ["ClockCorrection", "Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write",
            "draft", "from_row"]
 
 
@@ -191,12 +191,12 @@ _metadata = lru_cache(64)(orjson.loads)
 def from_row(row: Sequence[Any]) -> Recorded:
     """Return the event of a stored row, with all columns in order; it is decoded on first use. Raises LogCorrupt."""
     # By index: by name it took three times as long, and a third of reading a log.
-    position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
+    position, stream, version, kind, schema_version, data, metadata, recorded_at, commit_id, _, event_hash = row
     try:
         return Recorded(
             position=position, stream=stream, version=version, type=kind, schema_version=schema_version,
-            data=bytes(data), metadata=_metadata(bytes(metadata)), recorded_at=at, commit_id=commit_id,
-            hash=bytes(mark),
+            data=bytes(data), metadata=_metadata(bytes(metadata)), recorded_at=recorded_at, commit_id=commit_id,
+            hash=bytes(event_hash),
         )
     except (ValueError, TypeError) as e:
         raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` lists all "
@@ -208,7 +208,7 @@ _offsets: list[float] = []
 
 
 @dataclass(slots=True)
-class Straightener:
+class ClockCorrection:
     """Correction of this boot's event times by the monotonic clock, as seen from the current wall clock."""
 
     _wall: Callable[[], float] = time.time
@@ -216,6 +216,7 @@ class Straightener:
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # With the last offset, if the clock was not set since, equal events get equal times.
         offset = self._wall() - self._monotonic()
         if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
             _offsets[:] = [offset]
@@ -223,8 +224,10 @@ class Straightener:
 
     def __call__(self, recorded: Recorded) -> Recorded:
         """Return the event. If the current clock gives it another time, the result has that time."""
-        mono = recorded.metadata.get("mono")
-        if not isinstance(mono, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
+        monotonic_time = recorded.metadata.get("mono")
+        is_of_this_boot = clock.boot() != "" and recorded.metadata.get("boot") == clock.boot()
+        if not isinstance(monotonic_time, int | float) or not is_of_this_boot:
             return recorded
-        at = self.offset + mono
-        return recorded if abs(at - recorded.recorded_at) <= clock.FIRST_SECONDS else replace(recorded, recorded_at=at)
+        corrected_at = self.offset + monotonic_time
+        was_set = abs(corrected_at - recorded.recorded_at) > clock.FIRST_SECONDS
+        return replace(recorded, recorded_at=corrected_at) if was_set else recorded
