@@ -158,7 +158,6 @@ def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, in
 
 
 def _first_version(experience: Experience) -> int:
-    """Return the weights version of the first generated token."""
     spans = experience.info.get("version_spans") or []
     return int(spans[0][0] if spans else experience.info.get("model_version", 0))
 
@@ -230,8 +229,7 @@ def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
     if not spans or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in spans):
         raise DataError(
             f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
-            "workflow called no model, or made the experiences itself, so there is nothing to regenerate"
-        )
+            "workflow called no model, or made the experiences itself, so there is nothing to regenerate")
     return spans
 
 

@@ -100,14 +100,12 @@ class Config(RunConfig):
             raise ValueError(
                 "hosts.address is set, and synchronizer.sync_method is nccl: engines on other hosts can't join an NCCL "
                 "group. Set synchronizer.sync_method to memory, or to checkpoint: hosts pull from the head what they "
-                "can't read"
-            )
+                "can't read")
         if rollout.engine_type == "http" and self.synchronizer.sync_method == "nccl":
             raise ValueError(
                 "explorer.rollout_model.engine_type is http, and synchronizer.sync_method is nccl: external "
                 "servers can't join an NCCL group. Set synchronizer.sync_method to checkpoint, or to memory if the "
-                "servers are on the trainer's host"
-            )
+                "servers are on the trainer's host")
         run_folder = folder / "runs" / self.project / self.name
         if self.mode == "bench":  # it begins again with the first weights, in its own log
             run_folder = run_folder / "bench"
@@ -116,8 +114,7 @@ class Config(RunConfig):
             if hosts.address:
                 raise ValueError(
                     "hosts.address is set, and the store is a SQLite file, which only one host can use: its locks and "
-                    "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database"
-                )
+                    "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database")
             file = _absolute(str(url.database), folder)
             url, run_folder = make_url(file_url(file)), Path(file).parent
         default_model = _model_path(self.model.model_path, folder)
@@ -294,7 +291,6 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def _with(section: _Section, **changes: Any) -> _Section:
-    """Return a copy of a section with these fields changed, which are not validated."""
     return section.model_copy(update=changes)
 
 

@@ -49,8 +49,7 @@ def _markdown() -> str:
         "`--set a.0.b=c` one in a list.\n\n"
         f"{_ENVIRONMENT}\n"
         "This page is printed by `python -m trinity_es.config.config_docs`.\n\n"
-        f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
-    )
+        f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n")
 
 
 if __name__ == "__main__":

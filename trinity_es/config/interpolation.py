@@ -60,7 +60,6 @@ def resolved(value: Any) -> tuple[Any, dict[Path_, str], set[Path_]]:
 
 
 def _is_secret(value: Any) -> bool:
-    """Return whether this is a secret or its place holder, which stay as they are."""
     return isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None
 
 
@@ -100,14 +99,12 @@ def _resolve_text(text: str, *, quotable: bool) -> tuple[str | None, bool]:
             raise _Refused(
                 f"holds {_quoted(text[match.start() + backslashes :], quotable)}, which is not resolved here: only "
                 "${oc.env:NAME} and ${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in "
-                "quotes), and \\${ is the text ${ itself"
-            )
+                "quotes), and \\${ is the text ${ itself")
         names.append(name)
         if name not in os.environ and match["default"] is None:
             raise _Refused(
                 f"needs the environment variable {name}, which is not set: set it, or write a default, as in "
-                f"${{oc.env:{name},default}}"
-            )
+                f"${{oc.env:{name},default}}")
         return prefix + os.environ.get(name, match["single"] or match["double"] or match["plain"] or "")
 
     resolved_text = _INTERPOLATION.sub(replacement, text)

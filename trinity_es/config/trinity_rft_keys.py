@@ -54,8 +54,7 @@ def markdown() -> str:
         "mean the same. The error for an unknown key says the same as this page. If a section is listed without its "
         "keys, its line is for all of them. The guide is [FROM_TRINITY_RFT.md](FROM_TRINITY_RFT.md).\n\nThis page is "
         "printed by `python -m trinity_es.config.trinity_rft_keys`.\n\n"
-        f"| Trinity-RFT | here |\n|---|---|\n{rows}\n{values}\n"
-    )
+        f"| Trinity-RFT | here |\n|---|---|\n{rows}\n{values}\n")
 
 
 if __name__ == "__main__":

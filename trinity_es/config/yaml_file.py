@@ -42,8 +42,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = Fal
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark) from None
         if is_repeated:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark
-            )
+                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark)
         out[key] = loader.construct_object(value_node, deep=True)
     return out
 
@@ -53,8 +52,7 @@ def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
     if len(text) > 4000:  # Python reads no number with more than 4,300 digits
         raise yaml.constructor.ConstructorError(
-            None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark
-        )
+            None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark)
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
