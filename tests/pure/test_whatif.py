@@ -10,16 +10,8 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
-from trinity_es.audit.whatif.forecast import Forecast, Settings, replayed
-from trinity_es.audit.whatif.recorded_durations import (
-    Addition,
-    Duration,
-    History,
-    Life,
-    PastBatch,
-    WeightsUpdate,
-    read_past,
-)
+from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
+from trinity_es.audit.whatif.recorded_durations import Duration, History, Life, PastBatch, WeightsUpdate, read_past
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
@@ -95,7 +87,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
 
 
 def played(record: History, **settings: Any) -> list[Forecast]:
-    return replayed(record, Settings(**settings)).batches
+    return replay_history(record, Settings(**settings)).batches
 
 
 def test_units_wait_for_places() -> None:
@@ -185,9 +177,9 @@ def test_who_holds_a_run_up_moves_it() -> None:
         return past(first, second, changes=[WeightsUpdate(version=1, published_at=rollout + 1.0,
         loads={"runner-0": 0.5})])
 
-    prediction = replayed(record(2.0), Settings())
+    prediction = replay_history(record(2.0), Settings())
     assert prediction.predicted_span == pytest.approx(prediction.recorded_span, abs=1e-3) == 5.5
-    slower = replayed(record(2.0), Settings(timeout=1.0, max_retry=0))
+    slower = replay_history(record(2.0), Settings(timeout=1.0, max_retry=0))
     assert slower.predicted_span == pytest.approx(3.5, abs=1e-3), "two steps of one second, and what lay between"
 
 

@@ -19,7 +19,6 @@ answer is no, 2 an error. `--json`, wherever a command has it, prints the same d
 
 
 def markdown() -> str:
-    """Return the text of docs/CLI.md."""
     return "\n".join([_HEAD, *_pages(get_command(app), "trinity-es", None)]) + "\n"
 
 

@@ -114,8 +114,7 @@ def _require_led_here(settings: Config) -> None:
             raise ConfigError(
                 f"the run in {settings.masked()['store']['url']} is led by a program of its own, TRL's trainer or one "
                 "that uses `connect`. Start that program again (TRL's with `resume_from_checkpoint=True`): it "
-                "continues where the log ends"
-            )
+                "continues where the log ends")
 
 
 def in_view(
@@ -260,7 +259,6 @@ def _short_url(settings: Config) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the working directory, if it is in it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

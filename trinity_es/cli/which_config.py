@@ -94,8 +94,7 @@ def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
     if copied_from:
         raise ConfigError(
             f"{masked(url)} is a copy of {copied_from}, and the config in it names the folders of that run: "
-            "name the config file of the copy, as in `trinity-es resume config.yaml`"
-        )
+            "name the config file of the copy, as in `trinity-es resume config.yaml`")
 
 
 def _is_text(path: Path) -> bool:

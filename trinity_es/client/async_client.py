@@ -64,7 +64,6 @@ class RolloutCoordinator:
         return coordinator
 
     async def _run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of a call, made in a thread of the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
 
     def _connect(self) -> None:

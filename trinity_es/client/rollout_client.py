@@ -184,8 +184,7 @@ class RolloutClient(SystemClient):
         except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
             raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
-                "waiting; `trinity-es why` says what it waits for"
-            ) from e
+                "waiting; `trinity-es why` says what it waits for") from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
@@ -286,8 +285,7 @@ class RolloutClient(SystemClient):
                 self._unanswered_take_ids[key] = request_id
             raise errors.TakeTimeout(
                 f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the "
-                "coordinator took some for this request, you get them then"
-            ) from e
+                "coordinator took some for this request, you get them then") from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
         """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.
@@ -426,7 +424,6 @@ class RolloutClient(SystemClient):
         return killed_count
 
     def _call_with_grace(self, command: commands.Command[A], timeout: float) -> A:
-        """Return the answer to a command that has a timeout of its own in the coordinator."""
         return self._link.call(command, timeout + GRACE_SECONDS)
 
 

@@ -147,7 +147,6 @@ class Scheduler:
         return self._rollouts.client
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Return the result of a call, made in a thread of the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
     async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
@@ -221,8 +220,7 @@ class Scheduler:
     def has_step(self, batch_id: BatchId) -> bool:
         """Return True if a task of the batch is pending, running or not collected."""
         progress = self.client.request(
-            commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
-        )
+            commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False))
         return bool(progress["open"] + progress["ready"])
 
     async def get_results(

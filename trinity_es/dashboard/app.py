@@ -94,7 +94,6 @@ def create_app(
             return trouble_page(500, "This page failed", f"{type(e).__name__}: {e}")
 
     def trouble_page(status: int, title: str, text: str) -> tuple[int, str]:
-        """Return the status and HTML of a page that says why there is no other one."""
         page = Page(template="trouble.html", title=title, values={"status": status, "text": plain(text, 2000)})
         return render_page(page, None, status)
 
@@ -127,7 +126,6 @@ def create_app(
             return 500, type(e).__name__.encode()
 
     async def metrics(request: Request) -> Response:
-        """Return the response of /metrics."""
         status, text = await asyncio.get_running_loop().run_in_executor(threads, make_metrics)
         return Response(text, status_code=status, media_type="text/plain; version=0.0.4; charset=utf-8")
 

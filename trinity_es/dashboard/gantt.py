@@ -98,8 +98,7 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
 def _title(task: int, attempt: Attempt, seconds: float) -> str:
     """Return the text that the browser shows at an attempt's bar."""
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
-        f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}"
-    )
+        f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}")
     message = f"\n{attempt.message[:300]}" if attempt.message else ""
     kept = f"\ngoes on from {kept_text(attempt.kept)}" if attempt.kept is not None else ""
     return (

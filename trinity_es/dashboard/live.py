@@ -167,7 +167,6 @@ class Tail:
         return position, self.generation, hash_, [(r.position, r.stream) for r in recorded]
 
     def _wake_waiters(self) -> None:
-        """End all calls of `wait`."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -76,7 +76,6 @@ class PageRequest:
     """Values that the pages of this server keep between requests, by name."""
 
     def text(self, name: str, default: str = "") -> str:
-        """Return a parameter of the URL, or the default."""
         return self.query.get(name, default)
 
     def choice(self, name: str, allowed: tuple[str, ...] | list[str], default: str = "") -> str:

@@ -49,7 +49,6 @@ def number(value: float | None, digits: int = 3) -> str | Markup:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return the share in whole percent, without the sign; 0 of nothing is 0."""
     return "0" if not whole else f"{100 * part / whole:.0f}"
 
 
@@ -89,7 +88,6 @@ def named(name: object, href: str, width: int) -> Markup:
 
 
 def duration(seconds: float | None) -> str | Markup:
-    """Return a duration in its largest units, as `why` shows it."""
     return NONE if seconds is None else span(seconds)
 
 
@@ -100,7 +98,6 @@ def tail_of(path: str, parts: int) -> str:
 
 
 def state(name: str) -> Markup:
-    """Return the coloured name of a state."""
     return Markup('<span class="state s-{0}">{0}</span>').format(plain(name, 20))
 
 
@@ -128,7 +125,6 @@ def json_data(value: Any, element_id: str) -> Markup:
 
 
 def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
-    """Return the function from a run of this task to the URL of its rollout."""
     return lambda run: page_urls.rollout_url(batch_id, task, run)
 
 
@@ -155,5 +151,4 @@ def environment() -> Environment:
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the HTML of a template of the dashboard with these values."""
     return environment().get_template(template).render(values)

@@ -154,13 +154,11 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(
             str(part["text"]) if isinstance(part, dict) and isinstance(part.get("text"), str) else as_json(part)
-            for part in content
-        )
+            for part in content)
     return "" if content is None else as_json(content)
 
 
 def as_json(value: Any) -> str:
-    """Return indented JSON; values that JSON doesn't have become their `str`."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
 
 

@@ -96,7 +96,6 @@ def batches(
 
 
 def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
-    """Raise typer.BadParameter if an option has a value that is not one of these."""
     if value is not None and value not in choices:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=option)
 

@@ -152,7 +152,6 @@ def _as_json(environment: Installed) -> dict[str, Any]:
 
 
 def _line(environment: Installed) -> str:
-    """Return an environment's name, the versions of its packages, and its folder."""
     versions = ", ".join(f"{package} {version}" for package, version in environment.versions.items())
     return f"{environment.name}  {versions}  {environment.folder}"
 

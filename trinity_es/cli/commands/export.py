@@ -20,7 +20,6 @@ __all__ = ["export"]
 
 
 def _file_option(help_text: str) -> Any:
-    """Return an option that names a file to write."""
     return typer.Option(metavar="FILE", help=help_text, dir_okay=False, show_default=False)
 
 

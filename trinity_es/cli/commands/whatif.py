@@ -133,10 +133,8 @@ def _seconds_cells(recorded: Figures, predicted: Figures) -> tuple[str, str, str
 
 
 def _percent(recorded: float, predicted: float) -> str:
-    """Return the difference in percent of the recorded value, in brackets; empty if that is 0."""
     return f" ({(predicted - recorded) / recorded:+.1%})" if recorded else ""
 
 
 def _change(recorded: int, predicted: int) -> str:
-    """Return two counts as `3 -> 5`, or one if they are equal."""
     return str(recorded) if recorded == predicted else f"{recorded} -> {predicted}"

@@ -111,7 +111,6 @@ def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None 
 
 
 def state_text(name: str) -> Text:
-    """Return the name of a state in its colour."""
     return Text(name, style=_STATE_COLOURS.get(name, ""))
 
 
@@ -121,12 +120,10 @@ def counted_text(count: int, style: str = "red") -> Text:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with this many decimals; empty for None."""
     return "" if value is None else f"{value:z.{digits}f}"
 
 
 def when(at: float | None) -> str:
-    """Return date and time of unix seconds; empty for None."""
     return "" if at is None else clock(at, date=True)
 
 

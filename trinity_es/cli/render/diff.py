@@ -111,11 +111,9 @@ def _value(value: Any) -> str:
 
 
 def print_line(out: Console, line: str) -> None:
-    """Print a line that breaks only at the terminal's edge."""
     out.print(Text(line), soft_wrap=True)
 
 
 def _print_left_out(out: Console, count: int, unit: str) -> None:
-    """Print how many of `count` things are beyond the _MOST that were printed."""
     if count > _MOST:
         out.print(Text(f"and {count - _MOST} more {unit}: --json has all", style="dim"))

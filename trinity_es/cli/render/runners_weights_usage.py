@@ -36,7 +36,6 @@ MOST = 50
 
 
 def _table(*names: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table in which numbers, states and times never break."""
     return columns(*names, right=right,
                    whole=(*right, "state", "how", "started", "ended", "published", "last death"))
 

@@ -189,12 +189,10 @@ def _text_lines(text: str, limit: int | None) -> Iterable[str]:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Return the lowest, the highest and the mean value as text."""
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
 
 
 def _versions(row: RunRow) -> str:
-    """Return the oldest and the newest weights version among the tokens; one if they are the same."""
     oldest, newest = row.model_version, row.model_version_end
     return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 

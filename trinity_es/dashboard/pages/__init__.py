@@ -22,10 +22,8 @@ MODULES = ["overview", "batch_list", "batch", "rollouts", "runners", "weights", 
 
 
 def routes() -> list[Route]:
-    """Return the routes of all pages."""
     return [route for name in MODULES for route in import_module(f"{__name__}.{name}").ROUTES]
 
 
 def navigation() -> list[Nav]:
-    """Return the navigation's entries in order; a module without `NAV` has none."""
     return [nav for name in MODULES for nav in getattr(import_module(f"{__name__}.{name}"), "NAV", [])]

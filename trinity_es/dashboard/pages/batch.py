@@ -57,7 +57,6 @@ class RunnerWork:
 
 
 def batch_cache(request: PageRequest) -> BatchCache:
-    """Return this server's cache of folded batches."""
     cache: BatchCache = request.server_values.setdefault("batch_cache", BatchCache())
     return cache
 

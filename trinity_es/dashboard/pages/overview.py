@@ -180,7 +180,6 @@ def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Return the mean; None without values."""
     return sum(values) / len(values) if values else None
 
 
