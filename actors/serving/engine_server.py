@@ -232,7 +232,7 @@ class EngineServer:
             adapter=adapter,
         )
         if session.keeps_answers:
-            record.number = session.model.numbered()
+            record.number = session.model.next_number()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
         if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server requires it by itself

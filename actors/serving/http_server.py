@@ -241,7 +241,7 @@ def server_class() -> Any:
                 listening.setblocking(False)
                 listening.listen(self.config.backlog)
             await super().startup(sockets=[])
-            self.files = open_files()
+            self.files = raise_file_limit()
             self.limit, self.warned_at = most_connections(self.files), -math.inf
             self.accept_tasks = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
             self.serve_tasks: set[asyncio.Task[None]] = set()

@@ -112,7 +112,7 @@ class RequestRecord:
         answers = []
         messages = self.body.get("messages") if self.chat else None
         for call in self.generations:
-            for completion, experience in self.model.took(
+            for completion, experience in self.model.with_experiences(
                 call.completions or [], call.before, call.text, call.sampling
             ):
                 experience.info["model_version"] = call.before

@@ -11,7 +11,8 @@ import pytest
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
-from trinity_es.audit.whatif.recorded_durations import Duration, History, Life, PastBatch, WeightsUpdate, read_past
+from trinity_es.audit.whatif.history import Addition, Duration, History, Life, PastBatch, WeightsUpdate
+from trinity_es.audit.whatif.recorded_durations import read_past
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log

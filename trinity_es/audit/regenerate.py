@@ -116,7 +116,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         range_text = f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}" if has_task else (
             f"tasks 0 to {len(state.tasks) - 1}")
         raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {range_text}")
-    row = tell(log.events(batch_id)).row(task, run)
+    row = fold_timeline(log.events(batch_id)).row(task, run)
     if row is None or row.outcome != "finished":
         reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} left no tokens to compare ({reason[:300]}): "

@@ -37,8 +37,8 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         person = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost = log.lost_claims(log.remembered_claims(own_memory))
-        if not lost:
+        head, lost_claims = log.lost_claims(log.remembered_claims(own_memory))
+        if not lost_claims:
             return None
         generation = uuid.uuid4().hex
         event = accepted(head, lost_claims, generation, person, reason)

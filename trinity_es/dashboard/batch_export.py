@@ -69,5 +69,5 @@ def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
 
 
 def _best_and_worst(rows: list[RunRow]) -> list[RunRow]:
-    ordered = list(chosen(rows, sort="reward"))
+    ordered = list(select_runs(rows, sort="reward"))
     return ordered if len(ordered) <= ROLLOUTS else [*ordered[: ROLLOUTS // 2], *ordered[-ROLLOUTS // 2 :]]

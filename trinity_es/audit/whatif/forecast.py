@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.audit.whatif.recorded_durations import History, overlapping_groups, read_past
-from trinity_es.audit.whatif.simulation import Settings, Simulation
+from trinity_es.audit.whatif.history import History, Settings
+from trinity_es.audit.whatif.recorded_durations import overlapping_groups, read_past
+from trinity_es.audit.whatif.simulation import Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log

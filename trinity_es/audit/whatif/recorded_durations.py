@@ -15,24 +15,20 @@ from statistics import median
 from typing import Any
 
 from trinity_es.actors.runner.adaptive_places import START
+from trinity_es.audit.whatif.history import Addition, Anchor, Duration, History, Life, PastBatch, WeightsUpdate
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
-from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batch import evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = [
-    "Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "overlapping_groups",
-    "read_past",
-]
+__all__ = ["combined", "overlapping_groups", "read_past"]
 
 LEAST_GROUP = 50
 """Approximate number of batches that are read and replayed at a time; a long log does not fit into memory."""
-LATE_SECONDS = 0.05
-"""If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
 TURN_SECONDS = 1e-4
 """Interval put between two turns of the coordinator in one commit, to keep their order."""
 NEEDED_KEYS = (
@@ -40,131 +36,6 @@ NEEDED_KEYS = (
     "dynamic_timeout",
 )
 """Keys of `explorer` that the config must have."""
-
-Anchor = tuple[str, Any]
-"""Moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
-    """Duration and outcome of one run in one attempt."""
-
-    seconds: float
-    kind: str = ""
-    """FailureKind; empty if it completed."""
-    limit: float = 0.0
-    """Time limit in seconds."""
-    cut: bool = False
-    """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addition:
-    """Tasks that a client added, with the pipeline's result that they answer, if any."""
-
-    event: ev.TasksAdded
-    added_at: float
-    missing: ev.GroupsMissing | None = None
-    pipeline_seconds: float = 0.0
-    """Duration of the pipeline that left too few groups."""
-    pause: float = 0.0
-    """Seconds from there until the tasks were added."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PastBatch:
-    """Record of one batch."""
-
-    submitted: ev.BatchSubmitted
-    submitted_at: float
-    state: BatchState | None = None
-    took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
-    """Durations by (task, run, attempt)."""
-    rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
-    from there until its outcome was in the log."""
-    due_at: float | None = None
-    """When it had enough, so that finalizing begins if a caller waits."""
-    finalizing_at: float | None = None
-    """When finalizing first began."""
-    pipeline_at: float | None = None
-    """When the pipeline first began after the last tasks were added."""
-    additions: list[Addition] = field(default_factory=list)
-    ended_at: float | None = None
-    trained_at: float | None = None
-    attempts: int = 0
-    """Number of units sent to runners."""
-
-    @property
-    def batch_id(self) -> BatchId:
-        return self.submitted.batch_id
-
-    @property
-    def asked_late(self) -> bool:
-        """True if it had enough and waited for its caller."""
-        begun = self.finalizing_at
-        return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
-
-    @property
-    def timer_late(self) -> float:
-        """Seconds by which the timer of `wait_after_min` was late."""
-        if self.asked_late or self.finalizing_at is None or self.due_at is None:
-            return 0.0
-        return max(0.0, self.finalizing_at - self.due_at)
-
-    @property
-    def pipeline_seconds(self) -> float:
-        """Duration of the pipeline that ended it, without those after which tasks were added."""
-        return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
-
-    def usual_rest(self) -> tuple[float, float]:
-        """Return the medians of the units' overheads, as in `rest`; (0, 0) without units."""
-        rests = list(self.rest.values())
-        return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """Life of a runner of the rollout model, from when it was ready."""
-
-    runner: str
-    incarnation: int
-    places: int
-    ready_at: float
-    ended_at: float | None
-    blamed: bool = True
-    """True if its end counts as a failed attempt of its units."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsUpdate:
-    """Publication of new weights, with the time that each runner took to load them."""
-
-    version: int
-    published_at: float
-    loads: dict[str, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class History:
-    """Record of batches that overlap no others, with their runners and weights."""
-
-    config: dict[str, Any]
-    batches: list[PastBatch]
-    lives: list[Life]
-    changes: list[WeightsUpdate]
-    pace: ev.PaceMeasured | None
-    """Pace of attempts before the first of these batches."""
-    unit_seconds: float | None
-    """Approximate time of a unit before the first of these batches; None if there were no batches before."""
-    anchors: list[tuple[float, Anchor]]
-    """Anchors in order of time; the first is ("begin", None)."""
-
-    def before(self, at: float) -> tuple[Anchor, float]:
-        """Return the last anchor before this time, and the seconds since then."""
-        first = self.anchors[0]
-        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
-        return anchor, at - when
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
@@ -291,6 +162,7 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
     past: PastBatch | None = None
     open_flights: dict[tuple[int, int], _Flight] = {}
     enough_at: float | None = None
+    missing: tuple[ev.GroupsMissing, float] | None = None
     for event, at in events:
         if isinstance(event, ev.BatchSubmitted):
             past = PastBatch(submitted=event, submitted_at=at)

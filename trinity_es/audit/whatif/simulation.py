@@ -20,45 +20,26 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.recorded_durations import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
+from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
+from trinity_es.audit.whatif.recorded_durations import combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Settings", "Simulation"]
+__all__ = ["Simulation"]
 
 TOGETHER_SECONDS = 1e-5
 """Interval within which the finished units of a runner arrive in one message."""
 
 Unit = tuple[BatchId, int, int, int]
 """(batch, task, first run, attempt)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings to simulate; None: as recorded."""
-
-    timeout: float | None = None
-    """`explorer.max_timeout` in seconds."""
-    over_rollout_ratio: float | None = None
-    """`explorer.over_rollout.ratio`, of train batches."""
-    runners: int | None = None
-    """Number of engines of the rollout model. Additional ones are like the recorded ones and never die."""
-    max_concurrency: int | None = None
-    """`explorer.max_concurrency`, of each runner."""
-    max_retry: int | None = None
-    """`explorer.max_retry_times`."""
-    runs_per_unit: int | None = None
-    """`explorer.max_repeat_times_per_runner`."""
-    seed: int = 0
-    """Seed of the random draws."""
 
 
 class _Runner:
@@ -99,6 +80,8 @@ class Simulation:
         self.waiting_calls: dict[Anchor, list[Callable[[], None]]] = {}
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
+        self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
+        """Rounds of each batch that end with too few groups, and the tasks that are added after each."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
@@ -216,7 +199,8 @@ class Simulation:
             self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
         for addition in (a for a in batch.additions if a.missing is None):
             anchor, seconds = self.past.before(addition.added_at)
-            self.when([("submit", batch.batch_id), anchor], seconds, partial(self._add, batch.batch_id, addition.event))
+            add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
+            self.when([("submit", batch.batch_id), anchor], seconds, add_tasks)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
@@ -300,8 +284,8 @@ class Simulation:
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
-            past = self.past_batches[batch_id]
-            seconds = 0.0 if past.ended_at is None or past.finalizing_at is None else past.ended_at - past.finalizing_at
+            rounds = self.rounds[batch_id]
+            seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
             self.after(seconds, lambda: self._end_pipeline(batch_id))
 
     def _end_grace(self, batch_id: BatchId) -> None:
@@ -310,9 +294,23 @@ class Simulation:
         self.dispatch()
 
     def _end_pipeline(self, batch_id: BatchId) -> None:
-        if self.states[batch_id].state is BatchLifecycleState.FINALIZING:
+        """End the batch, or the round in which too few of its groups were usable."""
+        if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
+            return
+        if rounds := self.rounds[batch_id]:
+            addition = rounds.popleft()
+            self.record(batch_id, [*filter(None, [addition.missing])])
+            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event))
+        else:
             self.record(batch_id, [ev.BatchFinalized(result={})])
             self.note_end(batch_id)
+            self.dispatch()
+
+    def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded) -> None:
+        """Add the tasks that were added to the recorded batch, unless it has ended here."""
+        if self.states[batch_id].state is BatchLifecycleState.RUNNING:
+            per_unit = self.settings.runs_per_unit or event.runs_per_unit
+            self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
             self.dispatch()
 
     def note_end(self, batch_id: BatchId) -> None:
