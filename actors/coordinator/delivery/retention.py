@@ -193,5 +193,5 @@ class Retention:
             _LOG.warning("nothing was freed: %s", e)
             recorded.set_result(False)
             return
-        self._live.then(lambda: recorded.set_result(True))
-        self._live.turn.failed.append(lambda error: recorded.set_result(False))
+        self._live.when_durable(lambda: recorded.set_result(True))
+        self._live.turn.failure_calls.append(lambda error: recorded.set_result(False))

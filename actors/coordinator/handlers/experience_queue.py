@@ -243,7 +243,7 @@ class ExperienceQueue:
         if math.isfinite(soonest):
             self._actor.after(max(0.01, soonest), "take:cooldown", self.check)
 
-    def returned(self, step: int) -> None:
+    def on_trainer_restarted(self, step: int) -> None:
         """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):

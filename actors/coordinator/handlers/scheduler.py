@@ -84,10 +84,10 @@ class SchedulerHandlers:
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
         self._live.record_batch(batch.batch_id, events)
-        end_events = collect_decisions.over(batch)
+        end_events = collect_decisions.end_if_done(batch)
         self._live.record_batch(batch.batch_id, end_events)
         if end_events:
-            self._dynamic_timeout.ended(batch)
+            self._dynamic_timeout.record_batch(batch)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
@@ -107,7 +107,7 @@ class SchedulerHandlers:
         )
         if events:
             self._live.record_batch(batch_id, events)
-            self._live.keep_tasks(batch_id, parcels, more=isinstance(events[-1], ev.TasksAdded))
+            self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))
         batch = self._live.find(batch_id)
         self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 

@@ -84,8 +84,8 @@ class AnswerHandlers:
         if new:
             self._live.record(event)
             self._rewarding.update(new)
-            self._live.then(lambda: self._rewarding.difference_update(new))
-            self._live.turn.failed.append(lambda _: self._rewarding.difference_update(new))
+            self._live.when_durable(lambda: self._rewarding.difference_update(new))
+            self._live.turn.failure_calls.append(lambda _: self._rewarding.difference_update(new))
         self._router.reply(request, len(messages))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
@@ -96,7 +96,7 @@ class AnswerHandlers:
 
     def _deliver_next(self) -> None:
         request, log = self._deliveries[0], self._live.log
-        self._live.ask(
+        self._live.run_in_thread(
             lambda: (processed_before(log, request.id), log.query(serve_answers.to_deliver)),
             lambda result: self._run_pipeline(request, result),
         )
@@ -135,7 +135,7 @@ class AnswerHandlers:
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
             self._delivered(request, None, e)
             return
-        self._live.then(self._outputs.wake)
+        self._live.when_durable(self._outputs.wake)
         self._delivered(request, DeliveredAnswers(count=len(messages), metrics=result.metrics))
 
     def _delivered(
@@ -156,8 +156,8 @@ class AnswerHandlers:
             while self._deliveries:
                 self._router.lost(self._deliveries.popleft(), error)
 
-        self._live.then(over)
-        self._live.turn.failed.append(lost)
+        self._live.when_durable(over)
+        self._live.turn.failure_calls.append(lost)
 
     def _find(self, messages: list[str]) -> dict[str, serve_answers.AnswerState]:
         # A read from before the end of the last delivery may show an answer as not delivered.

@@ -53,7 +53,7 @@ class RouteHandlers:
         """Answer a poll with the table: at once if the proxy has an older one, else when it changes."""
         command = request.command
         proxy = self._proxies.setdefault(command.proxy, _Proxy(command.url))
-        self.look()
+        self.update()
         proxy.table, proxy.polled_at, proxy.open_poll = command.knows, self._actor.now(), request
         self._actor.after(POLL_SECONDS, f"routes:{command.proxy}", lambda: self._answer(proxy))
         if proxy.table != self._number:
@@ -66,7 +66,7 @@ class RouteHandlers:
             self._actor.cancel(f"routes:{request.command.proxy}")
             self._router.answer(request, RouteTable(number=self._number, engines=self._table))
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Send the proxies, at the end of a turn, a table that has changed."""
         if not self._proxies:
             return
@@ -83,7 +83,7 @@ class RouteHandlers:
 
     def take_out(self, load: Callable[[], None]) -> None:
         """Call `load` once no proxy sends new requests to a runner that was marked as loading."""
-        self.look()
+        self.update()
         number = self._number
         self._leaving.append((number, load))
         self._actor.after(TAKEN_OUT_SECONDS, f"taken out:{number}", lambda: self._start_loads(number))

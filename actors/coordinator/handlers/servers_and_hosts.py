@@ -34,12 +34,12 @@ class MachineHandlers:
 
     def drain(self, request: CommandRequest[DrainHost]) -> None:
         name, fleet = request.command.host, self.hosts()
-        joined = {} if fleet is None else {host.name: host for host in fleet.there()}
+        joined = {} if fleet is None else {host.name: host for host in fleet.present()}
         if fleet is None or name not in joined:
             names = ", ".join(sorted(joined)) or "none besides the head's own"
             raise HostNotFound(f"no host {name!r} takes part: there is {names}")
         fleet.drain(name, request.command.reason)
-        self.router.reply(request, DrainingHost(host=name, epoch=joined[name].epoch, units=fleet.units_of(name)))
+        self.router.reply(request, DrainingHost(host=name, epoch=joined[name].epoch, units=fleet.unit_count(name)))
 
 
 def _urls(field: str, urls: list[str]) -> list[str]:

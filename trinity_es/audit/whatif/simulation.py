@@ -280,7 +280,8 @@ class Simulation:
                 self.after(grace + self.records[batch_id].timer_late, lambda: self._grace(batch_id))
             return
         self.revoke(state)
-        self.record(batch_id, decisions.start_finalizing(state, self.over["return_partial_tasks"]))
+        self.record(
+            batch_id, decisions.start_finalizing(state, return_partial=self.over["return_partial_tasks"]))
         if self.states[batch_id].state.ended:
             self.ended(batch_id)
         else:
@@ -307,7 +308,8 @@ class Simulation:
     def timeout(self) -> float:
         if self.dynamic is None or self.pace is None:
             return 0.0
-        return dynamic_timeout.allowed(self.pace.steps, self.pace.attempts, self.pace.seconds, **self.dynamic)
+        pace = self.pace
+        return dynamic_timeout.attempt_timeout(pace.steps, pace.attempts, pace.seconds, **self.dynamic)
 
     def dispatch(self) -> None:
         batches = [s for s in self.states.values() if not s.state.ended]
