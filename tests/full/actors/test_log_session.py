@@ -235,7 +235,7 @@ def test_what_was_read_while_it_was_closed_is_handed_over_when_it_is_open(host: 
     host.until("the read", lambda: found == [1])
     host.session.phase = Phase.CLOSED
     host.session.live.run_in_thread(lambda: 2, found.append)
-    host.until("the read", lambda: bool(host.session._waiting))
+    host.until("the read", lambda: bool(host.session._held_results))
     assert found == [1]
     host.session.phase = Phase.OPEN
     host.session.deliver_held_results()

@@ -266,7 +266,7 @@ def test_p36_of_the_engines_that_serve_at_least_so_many_are_left_where_there_are
 ) -> None:
     runners = [EngineStatus(str(i), c, loading and not c, f) for i, (c, loading, f) in enumerate(flags)]
     chosen = next_to_load(runners, keep, all_reported=all_known)
-    serving = [r.name for r in runners if not r.loading]
+    serving = [r.name for r in runners if not r.is_loading]
     left = len(serving) - len(chosen)
     assert set(chosen) <= {r.name for r in runners if not (r.has_version or r.is_loading or r.has_failed)}
     if chosen:

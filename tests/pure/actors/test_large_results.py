@@ -112,7 +112,7 @@ def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-    monkeypatch.setattr(place.live, "ask", lambda read, then: asked.append((read, then)))
+    monkeypatch.setattr(place.live, "run_in_thread", lambda read, then: asked.append((read, then)))
     [outcome] = unit_reports.written([(place.submit(1000), done(1000, 2))], place.payloads)
     message = OutcomeReport("runner-0", 1, 1, [outcome])
     place.report(message)
