@@ -52,7 +52,7 @@ BREAKS = (
           "main/test_simulation.py::test_no_schedule_breaks_a_promise"),
     Break(1, "A group whose append failed for good is acted on as if it were in the log.",
           "actors/coordinator/log_writer.py", "self._post_failure(group, e)",
-          "self._post(lambda turns=group: self._call_durable(turns))",
+          "self._post(partial(self._call_durable, group))",
           "full/actors/test_writer.py::test_trouble_that_stays_fails_at_once_with_all_that_came_behind"),
     Break(1, "PostgreSQL may acknowledge a commit before it is written, if its own setting says so.",
           "events/store/database/postgres.py", "SET synchronous_commit = on; ", "",

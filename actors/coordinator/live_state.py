@@ -116,10 +116,8 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
 
 
 def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`.
-
-    An adapter that was removed and published again counts from its first publication after that.
-    """
+    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`. An adapter that was removed
+    and published again counts from its first publication after that."""
     names = set[str]()
     for name, event in current_adapters(adapters).items():
         removal = log.last(event.own_stream(), "AdapterRemoved")
@@ -244,10 +242,8 @@ class LiveState:
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
-        """Return a batch, open or ended; None if no batch has this id.
-
-        An old one is read from the log, so while a request is handled it may raise NotRead.
-        """
+        """Return a batch, open or ended; None if no batch has this id. An old one is read from the log, so while a
+        request is handled it may raise NotRead."""
         state = self.batches.get(batch_id) or self.ended_batches.get(batch_id)
         if state is None:
             if type(batch_id) is int and batch_id > self._greatest_id:

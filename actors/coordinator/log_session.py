@@ -245,10 +245,8 @@ class LogSession:
             call()
 
     def end_turn(self) -> None:
-        """Hand the turn to the writer, or call its actions now if they wait for nothing.
-
-        If the log can't be written, the callers of the turn get the failure.
-        """
+        """Hand the turn to the writer, or call its actions now if they wait for nothing. If the log can't be written,
+        the callers of the turn get the failure."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.has_live_state and self.phase is not Phase.RESUMING:
                 for fail in self.live.close_turn().failure_calls:

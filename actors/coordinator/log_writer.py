@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trinity_es.events.errors import DataError, InvalidEvent, LogError
@@ -55,16 +56,9 @@ class LogWriter:
     """Writer thread, which appends turns in the order of `submit`; `post` runs a callable in the actor's loop."""
 
     def __init__(
-        self,
-        log: EventLog,
-        lease: Lease,
-        post: Callable[[Callable[[], None]], None],
-        on_failure: Callable[[Exception, Sequence[UnitOfWork]], None],
-        metadata: dict[str, Any],
-        commit_numbers: Iterator[int],
-        *,
-        retry_for: float = 300.0,
-        now: Callable[[], float] = time.monotonic,
+        self, log: EventLog, lease: Lease, post: Callable[[Callable[[], None]], None],
+        on_failure: Callable[[Exception, Sequence[UnitOfWork]], None], metadata: dict[str, Any],
+        commit_numbers: Iterator[int], *, retry_for: float = 300.0, now: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         """Start the thread.
@@ -139,7 +133,7 @@ class LogWriter:
                     self._fatal_error = e
                     self._post_failure(group, e)
                 continue
-            self._post(lambda turns=group: self._call_durable(turns))  # type: ignore[misc]  # binds the loop's value
+            self._post(partial(self._call_durable, group))
 
     def _check_place(self) -> None:
         """Report a log file that was deleted or renamed, before a request has to fail because of it."""
@@ -157,10 +151,8 @@ class LogWriter:
             self._append(writes)
 
     def _append_one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
-        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone.
-
-        `error` is why the log refused the content of the whole group.
-        """
+        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone. `error` is why
+        the log refused the content of the whole group."""
         for index, turn in enumerate(group):
             try:
                 if len(group) > 1:
@@ -177,7 +169,7 @@ class LogWriter:
                 self._post_failure([turn], turn_error)
                 self._post_failure(group[index + 1 :], self._fatal_error)
                 return
-            self._post(lambda turn=turn: self._call_durable([turn]))  # type: ignore[misc]  # binds the loop's value
+            self._post(partial(self._call_durable, [turn]))
 
     def _post_failure(self, turns: Sequence[UnitOfWork], error: Exception) -> None:
         """Have the actor's loop report that these turns can't be written."""
@@ -192,11 +184,7 @@ class LogWriter:
                 lambda: self._log.append(
                     writes, commit_id=commit_id, lease=self._lease, metadata=self._metadata, patience=0.0
                 ),
-                seconds=self._retry_for,
-                wait=self._pause,
-                now=self._now,
-                chance=self._chance,
-                tell=self._log_retry,
+                seconds=self._retry_for, wait=self._pause, now=self._now, chance=self._chance, tell=self._log_retry,
             )
             self.written += 1
             if self._trouble is not None:

@@ -41,11 +41,8 @@ class SenderMarkChecks:
         self, log: EventLog, unheard_runners: Iterable[str], post: Callable[[Callable[[], None]], None],
         on_rewound: Callable[[LogRewound], None], on_replaced: Callable[[], None],
     ) -> None:
-        """Hold client requests until the `unheard_runners` have reported.
-
-        `post` runs a callable in the actor's loop. `on_rewound` is called if the log lacks a marked event,
-        `on_replaced` for a mark of a later coordinator.
-        """
+        """Hold client requests until the `unheard_runners` have reported. `post` runs a callable in the actor's loop.
+        `on_rewound` is called if the log lacks a marked event, `on_replaced` for a mark of a later coordinator."""
         self._log, self._post, self._on_rewound, self._on_replaced = log, post, on_rewound, on_replaced
         self._teller = uuid.uuid4().hex
         """Id of this coordinator in its own marks."""
@@ -64,10 +61,8 @@ class SenderMarkChecks:
 
     # --- marks ------------------------------------------------------------------------------------------------------
     def admit(self, mark: Mark | None, sender: str, act: Callable[[], None], *, if_unreadable: bool = False) -> None:
-        """Call `act` once the log has proved to hold the mark of this sender: at once for a mark known before.
-
-        If the log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages.
-        """
+        """Call `act` once the log has proved to hold the mark of this sender: at once for a mark known before. If the
+        log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages."""
         if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified_marks:
             act()
             return

@@ -53,10 +53,8 @@ class RequestsInHand:
     """Requests and pipelines in work now, and suspects: those in work when earlier coordinators ended."""
 
     def __init__(self, path: Path | None = None, system_start: str = "") -> None:
-        """Read the file of the previous coordinator, or keep all in memory if there is no path.
-
-        `system_start` names a start of the system; a file of another start is ignored.
-        """
+        """Read the file of the previous coordinator, or keep all in memory if there is no path. `system_start` names a
+        start of the system; a file of another start is ignored."""
         self._system_start = system_start
         self._requests: dict[str, str] = {}
         """Names of this turn's requests, by fingerprint."""

@@ -86,10 +86,8 @@ def lacks(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
 
 
 def excused(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
-    """Return the adapters that this runner could not load, except those that some engine loaded (`loaded_once`).
-
-    A new runner may serve without these, since no engine answers requests for them.
-    """
+    """Return the adapters that this runner could not load, except those that some engine loaded (`loaded_once`). A new
+    runner may serve without these, since no engine answers requests for them."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded_once)
 
 

@@ -26,21 +26,8 @@ from trinity_es.projections.batch import BatchState, Flight, batch_result
 from trinity_es.projections.host_states import host_of
 
 __all__ = [
-    "Capacity",
-    "abort",
-    "add",
-    "dispatch",
-    "finalize_failed",
-    "finalized",
-    "groups_missing",
-    "outcome",
-    "recovery",
-    "reopen",
-    "require_batch",
-    "require_runs",
-    "runner_lost",
-    "start_finalizing",
-    "submit",
+    "Capacity", "abort", "add", "dispatch", "finalize_failed", "finalized", "groups_missing", "outcome", "recovery",
+    "reopen", "require_batch", "require_runs", "runner_lost", "start_finalizing", "submit",
 ]
 
 SLACK_PLACES = 0.25
@@ -54,19 +41,9 @@ RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 
 
 def submit(
-    existing: BatchState | None,
-    *,
-    batch_id: BatchId,
-    batch_type: BatchType,
-    repeat_times: list[int],
-    tasks: list[dict[str, Any]] | None,
-    tasks_digest: str | None,
-    min_wait_num: int | None,
-    max_attempts: int,
-    runs_per_unit: int | None,
-    detailed_stats: bool,
-    submission: str,
-    continues: Sequence[ev.ContinuedTask] = (),
+    existing: BatchState | None, *, batch_id: BatchId, batch_type: BatchType, repeat_times: list[int],
+    tasks: list[dict[str, Any]] | None, tasks_digest: str | None, min_wait_num: int | None, max_attempts: int,
+    runs_per_unit: int | None, detailed_stats: bool, submission: str, continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
     """Submit a batch; the same submission again changes nothing.
 
@@ -150,9 +127,7 @@ def outcome(
     batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, on_servers: bool = False
 ) -> list[ev.Event]:
     """Record the result of a unit; a settled unit, or one that is no longer this runner's, changes nothing.
-
-    `on_servers` means that engines are external servers, whose failures are not blamed on units.
-    """
+    `on_servers` means that engines are external servers, whose failures are not blamed on units."""
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
     unit = result.unit
@@ -192,10 +167,8 @@ def _has_attempts_left(batch: BatchState, unit: ev.Unit) -> bool:
 
 
 def _is_blamed_for_end(unit: ev.Unit, on_servers: bool) -> bool:
-    """Return True if a unit is blamed when the engine that serves it ends.
-
-    An external server ends for reasons of its own, so there a unit is blamed only after many such attempts.
-    """
+    """Return True if a unit is blamed when the engine that serves it ends. An external server ends for reasons of its
+    own, so there a unit is blamed only after many such attempts."""
     return not on_servers or unit.attempt >= MOST_SERVERS_LOST
 
 
@@ -336,10 +309,8 @@ def finalized(
 
 
 def groups_missing(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
-    """Record that the pipeline left only `usable` tasks, which is too few.
-
-    `lost_counts` has the number of tasks whose experiences it dropped, by cause; failed tasks are added to it.
-    """
+    """Record that the pipeline left only `usable` tasks, which is too few. `lost_counts` has the number of tasks whose
+    experiences it dropped, by cause; failed tasks are added to it."""
     failed = sum(not batch.tasks[number].payloads for number in batch.ready_tasks())
     causes = {**lost_counts, "failed": failed} if failed else dict(lost_counts)
     return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)

@@ -19,16 +19,8 @@ __all__ = ["drop_rest", "end_if_done", "open_scheduled", "pause", "resume", "sch
 
 
 def schedule(
-    existing: BatchState | None,
-    *,
-    batch_id: BatchId,
-    repeat_times: list[int],
-    tasks: list[dict[str, Any]] | None,
-    tasks_digest: str | None,
-    evals: Sequence[int],
-    max_attempts: int,
-    runs_per_unit: int | None,
-    request: str,
+    existing: BatchState | None, *, batch_id: BatchId, repeat_times: list[int], tasks: list[dict[str, Any]] | None,
+    tasks_digest: str | None, evals: Sequence[int], max_attempts: int, runs_per_unit: int | None, request: str,
 ) -> list[ev.Event]:
     """Begin a batch with these tasks, or add them to the open one; the same request again changes nothing.
 

@@ -18,10 +18,8 @@ __all__ = ["continued_task", "kept_attempts", "must_end"]
 
 
 def continued_task(task: int, earlier: BatchState | None, cut_task: int) -> ev.ContinuedTask:
-    """Return the record that task `task` of a new batch goes on with task `cut_task` of an earlier one.
-
-    Raises DataError if the earlier batch (None: unknown) did not cut that task.
-    """
+    """Return the record that task `task` of a new batch goes on with task `cut_task` of an earlier one. Raises
+    DataError if the earlier batch (None: unknown) did not cut that task."""
     if earlier is None or not earlier.state.ended or cut_task not in earlier.cut:
         where = "an unknown batch" if earlier is None else f"batch {earlier.batch_id!r}"
         raise DataError(f"task {task} can't continue task {cut_task} of {where}: that batch did not cut it")
@@ -48,9 +46,7 @@ def kept_attempts(task: ev.ContinuedTask, earlier: BatchState | None, batch: Bat
 
 
 def must_end(batch: BatchState, max_cuts: int | None) -> bool:
-    """Return True if the batch has to wait for a task that was cut `max_cuts` times (None: no such limit).
-
-    With further cuts its answers would be dropped as stale, or begin again (after MOST_SPLICES cuts).
-    """
+    """Return True if the batch has to wait for a task that was cut `max_cuts` times (None: no such limit). With further
+    cuts its answers would be dropped as stale, or begin again (after MOST_SPLICES cuts)."""
     limit = MOST_SPLICES if max_cuts is None else min(MOST_SPLICES, max_cuts)
     return any(c.cuts >= limit and task not in batch.statuses for task, c in batch.continues.items())

@@ -81,10 +81,8 @@ class Room:
         return runner
 
     def least_loaded(self, avoid: str | None = None) -> Capacity | None:
-        """Return the least loaded runner with room, other than `avoid`; None if there is none.
-
-        Also drops the entries that are out of date, and the runners that do not fit.
-        """
+        """Return the least loaded runner with room, other than `avoid`; None if there is none. Also drops the entries
+        that are out of date, and the runners that do not fit."""
         heap, avoided_entries = self._heap, []
         result = None
         while heap and result is None:

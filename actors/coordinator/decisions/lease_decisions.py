@@ -27,10 +27,8 @@ SPLIT = 8
 
 
 def end_of_attempt(batch: BatchState | None, life: RunnerLife | None, holder: LeaseChange | ev.LeaseTaken) -> str:
-    """Return why the attempt that holds a lease is over; empty while it runs.
-
-    `batch` is the open one of its id, if any; `life` is that of its runner.
-    """
+    """Return why the attempt that holds a lease is over; empty while it runs. `batch` is the open one of its id, if
+    any; `life` is that of its runner."""
     unit = holder.unit
     if life is None or life.state.gone or life.state is RunnerState.RETIRED:
         return "its runner is gone"

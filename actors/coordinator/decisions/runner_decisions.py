@@ -10,21 +10,16 @@ __all__ = ["ended", "is_late", "reported"]
 
 
 def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
-    """Return True if a report came after a report of a later life, or after the end of its own was recorded.
-
-    `life` is the runner's newest reported life.
-    """
+    """Return True if a report came after a report of a later life, or after the end of its own was recorded. `life` is
+    the runner's newest reported life."""
     if life is None or life.incarnation < report.incarnation:
         return False
     return life.incarnation > report.incarnation or life.state.gone
 
 
 def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
-    """Record the changes in a report that is not late.
-
-    `lacks` is why a life whose engine is ready stays failed; empty if it does not. `life` is None after a takeover
-    until the runner reports, so its state is recorded again.
-    """
+    """Record the changes in a report that is not late. `lacks` is why a life whose engine is ready stays failed; empty
+    if it does not. `life` is None after a takeover until the runner reports, so its state is recorded again."""
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
     if life is None or life.incarnation < incarnation:

@@ -18,10 +18,8 @@ __all__ = ["has_retired", "is_drained", "listed", "scaled"]
 
 
 def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
-    """Record what a new reading of the list changes; `urls_before` is the previous reading, None for the first.
-
-    An empty list changes nothing, since a file is also empty while it is being rewritten.
-    """
+    """Record what a new reading of the list changes; `urls_before` is the previous reading, None for the first. An
+    empty list changes nothing, since a file is also empty while it is being rewritten."""
     current_urls = list(dict.fromkeys(urls))
     if not current_urls:
         return []

@@ -56,16 +56,11 @@ class PipelineThread:
     """Pipeline that runs jobs one at a time, in the order of `run`, so operators need not be thread-safe."""
 
     def __init__(
-        self,
-        operators: list[dict[str, Any]],
-        payloads: PayloadStore,
-        post: Callable[[Callable[[], None]], None],
+        self, operators: list[dict[str, Any]], payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         models: Callable[[], Mapping[str, list[Any]]] = dict,
     ) -> None:
         """`models` returns the auxiliary models' clients; it is called in the pipeline's thread and may wait."""
-        self._pipeline = Pipeline(operators, models)
-        self._payloads = payloads
-        self._post = post
+        self._pipeline, self._payloads, self._post = Pipeline(operators, models), payloads, post
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pipeline")
         self._closing: Future[list[str]] | None = None
 
@@ -75,9 +70,7 @@ class PipelineThread:
 
     def close(self, report_problem: Callable[[str], None]) -> bool:
         """Begin to close the operators, and return True once all are closed; call it again until it returns True.
-
-        `report_problem` is called in the actor's loop for each operator that could not be closed.
-        """
+        `report_problem` is called in the actor's loop for each operator that could not be closed."""
         if not self._pipeline.has_open_operators and self._closing is None:
             return True
         if self._closing is None:

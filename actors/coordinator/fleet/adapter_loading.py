@@ -138,10 +138,8 @@ class AdapterLoading:
     def _end_waits(
         self, runner: str, versions: Mapping[str, int], errors: Mapping[tuple[str, int], str] = MappingProxyType({})
     ) -> None:
-        """Stop waiting for a runner that serves the awaited version of an adapter, or could not load it.
-
-        `versions` has the version of each adapter that it serves, `errors` those that it could not load.
-        """
+        """Stop waiting for a runner that serves the awaited version of an adapter, or could not load it. `versions` has
+        the version of each adapter that it serves, `errors` those that it could not load."""
         for awaited, (adapter, version) in self.waiters.items():
             error = errors.get((adapter, version))
             if versions.get(adapter, -1) >= version:

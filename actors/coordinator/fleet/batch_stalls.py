@@ -40,14 +40,8 @@ class Stalls:
     """Detector of stalls in the open batches of a live state."""
 
     def __init__(
-        self,
-        live: LiveState,
-        registry: RunnerRegistry,
-        stall_seconds: float,
-        clock: Callable[[], float],
-        *,
-        attempt_timeout: float | None = None,
-        sequential: bool = False,
+        self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
+        attempt_timeout: float | None = None, sequential: bool = False,
     ) -> None:
         """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds.
 

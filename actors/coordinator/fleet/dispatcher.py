@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
@@ -26,10 +27,8 @@ REST_SECONDS = 30.0
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last.
-
-    `unit_seconds` is the mean duration of its units; None before the first.
-    """
+    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last. `unit_seconds`
+    is the mean duration of its units; None before the first."""
     if unit_seconds is None:
         return 0
     return int(places * min(MAX_AHEAD_PER_PLACE, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
@@ -150,9 +149,13 @@ class Dispatcher:
 
     def _send_work(self, runner: RunnerRecord, assignments: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
         """Send units and acknowledgements to a runner once this turn is durable, in as many messages as it takes."""
+
+        def send(group: list[UnitAssignment]) -> None:
+            message = RunUnits(runner.incarnation, group, acks, self._log_end())
+            self.registry.sender.send(runner.address, message)
+
         for group in in_groups(assignments):
-            self.live.when_durable(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop variable
-                runner.address, RunUnits(runner.incarnation, group, acks, self._log_end())))
+            self.live.when_durable(partial(send, group))
 
 
 def in_groups(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:

@@ -21,9 +21,7 @@ def attempt_timeout(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
     """Return the seconds that an attempt may take: `ratio` times the mean of these attempts, which took `seconds`.
-
-    Return 0, which stands for `max_timeout`, after fewer than `warmup_min_steps` steps or if `max_timeout` is less.
-    """
+    Return 0, which stands for `max_timeout`, after fewer than `warmup_min_steps` steps or if `max_timeout` is less."""
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts
@@ -31,10 +29,8 @@ def attempt_timeout(
 
 
 def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """Return the measurements after this ended batch; None if it is no train step.
-
-    `last` has those before it; `limits` are the keyword arguments of `attempt_timeout`.
-    """
+    """Return the measurements after this ended batch; None if it is no train step. `last` has those before it; `limits`
+    are the keyword arguments of `attempt_timeout`."""
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None
     if last is None:

@@ -127,10 +127,8 @@ class ServerFleet:
         return f"{problem}; {weights_advice(url)}" if refusal else problem
 
     def _is_drained(self, life: RunnerLife, unit_count: int) -> bool:
-        """Return True if a leaving runner has no units and loads no weights, or `drain_timeout` is over.
-
-        Its time begins with the first call.
-        """
+        """Return True if a leaving runner has no units and loads no weights, or `drain_timeout` is over. Its time
+        begins with the first call."""
         assert self._settings is not None
         now = self._registry.sender.now()
         waited_seconds = now - self._leaving_since.setdefault(life.name, now)

@@ -67,11 +67,8 @@ def listening(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return a started server for hosts, whose messages `fleet` handles in the actor's loop.
-
-    While `fleet` returns None, messages are dropped. `folders` returns the folders of models and weights that hosts
-    need too.
-    """
+    """Return a started server for hosts, whose messages `fleet` handles in the actor's loop. While `fleet` returns
+    None, messages are dropped. `folders` returns the folders of models and weights that hosts need too."""
     from trinity_es.actors.hosts.link import HeadEnd  # it imports aiohttp, which a run on one host does not need
 
     address, _, port = (settings.listen or settings.address).rpartition(":")

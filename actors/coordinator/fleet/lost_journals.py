@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
@@ -87,13 +88,11 @@ class LostJournals:
                     self._requested_units.add(lost)
                     units_by_life.setdefault(life, []).append(lost)
         for life, units in units_by_life.items():
-            self._live.when_durable(lambda life=life, units=units: self._read(life, units))  # type: ignore[misc]  # binds both
+            self._live.when_durable(partial(self._read, life, units))
 
     def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
-        """Store what the journals have of the open units of a batch that cuts its open tasks.
-
-        Then call `record` with the events that name the payloads, unless the batch was submitted again meanwhile.
-        """
+        """Store what the journals have of the open units of a batch that cuts its open tasks. Then call `record` with
+        the events that name the payloads, unless the batch was submitted again meanwhile."""
         if batch.submission in self._cut_submissions:
             return
         batch_id, submission = batch.batch_id, batch.submission
@@ -117,9 +116,7 @@ class LostJournals:
 
     def _read(self, life: Life, units: list[_LostUnit]) -> None:
         """Have a thread store what a life's journal has of these units, record it, then delete an ended life's journal.
-
-        If it can't be read, the runs begin again.
-        """
+        If it can't be read, the runs begin again."""
 
         def done(events: list[ev.AttemptKept | None] | Exception) -> None:
             if isinstance(events, Exception):

@@ -127,28 +127,13 @@ class RunnerRegistry:
         now, monotonic = self.clock(), self.sender.now()
         return [
             {
-                "runner": r.name,
-                "host": host_of(r.name),
-                "model": r.life.model,
-                "incarnation": r.incarnation,
-                "state": r.state,
-                "pid": r.life.pid,
-                "places": r.life.places,
-                "load": loads.get((r.name, r.incarnation), 0),
-                "model_version": r.model_version,
-                "loading": r.loading,
+                "runner": r.name, "host": host_of(r.name), "model": r.life.model, "incarnation": r.incarnation,
+                "state": r.state, "pid": r.life.pid, "places": r.life.places,
+                "load": loads.get((r.name, r.incarnation), 0), "model_version": r.model_version, "loading": r.loading,
                 "loading_since": None if r.loading is None else now - (monotonic - r.loading_since),
-                "refused": r.life.refuses(self.live.weights),
-                "adapters": dict(r.adapters),
-                "reason": r.life.reason,
-                "seen": r.seen,
-                "progressed": r.progressed,
-                "finished": r.finished,
-                "silent": r.silent,
-                "trouble": r.trouble,
-                "waits_for": r.waits_for,
-                "runs_wait": r.runs_wait,
-                "endpoint": r.endpoint,
+                "refused": r.life.refuses(self.live.weights), "adapters": dict(r.adapters), "reason": r.life.reason,
+                "seen": r.seen, "progressed": r.progressed, "finished": r.finished, "silent": r.silent,
+                "trouble": r.trouble, "waits_for": r.waits_for, "runs_wait": r.runs_wait, "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
             if host_of(r.name) not in absent_hosts

@@ -35,10 +35,8 @@ class WeightGroup:
         return bool(serving) and serving == self.members and not is_loading
 
     def join(self, request_id: str, command: JoinWeightGroup) -> Awaited:
-        """Invite every runner to a new group, and return the wait for their answers.
-
-        Raises SyncError unless all `command.engines` engines serve.
-        """
+        """Invite every runner to a new group, and return the wait for their answers. Raises SyncError unless all
+        `command.engines` engines serve."""
         serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")

@@ -105,10 +105,8 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", *, again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Publish weights and have every runner load them; return the wait for that. Raises SyncError.
-
-        The second value is True if the trainer sends the weights to the engines; else runners load them from `path`.
-        """
+        """Publish weights and have every runner load them; return the wait for that. Raises SyncError. The second value
+        is True if the trainer sends the weights to the engines; else runners load them from `path`."""
         serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))
@@ -148,10 +146,8 @@ class WeightLoading:
             self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, *, from_group: bool = False) -> None:
-        """Order a runner to load the current version, unless it is loading it already.
-
-        `from_group` means that the trainer sends the weights.
-        """
+        """Order a runner to load the current version, unless it is loading it already. `from_group` means that the
+        trainer sends the weights."""
         current = self.live.weights
         if runner.loading == current.version:
             return

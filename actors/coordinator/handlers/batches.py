@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trinity_es.actors.commands import (
@@ -209,7 +210,7 @@ class BatchHandlers:
             events = batches.start_finalizing(batch, return_partial=return_partial, groups=groups, cut=cuts_tasks)
             self.live.record_batch(batch_id, [*(kept if kept and cuts_tasks else ()), *events])
             if batch_id in self.live.batches:  # a train batch: FINALIZING
-                self.live.when_durable(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
+                self.live.when_durable(partial(self.start_pipeline, batch))
             else:
                 self._on_ended(batch_id)
 

@@ -120,24 +120,16 @@ class Handlers:
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]
+        hosts = self.hosts()
         self.router.answer(
             request,
             {
                 "weights_version": self.live.weights.version,
                 "adapters": {name: e.version for name, e in current_adapters(self.live.adapters).items()},
-                "batches": batches,
-                "runners": self.fleet.registry.status(),
-                "clock": self.fleet.registry.clock(),
-                "recovered": self.batches.recovered,
-                "outputs": self.outputs.status(),
-                "queue": self.queue.status(),
-                "epoch": self.epoch,
-                "trouble": self.trouble(),
-                "refuses": self.refuses(),
-                "proxies": self.routes.urls(),
-                "servers": self.servers.status(),
-                "server_list": self.servers.trouble,
-                "leases": self.leases.status(),
-                "hosts": [] if (hosts := self.hosts()) is None else hosts.status(),
+                "batches": batches, "runners": self.fleet.registry.status(), "clock": self.fleet.registry.clock(),
+                "recovered": self.batches.recovered, "outputs": self.outputs.status(), "queue": self.queue.status(),
+                "epoch": self.epoch, "trouble": self.trouble(), "refuses": self.refuses(),
+                "proxies": self.routes.urls(), "servers": self.servers.status(), "server_list": self.servers.trouble,
+                "leases": self.leases.status(), "hosts": [] if hosts is None else hosts.status(),
             },
         )

@@ -28,7 +28,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
-from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, rewarded
+from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, put_rewards
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerStatus, WeightsLoadResult
@@ -253,7 +253,7 @@ def test_p36_rewards_are_written_into_experiences_and_the_answers_of_a_run_are_i
 
     states = {m: state(m, t, r) for m, t, r in [("a", "t", 1), ("b", None, None), ("c", "t", 1), ("d", "t", 2)]}
     found = [experience(m) for m in "dacba"]
-    rewarded(found, states)
+    put_rewards(found, states)
     assert [(e.eid.task, e.eid.run, e.eid.step, e.reward) for e in found] == [
         ("t", 2, 0, 1.5), ("t", 1, 0, 1.5), ("t", 1, 1, 1.5), ("b", 0, 0, 1.5), ("t", 1, 0, 1.5)
     ]
