@@ -52,7 +52,6 @@ class Fetch:
         return result
 
     def put(self, key: Hashable, result: Any) -> None:
-        """Store the result of a read, a value or an exception."""
         self._results[key] = result
 
 
@@ -112,7 +111,6 @@ class Watch:
         return f"the database has not answered for {silent_seconds:.0f} s (since {since}); everything waits for it"
 
     def stop(self) -> None:
-        """End the thread after its current probe."""
         self._stopped.set()
 
     def _run(self) -> None:

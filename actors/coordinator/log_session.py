@@ -94,7 +94,7 @@ class SessionHost(TimerHost, Protocol):
 
 
 class LogSession:
-    """Session with one log; the attributes without a value here exist once `has_live_state`."""
+    """Session with one log; the attributes without a value here exist once `has_live_state` is True."""
 
     live: LiveState
     lease: Lease

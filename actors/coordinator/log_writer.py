@@ -93,7 +93,6 @@ class LogWriter:
         return f"the log could not be written for {self._now() - trouble[0]:.0f} s, trying again: {trouble[1]}"
 
     def submit(self, turn: UnitOfWork) -> None:
-        """Put a turn into the queue of the thread."""
         self.in_flight += 1
         with self._wake:
             self._queue.append(turn)

@@ -115,10 +115,8 @@ class RequestsInHand:
         self._write()
 
     def blame(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Suspect a request whose handler crashed this coordinator.
-
-        One crash is enough to refuse the request from now on, since its cause is clear.
-        """
+        """Suspect a request whose handler crashed this coordinator. One crash is enough to refuse the request from now
+        on, since its cause is clear."""
         self._requests.pop(fingerprint(request), None)
         message = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", REQUEST_DEATHS, message)

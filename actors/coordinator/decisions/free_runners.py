@@ -26,7 +26,6 @@ class Capacity:
 
     @property
     def share(self) -> float:
-        """Units per place."""
         return self.load / self.places
 
 

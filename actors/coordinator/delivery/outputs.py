@@ -49,10 +49,8 @@ class Output(Protocol):
     """Place for experiences, built once with the `args` of its config and called from a thread of its own."""
 
     def write(self, key: str, experiences: list[Experience]) -> None:
-        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry.
-
-        The same key and experiences may come again after a crash and must not be stored twice, so use the key as name.
-        """
+        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry. The
+        same key and experiences may come again after a crash and must not be stored twice, so use the key as name."""
 
 
 # --- as rows --------------------------------------------------------------------------------------------------------
@@ -79,7 +77,6 @@ class _FolderOutput:
             file.write(data)
 
     def encode(self, experiences: list[Experience]) -> bytes:
-        """Return the content of a file with these experiences."""
         raise NotImplementedError
 
 
@@ -115,10 +112,8 @@ OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": Pa
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`.
-
-    Raises ConfigError for an unknown name, for wrong arguments and for a class without `write`.
-    """
+    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`. Raises
+    ConfigError for an unknown name, for wrong arguments and for a class without `write`."""
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()
     for entry in entries:
@@ -182,7 +177,6 @@ class _Follower:
         threading.Thread(target=self._run, name=f"output-{name}", daemon=True).start()
 
     def wake(self) -> None:
-        """Have the thread write the new deliveries of the log."""
         self._wake_up.set()
 
     def is_busy(self) -> bool:

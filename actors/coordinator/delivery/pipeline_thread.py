@@ -65,7 +65,6 @@ class PipelineThread:
         self._closing: Future[list[str]] | None = None
 
     def run(self, job: PipelineJob) -> None:
-        """Put a job into the queue of the pipeline's thread."""
         self._pool.submit(self._work, job)
 
     def close(self, report_problem: Callable[[str], None]) -> bool:

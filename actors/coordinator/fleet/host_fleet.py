@@ -249,12 +249,10 @@ class HostFleet:
         return host.there and self._connected_epochs.get(host.name) == host.epoch
 
     def stop(self) -> None:
-        """End the server and all connections."""
         self._head_end.stop()
 
     # --- messages to hosts ------------------------------------------------------------------------------------------
     def send(self, to: FarProcess, message: Any) -> None:
-        """Send a message to a process on another host."""
         self._head_end.send(to.host, to.name, message)
 
     def guardian_of(self, runner: str, head_guardian: Any) -> Any:
@@ -291,7 +289,6 @@ class HostFleet:
                 self._end_runner(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
     def unit_count(self, host: str) -> int:
-        """Return the number of units in flight on a host."""
         return self._unit_counts().get(host, 0)
 
     def _unit_counts(self) -> dict[str, int]:

@@ -63,10 +63,8 @@ class LostJournals:
         return self._open_store is not None and _lost_unit(batch, key) not in self._empty_units
 
     def begin(self, alive: Mapping[str, int]) -> None:
-        """Read what was lost before this coordinator, and delete journals that nothing open needs.
-
-        `alive` has the incarnation of each living runner.
-        """
+        """Read what was lost before this coordinator, and delete journals that nothing open needs. `alive` has the
+        incarnation of each living runner."""
         if self._open_store is None:
             return
         self.read_lost(self._live.batches)

@@ -126,10 +126,8 @@ class RunnerLifecycle:
             self.end_earlier_lives(name, last_ended + 1)
 
     def with_results(self, message: OutcomeReport, take: Callable[[OutcomeReport], None]) -> None:
-        """Call `take` with a group and its results: at once, or after reading them from the payload store.
-
-        They are deleted there once they are in the log. If they can't be read now, the runner sends the group again.
-        """
+        """Call `take` with a group and its results: at once, or after reading them from the payload store. They are
+        deleted there once they are in the log. If they can't be read now, the runner sends the group again."""
         digests = [o.results_digest for o in message.outcomes if o.results_digest]
         group = message.name, message.incarnation, message.number
         if not digests:

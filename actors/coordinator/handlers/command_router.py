@@ -46,10 +46,8 @@ class Handled(NamedTuple):
 def handled(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
 ) -> Handled:
-    """Return a row of the router's table, in which the type checker matches handler and command.
-
-    `again` is called with the id of a waiting request when its client asks again.
-    """
+    """Return a row of the router's table, in which the type checker matches handler and command. `again` is called with
+    the id of a waiting request when its client asks again."""
     return Handled(command, handler, again)
 
 

@@ -90,7 +90,6 @@ class LoadHandlers:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def _runners_that(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
-        """Return the names of the rollout runners for which `fulfil` returns True."""
         return sorted(r.name for r in self.weights.registry.rollout() if fulfil(r))
 
     def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
