@@ -336,7 +336,7 @@ def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
 
 
 def _random_copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
-    """Return copies of `count` tasks, drawn from these groups with their ids as the seed."""
+    """Return copies of `count` tasks, drawn from these with their ids as the seed; none if there are no tasks."""
     if not groups:
         return []
     drawn_groups = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)

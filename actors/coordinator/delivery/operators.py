@@ -309,6 +309,7 @@ _RATE_RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def _data_juicer(**_: Any) -> Operator:
+    """Raise ConfigError with the alternative to this operator of Trinity-RFT."""
     raise ConfigError(
         "data_juicer is not built in: wrap the Data-Juicer operators that you need in a class of yours, with "
         'process(experiences) -> (experiences, metrics), and name it "module:Class"'

@@ -1,7 +1,7 @@
 """Leases that runs take: the coordinator records them, and releases those whose runs can't.
 
 An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
-orphaned (`look`). Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
+orphaned. Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
 retried after pauses that double. A second release by an owner that is still alive does no harm.
 """
 
