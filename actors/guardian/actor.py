@@ -125,7 +125,7 @@ class Guardian(BaseActor):
             name, self.incarnation, self.config, model, *place, url, weights))
         if self.coordinator_address is not None:
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
-        self.tell_endpoints([child])
+        self.send_endpoints([child])
 
     def start_coordinator(self) -> None:
         """Start a coordinator (on a joined host: the host agent), and tell it which runners live."""
