@@ -51,11 +51,11 @@ def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> N
     assert earlier.final_result is not None
     assert earlier.final_result["metrics"]["rollout/cut_task_count"] == 3
     for cuts in (1, 2):
-        task = cut_tasks.continued(0, earlier, 1 if cuts == 1 else 0)
+        task = cut_tasks.continued_task(0, earlier, 1 if cuts == 1 else 0)
         assert task == ev.ContinuedTask(task=0, batch_id=cuts, cut_task=1 if cuts == 1 else 0, cuts=cuts)
         state = fold(submitted(cuts + 1, task))
         assert state is not None
-        [event] = cut_tasks.kept(task, earlier, state) or [None]
+        [event] = cut_tasks.kept_attempts(task, earlier, state) or [None]
         if cuts == 1:
             assert event == replace(KEPT, task=0, attempt=0)
             state = fold([event, dispatched(0)], state)
@@ -73,7 +73,7 @@ def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> N
 ], ids=["unknown", "open", "not cut", "no such task"])
 def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number: int) -> None:
     with pytest.raises(DataError, match=rf"task 2 can't continue task {number} of .*: that batch did not cut it"):
-        cut_tasks.continued(2, earlier, number)
+        cut_tasks.continued_task(2, earlier, number)
 
 
 @pytest.mark.parametrize(("cuts", "bound", "waits"), [(7, None, False), (8, None, True), (1, 2, False), (2, 2, True)])

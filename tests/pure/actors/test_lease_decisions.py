@@ -70,7 +70,7 @@ def folded(*events: ev.Event) -> OpenLeases:
 
 
 def taken() -> ev.LeaseTaken:
-    [event] = decisions.changed({}, TAKEN, "runner-0", 2, "", NOW)
+    [event] = decisions.apply_change(None, TAKEN, "runner-0", 2, "", NOW)
     assert isinstance(event, ev.LeaseTaken)
     return event
 
@@ -98,7 +98,7 @@ STATES: dict[str, list[ev.Event]] = {
 def test_what_a_run_tells_is_recorded_once(state: str, told: str, then: str) -> None:
     leases = folded(*STATES[state])
     said = TAKEN if told == "taken" else change(told, handle="box-1", ttl=50.0, reason="r")
-    events = decisions.changed(leases, said, "runner-0", 2, "", NOW + 5)
+    events = decisions.apply_change(leases.get("es-1"), said, "runner-0", 2, "", NOW + 5)
     assert [type(e).__name__ for e in events] == ([then] if then else [])
     folded(*STATES[state], *events)  # it follows
     for event in events:
@@ -124,7 +124,7 @@ def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
     (batch(), life(RunnerState.RETIRED), "its runner is gone"),
 ])
 def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of: RunnerLife | None, why: str) -> None:
-    assert decisions.over(state, of, TAKEN) == why
+    assert decisions.end_of_attempt(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
     found = decisions.orphans(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
@@ -132,7 +132,7 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
     assert decisions.orphans(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none) == [], "said once"
     if why:
         with pytest.raises(WorkflowError, match=why):
-            decisions.changed({}, TAKEN, "runner-0", 2, why, NOW)
+            decisions.apply_change(None, TAKEN, "runner-0", 2, why, NOW)
 
 
 def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:

@@ -160,7 +160,7 @@ class Leaving:
         life = RunnerLife(name="runner-0", incarnation=1, state=state)
         live = SimpleNamespace(
             servers=after(added(A, 0), added(B, 1), removed(A, 0, "scale")), lives={("runner-0", 1): life}, batches={},
-            weights=Weights(), in_flight=UnitsInFlight(), record=lambda *events: None, then=lambda call: call(),
+            weights=Weights(), in_flight=UnitsInFlight(), record=lambda *events: None, when_durable=lambda call: call(),
         )
         self.registry = RunnerRegistry(live, self, clock=lambda: 0.0)  # type: ignore[arg-type]  # stand-ins
         self.fleet = ServerFleet(settings_of(urls=[A, B]), self.registry, "guardian", proxied=proxied)
@@ -173,7 +173,7 @@ class Leaving:
 
     def look(self, at: float) -> dict[str, int]:
         self.clock = at
-        self.fleet.look()
+        self.fleet.update()
         retire: dict[str, int] = self.told[-1].retire
         return retire
 

@@ -280,7 +280,8 @@ class Simulation:
                 self.after(grace + self.past_batches[batch_id].timer_late, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
-        self.record(batch_id, decisions.start_finalizing(state, self.over_rollout["return_partial_tasks"]))
+        self.record(
+            batch_id, decisions.start_finalizing(state, return_partial=self.over["return_partial_tasks"]))
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
@@ -322,7 +323,8 @@ class Simulation:
         """Return the dynamic timeout of a run in seconds; 0 without one."""
         if self.dynamic_timeout is None or self.pace is None:
             return 0.0
-        return dynamic_timeout.allowed(self.pace.steps, self.pace.attempts, self.pace.seconds, **self.dynamic_timeout)
+        pace = self.pace
+        return dynamic_timeout.attempt_timeout(pace.steps, pace.attempts, pace.seconds, **self.dynamic)
 
     def dispatch(self) -> None:
         """Send waiting units to runners with free places, as the coordinator does."""
