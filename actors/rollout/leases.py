@@ -344,7 +344,6 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread; None if none does."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

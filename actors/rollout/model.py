@@ -54,9 +54,7 @@ class OpenAIServer(Protocol):
     def forget(self, session: str, /) -> None: ...
 
 
-def _blocking(
-    call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
-) -> Callable[Concatenate[Model, _P], _T]:
+def _blocking(call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]) -> Callable[Concatenate[Model, _P], _T]:
     """Return the blocking twin of an `*_async` method. It calls the method by name, so a subclass may override that."""
     name = call.__name__
 
@@ -348,7 +346,6 @@ class Model(OpenAIAccess):
         return self.extracted(clear_history, per_request)
 
     def _require_open(self) -> None:
-        """Raise WorkflowError if the run is over."""
         if self._is_over:
             raise WorkflowError(
                 "this model can't answer, its run is over: let a workflow await all that it starts, and read "

@@ -60,7 +60,6 @@ class UnitResult:
         return None if self.timeout is None else max(self.timeout - self.lost_seconds, 1.0)
 
     def add(self, part: UnitResult) -> None:
-        """Add the results of further runs of the task."""
         self.results += part.results
         self.experiences += part.experiences
         self.failures += part.failures
@@ -173,8 +172,8 @@ def divided(
             metrics={**r.metrics, **forks},
         ) for r in results
     ]
-    rest = usage.prompt_tokens - sum(prompt_tokens.values()), usage.response_tokens - sum(response_tokens.values())
-    return parts, rest
+    assigned = sum(prompt_tokens.values()), sum(response_tokens.values())
+    return parts, (usage.prompt_tokens - assigned[0], usage.response_tokens - assigned[1])
 
 
 def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
@@ -186,7 +185,7 @@ def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
     """Return a run's result with its metrics, but without tokens. Raises for a metric that can't be recorded."""
     metrics_of_each = [_metrics(e) for e in experiences]
-    names = {name for one in metrics_of_each for name in one}
+    names = {name for metrics in metrics_of_each for name in metrics}
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
@@ -211,9 +210,7 @@ def _metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def classify(
-    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
-) -> tuple[FailureKind, str]:
+def classify(error: BaseException, timeout: float | None = None, key: str = "max_timeout") -> tuple[FailureKind, str]:
     """Return the kind and the message of a failure. `key`: the config key of `timeout`."""
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"

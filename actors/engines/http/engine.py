@@ -294,8 +294,10 @@ class HTTPEngine(ServerWeights):
         def read(response: Any, version: int) -> list[Completion]:
             parsed = self._answers(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
-            spans = [self._version_spans(a, len(a.ids), version) for a in parsed]
-            return [a.completion(ids, text, own) for a, text, own in zip(parsed, texts, spans, strict=True)]
+            return [
+                answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
+                for answer, text in zip(parsed, texts, strict=True)
+            ]
 
         return await self._result(ids, sampling, read) * copies
 
@@ -368,7 +370,6 @@ class HTTPEngine(ServerWeights):
         return vllm_requests.route(facts.spans), body, vllm_requests.most_bytes(body, self._vocabulary)
 
     def _answers(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
-        """Return the answers of this server's response, by `vllm_requests.answers`."""
         return vllm_requests.answers(
             response, sampling, spans=self._server_facts().spans, vocabulary=self._vocabulary, whole=whole,
             server=self._server_name(), prompt=prompt,

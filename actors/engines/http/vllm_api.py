@@ -191,20 +191,18 @@ class VLLMServer:
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
-    async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait for the next of `pauses`, or while the server is paused, before the request is sent again.
-
-        Raises `gone` if the server is not merely busy, or no pause is left.
-        """
-        if gone.details.get("status") not in BUSY:
-            raise gone
-        if await self.rejects():
+    async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
+        """Wait until a rejected request may be sent again. Raises `error` if it is none, or no pause is left."""
+        if error.details.get("status") not in BUSY:
+            raise error
+        if await self.rejects():  # it is paused
             while await self.rejects():
                 await asyncio.sleep(BUSY_SECONDS[0])
-        elif (pause := next(pauses, None)) is None:
-            raise gone
-        else:
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            return
+        pause = next(pauses, None)
+        if pause is None:
+            raise error
+        await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer, which is asked for once. Raises like `ask`."""
@@ -354,7 +352,6 @@ class VLLMServer:
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's class and message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

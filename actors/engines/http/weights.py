@@ -156,12 +156,12 @@ class ServerWeights:
             self.model_version, self._served = version, path
             return
         version, path = self.config.initial_version, self._model
-        broken = str(label).startswith(_BROKEN)
-        half_changed = broken or str(label).startswith(_CHANGING)
+        is_broken = str(label).startswith(_BROKEN)
+        is_half_changed = is_broken or str(label).startswith(_CHANGING)
         # If only its runner ended during the change, the load may have been fine: try again.
-        may_load = facts.extension or not half_changed or not (broken or self._restart_command)
+        may_load = facts.extension or not is_half_changed or not (is_broken or self._restart_command)
         if facts.loads and may_load:
-            if half_changed and facts.extension:
+            if is_half_changed and facts.extension:
                 await self._forget_half_a_change()
             await self._load_in_place(version, path)
         elif self._restart_command:
@@ -169,11 +169,12 @@ class ServerWeights:
             await self._restart(version, path)
         else:
             problem = f"it serves {facts.root or 'an unknown model'}"
-            problem = "a change of its weights failed half-way" if broken else problem
+            other_way = f", or with {DEV_MODE} in its environment so that weights can be loaded into it"
+            if is_broken:
+                problem, other_way = "a change of its weights failed half-way", ""
             raise EngineError(
-                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`"
-                f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
-                ", or give explorer.rollout_model.servers.restart_command"
+                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`{other_way}, or "
+                "give explorer.rollout_model.servers.restart_command"
             )
         self.model_version, self._served = version, path
 

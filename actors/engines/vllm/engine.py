@@ -133,8 +133,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Return the tokenizer that an engine of this config has, with the chat template of its server."""
         names = ("trust_remote_code", "tokenizer_revision")
         options = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
-        plain = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
-        return vllm_server.with_template(plain, config.server_args)  # type: ignore[no-any-return]
+        tokenizer = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
+        return vllm_server.with_template(tokenizer, config.server_args)  # type: ignore[no-any-return]
 
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
@@ -306,7 +306,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return self._dead
 
     def _ended(self, reason: str) -> str:
-        """Return that the process ended and why: the error that it printed, else `reason`."""
         error = error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
         return f"its process ended ({error or reason})" if error or reason else "its process ended"
 
@@ -341,9 +340,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
             async for output, adapter in outputs:
-                [new] = output.outputs
-                part = completion_of(ids, new, sampling.top_logprobs, adapter)
-                yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
+                [part_output] = output.outputs
+                part = completion_of(ids, part_output, sampling.top_logprobs, adapter)
+                yield dataclasses.replace(part, finish_reason=part_output.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """Return log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.

@@ -199,7 +199,6 @@ class WeightChanges:
 
 
 def _transfer_request(name: str, **info: Any) -> Any:
-    """Return a request of vLLM's weight transfer by the name of its class."""
     from vllm.distributed.weight_transfer import base
 
     return getattr(base, name)(**info)

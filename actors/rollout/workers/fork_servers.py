@@ -35,14 +35,14 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
-        self.gone: asyncio.Future[int | None] = loop.create_future()
+        self.exit_status: asyncio.Future[int | None] = loop.create_future()
         """Its exit status once it has ended; None if it ended because its template did."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
         """Its process id until it has ended, so that it can't be another process's."""
-        if self.gone.done() or not self.forked.done() or self.forked.exception() is not None:
+        if self.exit_status.done() or not self.forked.done() or self.forked.exception() is not None:
             return None
         return self.forked.result()
 
@@ -50,8 +50,8 @@ class Child:
         """Note its end with this exit status; `why` is for those that wait for its start."""
         if not self.forked.done():
             self.forked.set_exception(StartupError(f"a worker process could not be started: {why}"))
-        if not self.gone.done():
-            self.gone.set_result(status)
+        if not self.exit_status.done():
+            self.exit_status.set_result(status)
 
 
 class _Template:
@@ -175,7 +175,7 @@ class Templates:
         for template in reversed(templates):  # children before their parents
             if template is not None and isinstance(template.process, Child):
                 template.close()
-                await asyncio.wait({template.process.gone}, timeout=EXIT_SECONDS)
+                await asyncio.wait({template.process.exit_status}, timeout=EXIT_SECONDS)
         process = self._process
         if process is None:
             return
@@ -192,9 +192,7 @@ class Templates:
         assert template is not None
         return template
 
-    async def _cached(
-        self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
-    ) -> _Template | None:
+    async def _cached(self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]) -> _Template | None:
         """Return a module's template, made by `make` unless there is one that lives."""
         task = self._templates.get(module)
         if task is None or (task.done() and not _is_usable(task)):
@@ -223,7 +221,7 @@ class Templates:
             if state == "refused":
                 raise UnknownWorkflow(why)
             with contextlib.suppress(TimeoutError):
-                status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
+                status = await asyncio.wait_for(asyncio.shield(child.exit_status), EXIT_SECONDS)
                 if status is not None:
                     raise WorkflowError(f"{workflow} can't be imported: that {describe_exit(status)}")
             raise StartupError(f"{workflow} was not imported: the process that imported it is gone")

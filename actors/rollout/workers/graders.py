@@ -92,20 +92,18 @@ class Graders:
         return answer["value"]
 
 
-async def _answer(
-    name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
-) -> dict[str, Any]:
+async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int) -> dict[str, Any]:
     """Return a grader's answer. Raises GraderError if it takes too long or too much memory, or ends without one."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
     reading = asyncio.create_task(_read(reader))
-    futures: set[asyncio.Future[Any]] = {reading, child.gone}
+    futures: set[asyncio.Future[Any]] = {reading, child.exit_status}
     try:
         while True:
             seconds_left = until - clock()
             wait_seconds = max(0.0, min(seconds_left, CHECK_SECONDS))
             await asyncio.wait(futures, timeout=wait_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() or child.gone.done():
+            if reading.done() or child.exit_status.done():
                 break
             if seconds_left <= 0:
                 raise GraderError(f"the grader {name} did not end within {timeout:g} s")
@@ -121,10 +119,10 @@ async def _answer(
         raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
     finally:
         reading.cancel()
-    await asyncio.wait({child.gone}, timeout=EXIT_SECONDS)
-    if not child.gone.done():
+    await asyncio.wait({child.exit_status}, timeout=EXIT_SECONDS)
+    if not child.exit_status.done():
         raise GraderError(f"the grader {name} closed its socket to the runner")
-    status = child.gone.result()
+    status = child.exit_status.result()
     if status is None:
         raise StartupError("a grader ended because the template process that forked it ended")
     raise GraderError(f"the grader {name} {describe_exit(status)}")

@@ -273,16 +273,16 @@ class _Player(WorkflowRunner):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
         self.auxiliary_engines = self.engines[1 : len(models)]
         self.engine_dead = None
-        done = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        result = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
         self.link.end_run()
         try:
-            data = Experience.serialize_many(done.experiences)
+            data = Experience.serialize_many(result.experiences)
         except TrinityError as e:
             data = Experience.serialize_many([])
-            done.failures += [(result.run, "data", str(e)) for result in done.results]
-            done.results = []
-        done.experiences = []
-        self.link.send("done", number, done, data, self.engine_dead)
+            result.failures += [(r.run, "data", str(e)) for r in result.results]
+            result.results = []
+        result.experiences = []
+        self.link.send("done", number, result, data, self.engine_dead)
 
     def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
         return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]

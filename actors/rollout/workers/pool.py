@@ -84,7 +84,7 @@ class WorkerPool:
                     await worker.prepare(task["workflow"])
                     on_begin()
                     async with asyncio.timeout(timeout):
-                        done = await worker.play(task, batch_id, task_id, runs, models)
+                        result = await worker.play(task, batch_id, task_id, runs, models)
                 except (errors.WorkflowError, errors.StartupError):
                     self._end(worker)
                     if is_new or worker.has_begun:
@@ -93,11 +93,11 @@ class WorkerPool:
                 except BaseException:
                     self._end(worker)
                     raise
-                if worker.child.gone.done():
+                if worker.child.exit_status.done():
                     self._end(worker)
                 else:
                     self._idle.append(worker)
-                return done
+                return result
 
     async def close(self) -> None:
         """End all workers and their templates, and wait for the end."""
@@ -126,7 +126,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         worker = _Worker(module, Child(), ours)
         self._alive.add(worker)
-        worker.child.gone.add_done_callback(lambda _: self._end_if_idle(worker))
+        worker.child.exit_status.add_done_callback(lambda _: self._end_if_idle(worker))
         try:
             with theirs:
                 worker.imported = await self.templates.fork(workflow, worker.child, theirs)
@@ -165,7 +165,7 @@ class WorkerPool:
         """Kill a stopped worker with its descendants, wait for its end, and close its pipe."""
         await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
+            await asyncio.wait_for(asyncio.shield(worker.child.exit_status), EXIT_SECONDS)
         worker.disconnect()  # not earlier: it would end by itself, and its children would lose their parent
 
 
@@ -206,7 +206,6 @@ class _Worker:
         return bool(poll.poll(0))
 
     def disconnect(self) -> None:
-        """Close this end of the pipe at once."""
         if self.writer is not None:
             self.writer.transport.abort()
         else:
@@ -242,10 +241,10 @@ class _Worker:
 
         Raises WorkflowError if the worker process ends before that, StartupError if its template process does.
         """
-        task, gone = asyncio.create_task(reading), self.child.gone
+        task, exit_status = asyncio.create_task(reading), self.child.exit_status
         try:
             # If a child has inherited its end of the pipe, the pipe stays open after it ended.
-            futures: set[asyncio.Future[Any]] = {task, gone}
+            futures: set[asyncio.Future[Any]] = {task, exit_status}
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({task}, timeout=LAST_MESSAGE_SECONDS)  # its last message may still be in the pipe
             if task.done():
@@ -254,10 +253,10 @@ class _Worker:
             pass  # the pipe was closed: see below how the process ended
         finally:
             task.cancel()
-        await asyncio.wait({gone}, timeout=EXIT_SECONDS)
-        if not gone.done():
+        await asyncio.wait({exit_status}, timeout=EXIT_SECONDS)
+        if not exit_status.done():
             raise errors.WorkflowError("the worker process closed its pipe to the runner")
-        status = gone.result()
+        status = exit_status.result()
         if status is None:
             raise errors.StartupError("the worker process ended because the template process that forked it ended")
         if status >= 0:
