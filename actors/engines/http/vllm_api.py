@@ -65,11 +65,11 @@ class ServerFacts:
     max_model_len: int
     version: str
     """Version of vLLM; empty if it does not say."""
-    spans: bool
+    labels_tokens: bool
     """Answers say which weights made which token (`/inference/v1/generate`, with `--enable-scale-out`)."""
-    loads: bool
+    loads_weights: bool
     """It loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
-    extension: bool
+    has_extension: bool
     """Its workers have trinity_es's `WorkerExtension`."""
     on_cpu: bool
 
@@ -291,8 +291,8 @@ class VLLMServer:
         device = (config.get("device_config") or {}).get("device") or ""
         return ServerFacts(
             model=model, root=str(first.get("root") or ""), max_model_len=max_model_len, version=version,
-            spans=label is not None and probe.status_code in (400, 422), loads=label is not None,
-            extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
+            labels_tokens=label is not None and probe.status_code in (400, 422), loads_weights=label is not None,
+            has_extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
         )
 
     async def label(self) -> str | None:

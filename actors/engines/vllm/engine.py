@@ -151,7 +151,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._processes = engine_processes(self._llm, self._pids_before)
             self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
-            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
+            self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
             self._dead = None

@@ -70,13 +70,13 @@ class Graders:
         name = str(args[0]["reward_fn"]) if function == REWARD_CALLER else function
         async with self._slots:
             child = Child()
-            ours, theirs = socket.socketpair()
+            own_end, grader_end = socket.socketpair()
             writer: asyncio.StreamWriter | None = None
             try:
-                with theirs:
+                with grader_end:
                     path = f"{imports}:__name__" if imports and ":" not in imports else imports or function
-                    await self.templates.fork(path, child, theirs, "grade")
-                reader, writer = await asyncio.open_connection(sock=ours)
+                    await self.templates.fork(path, child, grader_end, "grade")
+                reader, writer = await asyncio.open_connection(sock=own_end)
                 writer.write(LENGTH.pack(len(request)) + request)
                 answer = await _answer(name, child, reader, timeout, memory)
             finally:
@@ -84,7 +84,7 @@ class Graders:
                 if writer is not None:
                     writer.transport.abort()
                 else:
-                    ours.close()
+                    own_end.close()
         if "error" in answer:
             raise error_from_dict(answer["error"])
         if "raised" in answer:

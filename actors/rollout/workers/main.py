@@ -79,7 +79,7 @@ class _Link:
     def take_answer(
         self, run_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
     ) -> None:
-        """Set the result of a call from the runner's answer; `version` and `usage` are of the model with this index."""
+        """Set the result of a call from the runner's answer; `version` and `usage` are of the model at `index`."""
         future = self.results.pop(call, None)
         if future is None:
             return
@@ -98,9 +98,9 @@ class _Link:
     def call(
         self, run_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
     ) -> Future[Any]:
-        """Send a call of method `name` of the model with this index (`what`: its tokenizer, leases or steps).
+        """Return the future result of a method of the runner's model at `index`, or of its part `what`.
 
-        Returns its result. Raises WorkflowError if that run is over.
+        Raises WorkflowError if the run with this number is over.
         """
         if os.getpid() != self.pid:
             raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
@@ -243,7 +243,7 @@ class _RemoteModel(Model):
     extract_experience_from_history = _sync_method("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
-        """Return the endpoint of the runner's model, which is asked once."""
+        """Return the endpoint of the runner's model; the runner is asked once."""
         if self._endpoint is None:
             self._endpoint = self.remote("model", "openai_endpoint").result()
         return self._endpoint
@@ -288,6 +288,7 @@ class _Player(WorkflowRunner):
         return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
+        """Return a model whose calls the runner's answers, which has the task's sampling and the journal."""
         remote = cast(_RemoteEngine, engine)
         model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model
