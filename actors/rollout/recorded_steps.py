@@ -53,7 +53,7 @@ class RunSteps:
         """Return the result of a method of the journal; None without a journal."""
         return None if self._journal is None else await getattr(self._journal, method)(*args)
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
         """Return the future result of `record`, called on the journal's loop."""
         if self._journal is not None:
             assert self._loop is not None  # a run with a journal plays in a runner
@@ -66,7 +66,7 @@ class RunSteps:
         """Return the step's value. With `sync` the coroutine never waits for an event loop (see `driven`)."""
 
         async def record(method: str, *args: Any) -> Any:
-            future = self._recorded(method, *args)
+            future = self._record_future(method, *args)
             return future.result() if sync else await asyncio.wrap_future(future)
 
         if not callable(fn):

@@ -18,7 +18,7 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "divided", "error_of_exit", "grouped_by_run", "run_result",
+    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared_usage",
     "stamp_and_validate", "with_usage",
 ]
 
@@ -147,12 +147,10 @@ def _forks(usage: Usage, runs: int) -> dict[str, float]:
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
-def divided(
+def shared_usage(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Divide the usage of a model among the runs that share it.
-
-    Returns the results with their part, and the prompt and response tokens that belong to no run.
+    """Return the results of runs that share a model with their part of its usage, and the tokens of no run.
 
     Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
     """
@@ -183,7 +181,7 @@ def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    """Return a run's result with its metrics, but without tokens. Raises for a metric that can't be recorded."""
+    """Return a run's result with its metrics, without tokens. Raises DataError if a metric can't be recorded."""
     metrics_of_each = [_metrics(e) for e in experiences]
     names = {name for metrics in metrics_of_each for name in metrics}
     require_metric_names(names)

@@ -172,7 +172,7 @@ class WorkflowRunner:
         return out
 
     def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Return kind and message of a run's failure; note in `out` and here what it says of host and engine."""
+        """Return a failure's kind and message; note if the engine is dead, or (in `out`) the machine lacks a module."""
         if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         out.lacks = out.lacks or isinstance(error, errors.UnknownWorkflow)
@@ -254,7 +254,7 @@ class WorkflowRunner:
         for experience in result.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # the worker knows only the tokens of requests over its pipe
-            result.results, out.other_tokens = outcome.divided(result.results, result.experiences, models[0].usage)
+            result.results, out.other_tokens = outcome.shared_usage(result.results, result.experiences, models[0].usage)
         else:
             result.results = [outcome.with_usage(r, models[0].usage) for r in result.results]
         self.engine_dead = engine_dead or self.engine_dead
@@ -397,7 +397,7 @@ class WorkflowRunner:
             out.results.append(result if repeats else outcome.with_usage(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = outcome.divided(out.results, out.experiences, usage)
+            out.results, out.other_tokens = outcome.shared_usage(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failure_count):
             self._idle_workflows.setdefault(cls, []).append(workflow)
 

@@ -200,7 +200,7 @@ class EngineServer:
     async def _answered(self, request: Request, session: _Session, path: str, exchange: _Exchange) -> None:
         if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
-        session.model.failed = None
+        session.model.engine_error = None
         raw = await read_body(request)
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
@@ -262,7 +262,7 @@ class EngineServer:
         return self._application.result() if self._application.done() else await asyncio.shield(self._application)
 
     def _fail(self, session: _Session, error: EngineError) -> None:
-        session.model.failed = error
+        session.model.engine_error = error
         if error.details.get("dead") and self.on_dead is not None:
             self.on_dead(str(error))
 

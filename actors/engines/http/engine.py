@@ -335,7 +335,7 @@ class HTTPEngine(ServerWeights):
         """Return the logprob of each of `token_ids[1:]`. Refused above 2 million values if the temperature is not 1."""
         ids = await self._ids(token_ids)
         token_count = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        whole = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
+        needs_all = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
@@ -347,7 +347,7 @@ class HTTPEngine(ServerWeights):
                 response, ids, temperature, spans=self._server_facts().labels_tokens, server=self._server_name()
             )
 
-        return await self._result(ids, sampling, read, of_prompt=-1 if whole else 0)
+        return await self._result(ids, sampling, read, of_prompt=-1 if needs_all else 0)
 
     async def _result(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None

@@ -40,10 +40,11 @@ def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's engine for adapters; {} without. The module's docstring has the reasons."""
     if lora is None:
         return {}
-    rank, room = next(r for r in _RANKS if r >= lora.max_rank), 2 * lora.max_adapters + 1
-    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": room}
+    rank = next(r for r in _RANKS if r >= lora.max_rank)
+    version_count = 2 * lora.max_adapters + 1  # an old and a new one of each, and one more while it is loaded
+    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": version_count}
     if on_cpu:
-        places = {"max_loras": room + 1, "max_cpu_loras": room + 1}
+        places = {"max_loras": version_count + 1, "max_cpu_loras": version_count + 1}
     return {"enable_lora": True, "max_lora_rank": rank, **places}
 
 
@@ -84,7 +85,7 @@ class AdapterServing:
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Context that gives the current version of an adapter, and keeps it loaded; no adapter if the name is None."""
+        """Context that gives an adapter's current version, and keeps it loaded; None for an empty name."""
         if not name:
             yield None
             return

@@ -352,18 +352,18 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """
         ids = await self._ids(token_ids)
         vocabulary = int(self._live_llm().model_config.get_vocab_size())
-        whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
+        needs_all = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
+            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if needs_all else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
         output, _ = await self._last_output(ids, params, adapter)
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
-        if not whole:
+        if not needs_all:
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 

@@ -118,13 +118,13 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Return those of the processes that live, and all their descendants."""
-    alive = {}
+    process_by_pid = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 for p in [process, *process.children(recursive=True)]:
-                    alive[p.pid] = p
-    return list(alive.values())
+                    process_by_pid[p.pid] = p
+    return list(process_by_pid.values())
 
 
 @contextlib.contextmanager

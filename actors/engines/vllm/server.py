@@ -180,8 +180,8 @@ def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, 
         "enable_auto_tool_choice": "tool_call_parser" in options,
     }
     defaults = {name: value for name, value in defaults.items() if hasattr(args, name)}  # older versions lack some
-    for name_of_option, value in {**defaults, **options}.items():
-        setattr(args, name_of_option, value)
+    for option, value in {**defaults, **options}.items():
+        setattr(args, option, value)
     reasoning = options.get("reasoning_parser")
     if reasoning and getattr(args, "structured_outputs_config", None) is not None:
         args.structured_outputs_config = replace(args.structured_outputs_config, reasoning_parser=reasoning)

@@ -173,7 +173,7 @@ class _RemoteSteps(RunSteps):
         super().__init__()
         self._model = model
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
         return self._model.remote("steps", "record", (method, *args))
 
 
