@@ -163,7 +163,7 @@ BREAKS = (
           "pure/actors/test_decisions.py::TestRunnerLost::test_promise_10_a_task_that_kills_runners_is_failed_after_"
           "its_attempts"),
     Break(10, "A failed run fails the other runs of its task.", "actors/rollout/workflow_runner.py",
-          "self._fail(e, part, own)", "self._fail(e, runs, own)",
+          "self._fail(e, part, part_result)", "self._fail(e, runs, part_result)",
           "pure/actors/test_workflow_runner.py::test_p10_one_failed_run_does_not_lose_its_group"),
     Break(11, "The HMAC of a frame is not compared.", "actors/frames.py",
           "[p for p in self._ports if hmac.compare_digest(seal, _seal(self._key, p, self._size, head))]",

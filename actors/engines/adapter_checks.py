@@ -69,7 +69,6 @@ def checked_adapter(
 
 
 def require_same(path: str | Path, digest: str, files: AdapterFiles) -> None:
-    """Raise SyncError if the files at `path` do not have this digest."""
     if files.digest != digest:
         raise SyncError(f"the files at {path} changed since they were published: give them a new version")
 

@@ -146,9 +146,9 @@ def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
 
         with safe_open(str(file), framework="pt") as torch_tensors:
             return np.asarray(torch_tensors.get_tensor(name).float().numpy())
-    near = difflib.get_close_matches(name, other_names, n=3, cutoff=0.4)
-    hint = f": did you mean {' or '.join(near)}?" if near else f" ({len(other_names)} others are)"
-    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{hint}", name=name, near=near)
+    similar = difflib.get_close_matches(name, other_names, n=3, cutoff=0.4)
+    hint = f": did you mean {' or '.join(similar)}?" if similar else f" ({len(other_names)} others are)"
+    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{hint}", name=name, near=similar)
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:

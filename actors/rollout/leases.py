@@ -109,7 +109,7 @@ class Lease:
         if not (ttl >= MIN_TTL_SECONDS and 0.0 < creation_timeout <= ttl):
             raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
                                 f"{MIN_TTL_SECONDS:g} s, and creation_timeout above 0 and at most ttl")
-        self._leases, self._path = leases, provider
+        self._leases, self._provider_path = leases, provider
         self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
         self.key = _new_key()
@@ -139,19 +139,19 @@ class Lease:
         """Report the lease as taken, and begin the time for its creation."""
         self._deadline = time.monotonic() + self.creation_timeout
         return self._leases.report(
-            self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
-            creation_timeout=self.creation_timeout, attachable=hasattr(self.provider, "attach"), number=self._number,
+            self.key, "taken", provider=self._provider_path, args=self._args, ttl=self.ttl,
+            creation_timeout=self.creation_timeout,
         )
 
     def _late_error(self) -> StartupError:
-        return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
+        return StartupError(f"{self._provider_path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
     def _accept(self, handle: Any) -> Future[None] | None:
         """Keep what `create` made and report the lease as held; None if it came too late."""
         with self._accept_lock:
             if self._is_given_up or time.monotonic() >= self._deadline:
                 return None
-            self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
+            self.handle = self._recordable(f"the handle of lease provider {self._provider_path}", handle)
             return self._leases.report(self.key, "held", handle=self.handle)
 
     def _create(self) -> Any:
@@ -159,23 +159,23 @@ class Lease:
         handle = self.provider.create(self.key, self.ttl)
         if inspect.isawaitable(handle):
             return handle
-        reported = self._accept(handle)
-        if reported is None:
-            with self._logged("came too late, and could not be released"):
+        report = self._accept(handle)
+        if report is None:
+            with self._log_failure("came too late, and could not be released"):
                 _call_here(self.provider.release, self.key, handle)
             raise self._late_error()
-        reported.result()
+        report.result()
         return None
 
     async def _finish(self, creation: Awaitable[Any]) -> None:
         """Await an async `create`, and report its result or release a late one."""
         handle = await creation
-        reported = self._accept(handle)
-        if reported is None:
-            with self._logged("came too late, and could not be released"):
+        report = self._accept(handle)
+        if report is None:
+            with self._log_failure("came too late, and could not be released"):
                 await call_async(self.provider.release, self.key, handle)
             raise self._late_error()
-        await asyncio.wrap_future(reported)
+        await asyncio.wrap_future(report)
 
     async def _in_time(self, creation: Coroutine[Any, Any, None]) -> None:
         """Wait for the creation until its deadline. Then, or if cancelled, give it up."""
@@ -194,37 +194,32 @@ class Lease:
         task.result()
 
     @contextlib.contextmanager
-    def _logged(self, problem: str) -> Iterator[None]:
+    def _log_failure(self, problem: str) -> Iterator[None]:
         """Context that logs an exception as this problem of the lease, and suppresses it."""
         try:
             yield
         except Exception as e:
-            _log.warning("lease %s of %s %s: %r", self.key, self._path, problem, e)
+            _log.warning("lease %s of %s %s: %r", self.key, self._provider_path, problem, e)
 
     async def _leave(self, reason: str, error: BaseException) -> None:
         """Leave the lease to the coordinator, and wait until that is in the log.
 
         Without the wait, a worker process that ends now could lose the report.
         """
-        _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
+        _log.warning("lease %s of %s %s: %r", self.key, self._provider_path, reason, error)
         with contextlib.suppress(WorkflowError):  # the run is over, and `RunLeases.close` has reported it
             reason = f"it {reason}: {type(error).__name__}: {error}"
-            await self._recorded(self._leases.report(self.key, "left", reason=reason))
+            await self._wait_for(self._leases.report(self.key, "left", reason=reason))
 
     # --- in both kinds of workflows; in a sync one nothing here waits for a loop: see `driven` ----------------------
     async def _enter(self) -> Self:
         """Take the lease, create it and begin its renewal; leave it to the coordinator if that fails."""
-        self.provider = await self._call(build_provider, self._path, self._args)
-        self._number = self._leases.next_number(self._path, self._args)
+        self.provider = await self._call(build_provider, self._provider_path, self._args)
         try:
-            earlier = await self._recorded(self._take())
-            if earlier is not None and not await self._attach(earlier):
-                self.key = _new_key()
-                await self._recorded(self._take())
-            if not self.attached:
-                if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
-                    raise self._late_error()
-                await self._make()
+            await self._wait_for(self._take())
+            if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
+                raise self._late_error()
+            await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
             raise
@@ -244,31 +239,17 @@ class Lease:
             if not isinstance(e, Exception):
                 raise
         else:
-            await self._recorded(self._leases.report(self.key, "released"))
+            await self._wait_for(self._leases.report(self.key, "released"))
 
-    async def _attach(self, handle: Any) -> bool:
-        """Take over the resource of a lost attempt. Return False, and leave it to the coordinator, if that fails."""
-        args = self.key, handle, self.ttl
-        try:
-            if self._is_sync:
-                attaching = self.provider.attach(*args)
-                if inspect.isawaitable(attaching):
-                    self._on_own_loop(asyncio.wait_for(attaching, self.creation_timeout))
-            else:
-                await asyncio.wait_for(call_async(self.provider.attach, *args), self.creation_timeout)
-        except Exception as e:
-            await self._leave("could not take over the resource of a lost attempt", e)
-            return False
-        self.handle, self.attached = handle, True
-        await self._recorded(self._leases.report(self.key, "held", handle=handle))
-        return True
-
-    async def _recorded(self, reported: Future[Any]) -> Any:
-        """Wait until a report is done, and return its result."""
-        return reported.result() if self._is_sync else await asyncio.wrap_future(reported)
+    async def _wait_for(self, report: Future[None]) -> None:
+        """Wait until a report is done: in a sync workflow by blocking."""
+        if self._is_sync:
+            report.result()
+        else:
+            await asyncio.wrap_future(report)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return a provider's result. In a sync workflow it is called in this thread, or on the lease's own loop."""
+        """Return the result of a provider's method; a sync workflow awaits an async one on the lease's own loop."""
         if not self._is_sync:
             return await call_async(call, *args)
         result = call(*args)
@@ -296,7 +277,7 @@ class Lease:
         """Renew the lease for ever, RENEWALS times in its time to live."""
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
-            with self._logged("could not be renewed, and is tried again"):
+            with self._log_failure("could not be renewed, and is tried again"):
                 await call_async(self.provider.renew, self.key, self.handle, self.ttl)
                 self._leases.report(self.key, "renewed", ttl=self.ttl)
 
@@ -309,6 +290,7 @@ class Lease:
 
     # --- in a sync workflow -----------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
+        """Take the lease. Raises WorkflowError if an event loop runs in this thread."""
         if running_loop() is not None:
             raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
         self._is_sync = True
@@ -384,7 +366,6 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread; None if none does."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -54,9 +54,7 @@ class OpenAIServer(Protocol):
     def forget(self, session: str, /) -> None: ...
 
 
-def _blocking(
-    call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
-) -> Callable[Concatenate[Model, _P], _T]:
+def _blocking(call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]) -> Callable[Concatenate[Model, _P], _T]:
     """Return the blocking twin of an `*_async` method. It calls the method by name, so a subclass may override that."""
     name = call.__name__
 
@@ -203,12 +201,12 @@ class Model(OpenAIAccess):
         ids = [int(t) for t in checked_prompt(tokens, WorkflowError)]
         if temperature is None:
             temperature = self.sampling.temperature or 1.0
-        before = self.engine.model_version
+        version_before = self.engine.model_version
         adapter = {"adapter": self.sampling.adapter} if self.sampling.adapter else {}
         values = await self.engine.logprobs(ids, temperature=temperature, **adapter, **self._task_argument)
         self.usage.requests += 1
         self.usage.prompt_tokens += len(ids)
-        self.usage.add_versions(before, self.engine.model_version)
+        self.usage.add_versions(version_before, self.engine.model_version)
         return np.asarray(values, dtype=np.float32)
 
     async def experience_from_messages_async(
@@ -228,7 +226,7 @@ class Model(OpenAIAccess):
 
         Raises WorkflowError if this run answered in the conversation, but no answer is in it as it was sampled.
         """
-        longest, chat = self.context, plain_messages(messages)
+        max_tokens, chat = self.context, plain_messages(messages)
         newest = None if as_text else self._newest_sampled(chat, tools)
         turn, last, tools = (None, 0, tools) if newest is None else newest
         later_answers = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
@@ -239,12 +237,12 @@ class Model(OpenAIAccess):
             sampled.messages = chat
             if later_answers:
                 sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *later_answers]
-            if longest and len(turn.tokens) >= longest and turn.is_cut:
+            if max_tokens and len(turn.tokens) >= max_tokens and turn.is_cut:
                 sampled.truncate_status = "response_truncated"
             if not logprobs:
                 sampled.logprobs = None
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
-                await self._set_logprobs(sampled, temperature, longest)
+                await self._set_logprobs(sampled, temperature, max_tokens)
             return sampled
         if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
             raise WorkflowError(
@@ -252,7 +250,7 @@ class Model(OpenAIAccess):
                 "for, or several fit that differ only in reasoning that it leaves out. Keep the reasoning "
                 "(reasoning_content), return extract_experience_from_history(), or train on the text with as_text=True"
             )
-        limit = longest - 1 if longest else None
+        limit = max_tokens - 1 if max_tokens else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))
         if experience.truncate_status == "prompt_truncated":  # all of it is masked
             experience.logprobs = np.zeros(1, dtype=np.float32)
@@ -263,19 +261,19 @@ class Model(OpenAIAccess):
 
     convert_messages_to_experience_async = experience_from_messages_async  # Trinity-RFT's name
 
-    async def _set_logprobs(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
+    async def _set_logprobs(self, sampled: Experience, temperature: float | None, max_tokens: int | None) -> None:
         """Set an experience's logprobs to those at this temperature, with 0 for masked tokens.
 
-        `longest`: the engine's maximum tokens, to which the experience is cut.
+        `max_tokens`: of the engine, to which the experience is cut.
         """
-        tokens, first, mask = sampled.tokens, sampled.prompt_length, sampled.action_mask
+        tokens, mask, prompt_length = sampled.tokens, sampled.action_mask, sampled.prompt_length
         assert tokens is not None
         assert mask is not None
-        if longest and len(tokens) >= longest:  # the engine has room for one less
-            tokens, mask = tokens[: longest - 1], mask[: longest - 1 - first]
+        if max_tokens and len(tokens) >= max_tokens:  # the engine has room for one less
+            tokens, mask = tokens[: max_tokens - 1], mask[: max_tokens - 1 - prompt_length]
             sampled.tokens, sampled.action_mask = tokens, mask
         logprobs = await self.logprobs_async(tokens.tolist(), temperature)
-        sampled.logprobs = np.where(mask, logprobs[first - 1 :], np.float32(0))
+        sampled.logprobs = np.where(mask, logprobs[prompt_length - 1 :], np.float32(0))
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return the number of tokens of the prompt of a chat with these messages."""
@@ -348,7 +346,6 @@ class Model(OpenAIAccess):
         return self.extracted(clear_history, per_request)
 
     def _require_open(self) -> None:
-        """Raise WorkflowError if the run is over."""
         if self._is_over:
             raise WorkflowError(
                 "this model can't answer, its run is over: let a workflow await all that it starts, and read "
@@ -363,10 +360,10 @@ class Model(OpenAIAccess):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         """Return the answers to a prompt, each with its experience. `text`: the prompt as text, if known."""
         self._require_open()
-        before = self.engine.model_version
+        version_before = self.engine.model_version
         answers = await self.completions(checked_prompt(prompt, WorkflowError), sampling)
         self._require_open()
-        return self.with_experiences(answers, before, text, sampling)
+        return self.with_experiences(answers, version_before, text, sampling)
 
     async def completions(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
         """Return the completions of a prompt: those that the run's journal has, all others by the engine."""
@@ -384,15 +381,15 @@ class Model(OpenAIAccess):
         return await self.journal.call(self.engine, self.name, prompt, sampling).answers(ask)
 
     def with_experiences(
-        self, completions: list[Completion], before: int, text: str | None, sampling: Sampling
+        self, completions: list[Completion], version_before: int, text: str | None, sampling: Sampling
     ) -> list[tuple[Completion, Experience]]:
         """Return each answer to one prompt with an experience of it, and count them in `usage`.
 
-        `before`: the model version served when the prompt was sent; `text`: the prompt as text, if known.
+        `version_before`: the model version served when the prompt was sent; `text`: the prompt as text, if known.
 
         Raises EngineError for an aborted answer, or logprobs that are not finite.
         """
-        after = self.engine.model_version
+        version_after = self.engine.model_version
         self.usage.requests += 1
         recorded = sampling.recorded()
         if text is None and completions:
@@ -405,8 +402,8 @@ class Model(OpenAIAccess):
                 )
             if sampling.adapter != (completion.adapter or [""])[0]:
                 raise EngineError(f"this model's engine serves no adapter {sampling.adapter!r}", refused=True)
-            spans = _spans(completion, before, after)
-            self.usage.add_versions(*((v for v, _, _ in spans) if spans else (before, after)))
+            spans = _spans(completion, version_before, version_after)
+            self.usage.add_versions(*((v for v, _, _ in spans) if spans else (version_before, version_after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
@@ -423,11 +420,14 @@ class Model(OpenAIAccess):
         return answers
 
 
-def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:
-    """Return `[version, start, end]` over the response's tokens; [] if unknown."""
+def _spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
+    """Return `[version, start, end]` over the response's tokens; [] if unknown.
+
+    `version_before`, `version_after`: served when the request began, and when it ended.
+    """
     if spans := getattr(completion, "version_spans", ()):
         return [list(span) for span in spans]
-    return [[before, 0, len(completion.token_ids)]] if before == after else []
+    return [[version_before, 0, len(completion.token_ids)]] if version_before == version_after else []
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

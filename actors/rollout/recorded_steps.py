@@ -53,7 +53,7 @@ class RunSteps:
         """Return the result of a method of the journal; None without a journal."""
         return None if self._journal is None else await getattr(self._journal, method)(*args)
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
         """Return the future result of `record`, called on the journal's loop."""
         if self._journal is not None:
             assert self._loop is not None  # a run with a journal plays in a runner
@@ -66,16 +66,16 @@ class RunSteps:
         """Return the step's value. With `sync` the coroutine never waits for an event loop (see `driven`)."""
 
         async def record(method: str, *args: Any) -> Any:
-            future = self._recorded(method, *args)
+            future = self._record_future(method, *args)
             return future.result() if sync else await asyncio.wrap_future(future)
 
         if not callable(fn):
             raise WorkflowError(f"step {name!r} needs a function, and got {fn!r:.80}: give the function and its "
                                 "arguments, not the result of a call")
         key = f"{name} {fingerprint(_plain(f'the arguments of step {name!r}', args))}"
-        number, kept = await record("begin_step", key, idempotent) or (0, None)
-        if kept is not None:
-            return _value(kept)
+        number, step = await record("begin_step", key, idempotent) or (0, None)
+        if step is not None:
+            return _value(step)
         try:
             value = _plain(f"the value of step {name!r}", fn(*args) if sync else await call_async(fn, *args))
         except Exception as e:
@@ -91,11 +91,11 @@ class RunSteps:
         return value
 
 
-def _value(kept: KeptStep) -> Any:
+def _value(step: KeptStep) -> Any:
     """Return the value of a recorded step, or raise its error."""
-    if kept.error is not None:
-        raise error_from_dict(kept.error)
-    return kept.value
+    if step.error is not None:
+        raise error_from_dict(step.error)
+    return step.value
 
 
 def _plain(what: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "divided", "error_of_exit", "grouped_by_run", "run_result",
+    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared_usage",
     "stamp_and_validate", "with_usage",
 ]
 
@@ -60,7 +60,6 @@ class UnitResult:
         return None if self.timeout is None else max(self.timeout - self.lost_seconds, 1.0)
 
     def add(self, part: UnitResult) -> None:
-        """Add the results of further runs of the task."""
         self.results += part.results
         self.experiences += part.experiences
         self.failures += part.failures
@@ -148,12 +147,10 @@ def _forks(usage: Usage, runs: int) -> dict[str, float]:
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
-def divided(
+def shared_usage(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Divide the usage of a model among the runs that share it.
-
-    Returns the results with their part, and the prompt and response tokens that belong to no run.
+    """Return the results of runs that share a model with their part of its usage, and the tokens of no run.
 
     Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
     """
@@ -173,8 +170,8 @@ def divided(
             metrics={**r.metrics, **forks},
         ) for r in results
     ]
-    rest = usage.prompt_tokens - sum(prompt_tokens.values()), usage.response_tokens - sum(response_tokens.values())
-    return parts, rest
+    assigned = sum(prompt_tokens.values()), sum(response_tokens.values())
+    return parts, (usage.prompt_tokens - assigned[0], usage.response_tokens - assigned[1])
 
 
 def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
@@ -184,9 +181,9 @@ def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    """Return a run's result with its metrics, but without tokens. Raises for a metric that can't be recorded."""
+    """Return a run's result with its metrics, without tokens. Raises DataError if a metric can't be recorded."""
     metrics_of_each = [_metrics(e) for e in experiences]
-    names = {name for one in metrics_of_each for name in one}
+    names = {name for metrics in metrics_of_each for name in metrics}
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
@@ -211,9 +208,7 @@ def _metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def classify(
-    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
-) -> tuple[FailureKind, str]:
+def classify(error: BaseException, timeout: float | None = None, key: str = "max_timeout") -> tuple[FailureKind, str]:
     """Return the kind and the message of a failure. `key`: the config key of `timeout`."""
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"

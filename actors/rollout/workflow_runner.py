@@ -120,14 +120,14 @@ class WorkflowRunner:
             async def play(part: range) -> None:
                 """Play one run (all of them if the workflow repeats), and add its result to `out`."""
                 name = f"{batch_id}/{task.task_id}/{part.start}"
-                own = UnitResult(timeout=out.timeout)
+                part_result = UnitResult(timeout=out.timeout)
                 try:
                     with self.played.shown(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as stack:
                             own_journal = None
                             if journal is not None:
                                 own_journal = journal(part.start)
-                                own.lost_seconds = own_journal.kept.seconds
+                                part_result.lost_seconds = own_journal.kept.seconds
                             models = [
                                 self._model(self.engine, task, part.start, own_journal),
                                 *self._auxiliary_models(task, own_journal),
@@ -140,15 +140,15 @@ class WorkflowRunner:
                             for model in models:
                                 await stack.enter_async_context(aclosing(model))
                             if portable is not None:
-                                await self._in_worker(portable, task, part, repeats, models, own, begin_times)
+                                await self._in_worker(portable, task, part, repeats, models, part_result, begin_times)
                             else:
                                 begin_times.append(self.clock())
-                                await self._in_this_process(cls, _copied(task), part, repeats, models, own)
-                            for experience in own.experiences if models[0].steps.possibly_delivered else ():
+                                await self._in_this_process(cls, _copied(task), part, repeats, models, part_result)
+                            for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
-                    self._fail(e, part, own)
-                out.add(own)
+                    self._fail(e, part, part_result)
+                out.add(part_result)
 
             remaining_parts = iter(parts)
 
@@ -172,7 +172,7 @@ class WorkflowRunner:
         return out
 
     def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Return kind and message of a run's failure; note in `out` and here what it says of host and engine."""
+        """Return a failure's kind and message; note if the engine is dead, or (in `out`) the machine lacks a module."""
         if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         out.lacks = out.lacks or isinstance(error, errors.UnknownWorkflow)
@@ -243,7 +243,7 @@ class WorkflowRunner:
             limit_number = self._begin_limit(out.seconds_left)
 
         try:
-            done, engine_dead = await self.workers.run(
+            result, engine_dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models,
                 timeout=out.seconds_left, on_begin=begin,
             )
@@ -251,17 +251,17 @@ class WorkflowRunner:
             raise outcome.OutOfTime from e
         finally:
             self.limits.end(limit_number)
-        for experience in done.experiences:  # the worker knows only the version at its last request
+        for experience in result.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # the worker knows only the tokens of requests over its pipe
-            done.results, out.other_tokens = outcome.divided(done.results, done.experiences, models[0].usage)
+            result.results, out.other_tokens = outcome.shared_usage(result.results, result.experiences, models[0].usage)
         else:
-            done.results = [outcome.with_usage(result, models[0].usage) for result in done.results]
+            result.results = [outcome.with_usage(r, models[0].usage) for r in result.results]
         self.engine_dead = engine_dead or self.engine_dead
-        out.results.extend(done.results)
-        out.experiences.extend(done.experiences)
-        out.failures.extend(done.failures)
-        out.lacks = out.lacks or done.lacks
+        out.results.extend(result.results)
+        out.experiences.extend(result.experiences)
+        out.failures.extend(result.failures)
+        out.lacks = out.lacks or result.lacks
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
         """Return the rollout model for one run of a task."""
@@ -397,7 +397,7 @@ class WorkflowRunner:
             out.results.append(result if repeats else outcome.with_usage(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = outcome.divided(out.results, out.experiences, usage)
+            out.results, out.other_tokens = outcome.shared_usage(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failure_count):
             self._idle_workflows.setdefault(cls, []).append(workflow)
 

@@ -207,7 +207,7 @@ class EngineServer:
         """Have the application answer a request, with its session's default sampling. Raises ApiError, EngineError."""
         if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
-        session.model.failed = None
+        session.model.engine_error = None
         raw = await read_body(request)
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
@@ -273,8 +273,7 @@ class EngineServer:
         return await asyncio.shield(task)  # other requests wait for it too
 
     def _fail(self, session: _Session, error: EngineError) -> None:
-        """Note an engine's error for the session's run, and report an engine that will never answer again."""
-        session.model.failed = error
+        session.model.engine_error = error
         if error.details.get("dead") and self.on_dead is not None:
             self.on_dead(str(error))
 

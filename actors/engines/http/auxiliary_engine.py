@@ -75,9 +75,7 @@ class RemoteEngine:
         """Raise SyncError: an auxiliary model keeps its weights."""
         raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
 
-    async def generate(
-        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling, task: str | None = None) -> list[Completion]:
         """Generate like `Engine.generate`; wait while no engine can be reached."""
         max_bytes = largest_answer(
             prompt_tokens=len(prompt), answers=sampling.n,
@@ -94,9 +92,7 @@ class RemoteEngine:
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
-    async def logprobs(
-        self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
-    ) -> list[float]:
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, task: str | None = None) -> list[float]:
         """Compute like `Engine.logprobs`; wait while no engine can be reached."""
         body = {"token_ids": list(token_ids), "temperature": temperature}
         max_bytes = largest_answer(prompt_tokens=len(token_ids), logprobs_per_prompt_token=1)

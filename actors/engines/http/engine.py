@@ -75,7 +75,7 @@ class HTTPEngine(ServerWeights):
         key_variable = options.get("key_variable", "")
         key = os.environ.get(key_variable, "")
         super().__init__(config, VLLMServer(options["url"], key=key, key_variable=key_variable))
-        self.version = ""
+        self.version = self.runs_wait = ""
         self.dead: str | None = _NOT_STARTED
         self._logprobs_are_processed = True
         """Logprobs are of the sampled distribution, for any sampling."""
@@ -84,7 +84,6 @@ class HTTPEngine(ServerWeights):
         self._check_lock = asyncio.Lock()
         self._begun_checks = self._newest_success = 0
         """For `_confirm`: count of the checks begun, which numbers them, and number of the newest successful one."""
-        self.runs_wait = ""
         self._last_answer_at = 0.0
         """Monotonic time of the last answer or stream event."""
         self._failure_count = 0
@@ -123,9 +122,9 @@ class HTTPEngine(ServerWeights):
     async def start(self) -> None:
         """Wait for the server and have it serve the initial version. Raises ConfigError or EngineError."""
         try:
-            loading = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
-            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
-            self.tokenizer = await loading
+            tokenizer_task = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
+            self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
+            self.tokenizer = await tokenizer_task
             while not await self._connect():  # an external server may go away at any time
                 await asyncio.sleep(WATCH_SECONDS)
             self._watch_task = asyncio.create_task(self._watch())
@@ -156,7 +155,7 @@ class HTTPEngine(ServerWeights):
         return True
 
     async def _first_test(self) -> None:
-        """Test the server, and report waits meanwhile. Raises EngineError; ServerGone if it went away."""
+        """Set the test request and try it, and report waits meanwhile. Raises ServerGone if the server went away."""
         self._vocabulary = vocabulary(self._model, self.tokenizer)
         self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         test = asyncio.create_task(self._gives_processed_logprobs())
@@ -199,7 +198,7 @@ class HTTPEngine(ServerWeights):
                 await self._update_waits()
             except Exception as e:
                 problem = problem or e
-            if problem is None or self._restarting:  # `_restart` watches it
+            if problem is None or self._is_restarting:  # `_restart` watches it
                 heard_at, refusals = time.monotonic(), 0
             elif isinstance(problem, ServerGone):
                 refusals += unreached(problem)
@@ -212,27 +211,27 @@ class HTTPEngine(ServerWeights):
 
     async def _update_waits(self) -> None:
         """Update `waits_for` and `runs_wait`; the pause of this engine's own change of weights does not count."""
-        url, loads = self.server.url, self._server_facts().loads
-        paused = loads and not self._changing and await self.server.rejects() and not self._changing
-        pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
-        self.runs_wait = f"its requests wait for {pause}" if paused else ""
-        if not self._restarting:
-            unanswered = "" if self._changing else self.server.unanswered(self._last_answer_at)
-            self.waits_for = pause if paused else unanswered
+        url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
+        is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
+        end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
+        self.runs_wait = f"its requests wait for {end_of_pause}" if is_paused else ""
+        if not self._is_restarting:
+            unanswered = "" if self._is_changing else self.server.unanswered(self._last_answer_at)
+            self.waits_for = end_of_pause if is_paused else unanswered
 
     async def _check_identity(self) -> None:
         """End the engine if the server restarted or has weights that this engine did not load."""
         label = self._label
-        if self._changing:
+        if self._is_changing:
             return
         if label is not None:
             server_label = await self.server.label()
             # This engine may have begun a change of weights meanwhile, and given them another label.
-            if server_label != label and label == self._label and not self._changing:
+            if server_label != label and label == self._label and not self._is_changing:
                 self._die(f"it restarted, or something else changed its weights (they are labelled {server_label!r})")
             return
         started = await self.server.started()
-        if started != self._process_start and not self._changing:
+        if started != self._process_start and not self._is_changing:
             self._die(f"it restarted (its process was started at {started or '?'}, not {self._process_start})")
 
     async def _confirm(self) -> None:
@@ -294,8 +293,10 @@ class HTTPEngine(ServerWeights):
         def read(response: Any, version: int) -> list[Completion]:
             parsed = self._answers(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
-            spans = [self._version_spans(a, len(a.ids), version) for a in parsed]
-            return [a.completion(ids, text, own) for a, text, own in zip(parsed, texts, spans, strict=True)]
+            return [
+                answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
+                for answer, text in zip(parsed, texts, strict=True)
+            ]
 
         return await self._result(ids, sampling, read) * copies
 
@@ -323,7 +324,7 @@ class HTTPEngine(ServerWeights):
                     if not answer.finish_reason:
                         yield answer.completion(ids, text)
                         continue
-                    if not self._server_facts().spans:
+                    if not self._server_facts().labels_tokens:
                         await self._unless_dead(self._confirm())
                     spans = self._version_spans(answer, count, version)
                     self._failure_count = 0
@@ -334,7 +335,7 @@ class HTTPEngine(ServerWeights):
         """Return the logprob of each of `token_ids[1:]`. Refused above 2 million values if the temperature is not 1."""
         ids = await self._ids(token_ids)
         token_count = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        whole = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
+        needs_all = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
@@ -343,10 +344,10 @@ class HTTPEngine(ServerWeights):
             for answer in self._answers(response, sampling, ids):
                 self._version_spans(answer, len(answer.ids), version)
             return vllm_requests.prompt_logprobs(
-                response, ids, temperature, spans=self._server_facts().spans, server=self._server_name()
+                response, ids, temperature, spans=self._server_facts().labels_tokens, server=self._server_name()
             )
 
-        return await self._result(ids, sampling, read, of_prompt=-1 if whole else 0)
+        return await self._result(ids, sampling, read, of_prompt=-1 if needs_all else 0)
 
     async def _result(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
@@ -355,7 +356,7 @@ class HTTPEngine(ServerWeights):
         async with self._request_slot() as version:
             request = self._request(ids, sampling, prompt_logprobs=of_prompt)
             response = await self._unless_dead(self.server.tokens(*request))
-            if not self._server_facts().spans:
+            if not self._server_facts().labels_tokens:
                 await self._unless_dead(self._confirm())
             result = read(response, version)
         self._last_answer_at, self._failure_count = time.monotonic(), 0
@@ -364,13 +365,12 @@ class HTTPEngine(ServerWeights):
     def _request(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
         """Return path and JSON of a request (with `body`'s arguments `more`), and the maximum bytes of its answer."""
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
-        body = vllm_requests.body(ids, sampling, spans=facts.spans, model=facts.model, room=room, **more)
-        return vllm_requests.route(facts.spans), body, vllm_requests.most_bytes(body, self._vocabulary)
+        body = vllm_requests.body(ids, sampling, spans=facts.labels_tokens, model=facts.model, room=room, **more)
+        return vllm_requests.route(facts.labels_tokens), body, vllm_requests.most_bytes(body, self._vocabulary)
 
     def _answers(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
-        """Return the answers of this server's response, by `vllm_requests.answers`."""
         return vllm_requests.answers(
-            response, sampling, spans=self._server_facts().spans, vocabulary=self._vocabulary, whole=whole,
+            response, sampling, spans=self._server_facts().labels_tokens, vocabulary=self._vocabulary, whole=whole,
             server=self._server_name(), prompt=prompt,
         )
 
@@ -392,7 +392,7 @@ class HTTPEngine(ServerWeights):
         except ServerGone as e:
             try:
                 await self._check_identity()
-            except EngineError as failure:  # `_watch` judges silence: it may be busy
+            except EngineError as failure:  # a silent server may be busy: `_watch` judges that
                 if unreached(failure):
                     self._die(str(e))
             self._require_alive()
@@ -420,7 +420,7 @@ class HTTPEngine(ServerWeights):
         """Return a whole answer's version spans; `version` is that of answers without labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
-        if not self._server_facts().spans:
+        if not self._server_facts().labels_tokens:
             return ((version, 0, count),) if count else ()
         foreign_labels = sorted({label for label, _, _ in answer.labels} - self._labels.keys())
         if foreign_labels:
@@ -435,10 +435,10 @@ class HTTPEngine(ServerWeights):
 
     def _check_logprobs(self, s: Sampling) -> None:
         """Raise EngineError if the server would give this sampling logprobs of another distribution."""
-        plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
-        plain = plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
-        plain = plain and s.repetition_penalty == 1.0
-        if s.logprobs and not self._logprobs_are_processed and not plain:
+        is_plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
+        is_plain = is_plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
+        is_plain = is_plain and s.repetition_penalty == 1.0
+        if s.logprobs and not self._logprobs_are_processed and not is_plain:
             raise EngineError(
                 f"{self.server.url} gives logprobs before temperature, top_p and the like, not those of the sampled "
                 "distribution: start it with --logprobs-mode processed_logprobs", refused=True,

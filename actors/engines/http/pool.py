@@ -84,11 +84,11 @@ class EnginePool:
         for engine in self._engines.values():
             engine.serving = False
         for row in table:
-            new = Backend(**row)
-            current = self._engines.setdefault(new.runner, new)
-            if (current.incarnation, current.endpoint) != (new.incarnation, new.endpoint):
-                current = self._engines[new.runner] = new
-            current.model_version, current.serving = new.model_version, new.serving
+            listed = Backend(**row)
+            engine = self._engines.setdefault(listed.runner, listed)
+            if (engine.incarnation, engine.endpoint) != (listed.incarnation, listed.endpoint):
+                engine = self._engines[listed.runner] = listed
+            engine.model_version, engine.serving = listed.model_version, listed.serving
         self._changed.set()
         self._changed = asyncio.Event()
 

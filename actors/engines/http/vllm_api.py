@@ -65,11 +65,11 @@ class ServerFacts:
     max_model_len: int
     version: str
     """Version of vLLM; empty if it does not say."""
-    spans: bool
+    labels_tokens: bool
     """Answers say which weights made which token (`/inference/v1/generate`, with `--enable-scale-out`)."""
-    loads: bool
+    loads_weights: bool
     """It loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
-    extension: bool
+    has_extension: bool
     """Its workers have trinity_es's `WorkerExtension`."""
     on_cpu: bool
 
@@ -191,20 +191,18 @@ class VLLMServer:
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
-    async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait for the next of `pauses`, or while the server is paused, before the request is sent again.
-
-        Raises `gone` if the server is not merely busy, or no pause is left.
-        """
-        if gone.details.get("status") not in BUSY:
-            raise gone
-        if await self.rejects():
+    async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
+        """Wait until a rejected request may be sent again. Raises `error` if it is none, or no pause is left."""
+        if error.details.get("status") not in BUSY:
+            raise error
+        if await self.rejects():  # it is paused
             while await self.rejects():
                 await asyncio.sleep(BUSY_SECONDS[0])
-        elif (pause := next(pauses, None)) is None:
-            raise gone
-        else:
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            return
+        pause = next(pauses, None)
+        if pause is None:
+            raise error
+        await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer, which is asked for once. Raises like `ask`."""
@@ -293,8 +291,8 @@ class VLLMServer:
         device = (config.get("device_config") or {}).get("device") or ""
         return ServerFacts(
             model=model, root=str(first.get("root") or ""), max_model_len=max_model_len, version=version,
-            spans=label is not None and probe.status_code in (400, 422), loads=label is not None,
-            extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
+            labels_tokens=label is not None and probe.status_code in (400, 422), loads_weights=label is not None,
+            has_extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
         )
 
     async def label(self) -> str | None:
@@ -354,7 +352,6 @@ class VLLMServer:
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's class and message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

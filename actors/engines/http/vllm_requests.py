@@ -141,7 +141,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     logprobs, top = None, None
     if sampling.logprobs:
         rows = _token_rows(choice, ids) if spans else _completion_rows(choice, ids)
-        logprobs = [own for own, _ in rows]
+        logprobs = [logprob for logprob, _ in rows]
         if sampling.top_logprobs:
             ranked_rows = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
             top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ranked_rows]
@@ -244,12 +244,12 @@ def prompt_logprobs(
     try:
         entries = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
         rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in entries[1:]]
-        own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
+        logprobs = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
     except UNREADABLE as e:
         raise EngineError(f"{server} gave no logprobs of the prompt ({_defect(e, response)})") from e
     if temperature == 1.0:
-        return own
-    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, own, strict=True)]
+        return logprobs
+    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, logprobs, strict=True)]
 
 
 class TextCutter:

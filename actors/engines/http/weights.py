@@ -53,9 +53,9 @@ class ServerWeights:
         self._restart_command = str(options.get("restart_command", ""))
         self._restart_after = float(options.get("restart_after", 60.0))
         self._restart_timeout = float(options.get("restart_timeout", 600.0))
-        self._model = self._served = resolve_model(config.model_path)
+        self._model = self._served_path = resolve_model(config.model_path)
         version, path = options.get("weights") or (0, "")
-        self._current = (version, path) if path else (config.initial_version, self._model)
+        self._current_weights = (version, path) if path else (config.initial_version, self._model)
         """Version and path of the newest weights when this engine was made: a restart loads them."""
         self._started_by_command = False
         """The restart command started the server with these weights."""
@@ -69,11 +69,11 @@ class ServerWeights:
         """Model version by each label that this engine gave."""
         self.waits_for = ""
         """External action that this engine waits for, such as a restart; empty: it waits for nothing."""
-        self._restarting = False
-        self._shapes: dict[str, list[int]] | None = None
-        self._tied = False
+        self._is_restarting = False
+        self._shapes: dict[str, list[int]] | None = None  # of the model's tensors; None: unknown
+        self._has_tied_head = False
         self._change_lock = asyncio.Lock()
-        self._changing = False
+        self._is_changing = False
         """True while the server's weights, or the server itself, are replaced."""
         self._gate = asyncio.Event()
         """Set while requests may begin."""
@@ -124,7 +124,7 @@ class ServerWeights:
             if self._restart_command and not was_commanded and waited >= self._restart_after:
                 was_commanded = True
                 _log.warning("%s: %s after %.0f s: running the restart command", self.server.url, problem, waited)
-                await self._run_restart_command(*self._current)
+                await self._run_restart_command(*self._current_weights)
                 self._started_by_command = True
             elif not was_commanded and int(waited) % 30 == 29:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
@@ -134,7 +134,7 @@ class ServerWeights:
         """Ask the server for its facts. Raises EngineError if it reports nothing that shows a restart."""
         facts = self._facts = await self.server.facts()
         self._process_start = await self.server.started()
-        if not facts.loads and not self._process_start:
+        if not facts.loads_weights and not self._process_start:
             raise EngineError(
                 f"{self.server.url} gives no sign of a restart (no /weight_info, no process_start_time_seconds in "
                 f"/metrics): start it with {DEV_MODE} in its environment"
@@ -145,44 +145,46 @@ class ServerWeights:
     async def _first_weights(self) -> None:
         """Have the server serve the initial or the current version, under a label of this engine's."""
         facts = self._server_facts()
-        label = await self.server.label() if facts.loads else UNLABELLED
+        label = await self.server.label() if facts.loads_weights else UNLABELLED
         started_weights = await self._started_with() if label == UNLABELLED else None
         if started_weights is not None:
             version, path = started_weights
-            if facts.loads:
+            if facts.loads_weights:
                 await self._give_label(version)
                 if await self.server.paused():  # by a runner that ended before it changed a weight
                     await self.server.resume()
-            self.model_version, self._served = version, path
+            self.model_version, self._served_path = version, path
             return
         version, path = self.config.initial_version, self._model
-        broken = str(label).startswith(_BROKEN)
-        half_changed = broken or str(label).startswith(_CHANGING)
+        is_broken = str(label).startswith(_BROKEN)
+        is_half_changed = is_broken or str(label).startswith(_CHANGING)
         # If only its runner ended during the change, the load may have been fine: try again.
-        may_load = facts.extension or not half_changed or not (broken or self._restart_command)
-        if facts.loads and may_load:
-            if half_changed and facts.extension:
+        may_load = facts.has_extension or not is_half_changed or not (is_broken or self._restart_command)
+        if facts.loads_weights and may_load:
+            if is_half_changed and facts.has_extension:
                 await self._forget_half_a_change()
             await self._load_in_place(version, path)
         elif self._restart_command:
-            version, path = self._current
+            version, path = self._current_weights
             await self._restart(version, path)
         else:
             problem = f"it serves {facts.root or 'an unknown model'}"
-            problem = "a change of its weights failed half-way" if broken else problem
+            other_way = f", or with {DEV_MODE} in its environment so that weights can be loaded into it"
+            if is_broken:
+                problem, other_way = "a change of its weights failed half-way", ""
             raise EngineError(
-                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`"
-                f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
-                ", or give explorer.rollout_model.servers.restart_command"
+                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`{other_way}, or "
+                "give explorer.rollout_model.servers.restart_command"
             )
-        self.model_version, self._served = version, path
+        self.model_version, self._served_path = version, path
 
     async def _started_with(self) -> tuple[int, str] | None:
         """Return the version that the server was started with, and its path; None if unknown.
 
         The path alone proves nothing: two versions may be published from one path, such as the newest checkpoint.
         """
-        root, initial, current = self._server_facts().root, (self.config.initial_version, self._model), self._current
+        root = self._server_facts().root
+        initial, current = (self.config.initial_version, self._model), self._current_weights
         if current != initial and _same(root, current[1]):
             is_proven = self._started_by_command or await asyncio.to_thread(
                 _unchanged_since, current[1], self._process_start)
@@ -221,7 +223,7 @@ class ServerWeights:
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
         await asyncio.shield(change)
 
     async def _load(self, version: int, path: str) -> None:
@@ -229,23 +231,24 @@ class ServerWeights:
             self._require_alive()
             facts = self._server_facts()
             if Path(path).is_dir():
-                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
                 if problem:
                     raise SyncError(
                         f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
                     )
-            if not facts.loads and not self._restart_command:
+            if not facts.loads_weights and not self._restart_command:
                 raise SyncError(
                     f"version {version} was not loaded: {self.server.url} takes no weights. Start it with {DEV_MODE} "
                     "in its environment, or give explorer.rollout_model.servers.restart_command"
                 )
-            if facts.loads:
+            if facts.loads_weights:
                 self._refuse_stale_head(version)
             try:
                 # Answers without labels must be of one version: no request may be open during the change.
-                async with contextlib.nullcontext() if facts.spans and facts.loads else self._without_requests():
-                    self._changing = True
-                    change = self._change(version, path) if facts.loads else self._restart(version, path)
+                labels_all = facts.labels_tokens and facts.loads_weights
+                async with contextlib.nullcontext() if labels_all else self._without_requests():
+                    self._is_changing = True
+                    change = self._change(version, path) if facts.loads_weights else self._restart(version, path)
                     await self._unless_dead(change)
             except SyncError:
                 raise
@@ -253,13 +256,13 @@ class ServerWeights:
                 self._die(f"loading version {version} into it failed: {e}")
                 self._require_alive()
             finally:
-                self._changing = False
-            self.model_version, self._served = version, path
+                self._is_changing = False
+            self.model_version, self._served_path = version, path
 
     def _refuse_stale_head(self, version: int) -> None:
         """Raise SyncError if the server is on a CPU and would keep the old head when it loads weights."""
         facts = self._server_facts()
-        if facts.on_cpu and self._tied and not facts.extension:
+        if facts.on_cpu and self._has_tied_head and not facts.has_extension:
             raise SyncError(
                 f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is "
                 "tied to its embedding. Start the server with --worker-extension-cls "
@@ -276,13 +279,13 @@ class ServerWeights:
         except EngineError as e:
             try:
                 await self._forget_half_a_change()
-                await self._load_in_place(self.model_version, self._served)
+                await self._load_in_place(self.model_version, self._served_path)
             except Exception as second_error:
                 with contextlib.suppress(Exception):
                     await self.server.set_label(f"{_BROKEN}/{self._engine_id}")
-                raise EngineError(f"{e}; and {self._served} could not be loaded again: {second_error}") from e
+                raise EngineError(f"{e}; and {self._served_path} could not be loaded again: {second_error}") from e
             raise SyncError(
-                f"version {version} was not loaded: {path}: {e}; {self._served} was loaded again; still serving "
+                f"version {version} was not loaded: {path}: {e}; {self._served_path} was loaded again; still serving "
                 f"version {self.model_version}"
             ) from e
 
@@ -295,7 +298,7 @@ class ServerWeights:
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
             raise EngineError(f"{server.url} says that it could not load {path}")
-        if facts.extension:
+        if facts.has_extension:
             await server.in_workers("trinity_pack_again")
             if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
                 raise EngineError("it holds NaN or infinite weights")
@@ -305,18 +308,18 @@ class ServerWeights:
 
     async def _forget_half_a_change(self) -> None:
         """Have the server's workers discard the remains of a failed load. Raises EngineError if they can't."""
-        if not self._server_facts().extension:
+        if not self._server_facts().has_extension:
             raise EngineError("the server can't discard the remains of a failed load")
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:
         """Change the weights by the user's restart command, and label them. Raises EngineError."""
-        self._restarting, self.waits_for = True, f"the restart command of {self.server.url}"
+        self._is_restarting, self.waits_for = True, f"the restart command of {self.server.url}"
         try:
             await self._run_and_wait(version, path)
         finally:
-            self._restarting, self.waits_for = False, ""
-        if self._server_facts().loads:
+            self._is_restarting, self.waits_for = False, ""
+        if self._server_facts().loads_weights:
             await self._give_label(version)
 
     async def _run_and_wait(self, version: int, path: str) -> None:

@@ -40,10 +40,11 @@ def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's engine for adapters; {} without. The module's docstring has the reasons."""
     if lora is None:
         return {}
-    rank, room = next(r for r in _RANKS if r >= lora.max_rank), 2 * lora.max_adapters + 1
-    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": room}
+    rank = next(r for r in _RANKS if r >= lora.max_rank)
+    version_count = 2 * lora.max_adapters + 1  # an old and a new one of each, and one more while it is loaded
+    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": version_count}
     if on_cpu:
-        places = {"max_loras": room + 1, "max_cpu_loras": room + 1}
+        places = {"max_loras": version_count + 1, "max_cpu_loras": version_count + 1}
     return {"enable_lora": True, "max_lora_rank": rank, **places}
 
 
@@ -68,7 +69,7 @@ class AdapterServing:
 
     def __init__(self) -> None:
         self._current: dict[str, ServedAdapter] = {}
-        self._old: list[ServedAdapter] = []
+        self._replaced: list[ServedAdapter] = []
         """Replaced versions that requests still use."""
         self._numbers = itertools.count(1)
         self._adapters_lock = asyncio.Lock()
@@ -84,7 +85,7 @@ class AdapterServing:
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Context that gives the current version of an adapter, and keeps it loaded; no adapter if the name is None."""
+        """Context that gives an adapter's current version, and keeps it loaded; None for an empty name."""
         if not name:
             yield None
             return
@@ -97,7 +98,7 @@ class AdapterServing:
             yield served
         finally:
             served.uses -= 1
-            if not served.uses and served in self._old:
+            if not served.uses and served in self._replaced:
                 self._removal_task = asyncio.get_running_loop().create_task(self._remove_unused())
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
@@ -113,8 +114,8 @@ class AdapterServing:
             files = await asyncio.to_thread(check)
             await self._remove_unused()
             room = config.max_loras - 1 if self._on_cpu else config.max_cpu_loras
-            while len(self._current) + len(self._old) >= room:
-                if not self._old:
+            while len(self._current) + len(self._replaced) >= room:
+                if not self._replaced:
                     raise SyncError(
                         f"there is no room for adapter {name!r} beside {', '.join(self._current)}: remove one, or "
                         "raise explorer.rollout_model.lora.max_adapters"
@@ -150,13 +151,13 @@ class AdapterServing:
         """Move an adapter's current version, if there is one, to the old ones."""
         served = self._current.pop(name, None)
         if served is not None:
-            self._old.append(served)
+            self._replaced.append(served)
 
     async def _remove_unused(self) -> None:
         """Remove the old versions without open requests from vLLM."""
-        for served in list(self._old):
-            if not served.uses and served in self._old:  # else another call has removed it meanwhile
-                self._old.remove(served)
+        for served in list(self._replaced):
+            if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
+                self._replaced.remove(served)
                 await self._remove(served)
 
     async def _remove(self, served: ServedAdapter) -> None:

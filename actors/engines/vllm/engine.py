@@ -133,8 +133,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Return the tokenizer that an engine of this config has, with the chat template of its server."""
         names = ("trust_remote_code", "tokenizer_revision")
         options = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
-        plain = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
-        return vllm_server.with_template(plain, config.server_args)  # type: ignore[no-any-return]
+        tokenizer = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
+        return vllm_server.with_template(tokenizer, config.server_args)  # type: ignore[no-any-return]
 
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
@@ -151,7 +151,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._processes = engine_processes(self._llm, self._pids_before)
             self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
-            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
+            self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
             self._dead = None
@@ -306,7 +306,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return self._dead
 
     def _ended(self, reason: str) -> str:
-        """Return that the process ended and why: the error that it printed, else `reason`."""
         error = error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
         return f"its process ended ({error or reason})" if error or reason else "its process ended"
 
@@ -341,9 +340,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
             async for output, adapter in outputs:
-                [new] = output.outputs
-                part = completion_of(ids, new, sampling.top_logprobs, adapter)
-                yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
+                [part_output] = output.outputs
+                part = completion_of(ids, part_output, sampling.top_logprobs, adapter)
+                yield dataclasses.replace(part, finish_reason=part_output.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """Return log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
@@ -353,18 +352,18 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """
         ids = await self._ids(token_ids)
         vocabulary = int(self._live_llm().model_config.get_vocab_size())
-        whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
+        needs_all = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
+            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if needs_all else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
         output, _ = await self._last_output(ids, params, adapter)
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
-        if not whole:
+        if not needs_all:
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 

@@ -14,14 +14,7 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "Printed",
-    "children",
-    "engine_processes",
-    "error_in",
-    "points_elsewhere",
-    "silence",
-    "silent",
-    "wait_or_kill",
+    "Printed", "children", "engine_processes", "error_in", "points_elsewhere", "silence", "silent", "wait_or_kill",
     "with_descendants",
 ]
 
@@ -34,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 async def silence(
-    ask: Callable[[], Coroutine[Any, Any, Any]], busy: Callable[[], bool], *, interval: float = CHECK_SECONDS,
+    ask: Callable[[], Coroutine[Any, Any, Any]], is_busy: Callable[[], bool], *, interval: float = CHECK_SECONDS,
     limit: float = SILENT_SECONDS,
 ) -> None:
     """Return once an engine's process has left a question unanswered for `limit` seconds.
 
-    `ask` sends a small question the same way as requests, and is answered between two steps. While `busy()`, no answer
-    is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
+    `ask` sends a small question the same way as requests, and is answered between two steps. While `is_busy()`, no
+    answer is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
     """
     while True:
         question, check_count = asyncio.ensure_future(ask()), 0
@@ -49,7 +42,7 @@ async def silence(
                 question.cancel()
                 return
             await asyncio.wait({question}, timeout=interval)
-            check_count = 0 if busy() else check_count + 1
+            check_count = 0 if is_busy() else check_count + 1
         if not question.cancelled():
             question.exception()  # retrieved and ignored: the end of the process is noticed elsewhere
         await asyncio.sleep(interval)
@@ -125,13 +118,13 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Return those of the processes that live, and all their descendants."""
-    alive = {}
+    process_by_pid = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 for p in [process, *process.children(recursive=True)]:
-                    alive[p.pid] = p
-    return list(alive.values())
+                    process_by_pid[p.pid] = p
+    return list(process_by_pid.values())
 
 
 @contextlib.contextmanager

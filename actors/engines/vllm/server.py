@@ -180,8 +180,8 @@ def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, 
         "enable_auto_tool_choice": "tool_call_parser" in options,
     }
     defaults = {name: value for name, value in defaults.items() if hasattr(args, name)}  # older versions lack some
-    for name_of_option, value in {**defaults, **options}.items():
-        setattr(args, name_of_option, value)
+    for option, value in {**defaults, **options}.items():
+        setattr(args, option, value)
     reasoning = options.get("reasoning_parser")
     if reasoning and getattr(args, "structured_outputs_config", None) is not None:
         args.structured_outputs_config = replace(args.structured_outputs_config, reasoning_parser=reasoning)
@@ -246,10 +246,10 @@ class _RecordingClient:
         return self._journaled(generation, call, answers, request_id)
 
     async def _from_journal(
-        self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, asked: Any, params: Any,
+        self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, raw_params: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
-        """Yield the whole answer to a call that the journal has at least in part. `asked`: the client's own params."""
+        """Yield the whole answer to a call that the journal has at least in part. `raw_params`: the client's own."""
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], sampling: Sampling, request: str) -> list[Completion]:
@@ -264,14 +264,15 @@ class _RecordingClient:
             async with contextlib.aclosing(source) as outputs:
                 *_, (output, adapter) = [output async for output in outputs]
             await with_texts(tokenizer, ids, own_params, output.outputs)
-            return [completion_of(ids, new, adapter=adapter) for new in output.outputs]
+            return [completion_of(ids, answer, adapter=adapter) for answer in output.outputs]
 
         try:
             generation.completions = await call.answers(ask)
         except EngineError as e:
             record.fail(e)
             raise
-        yield request_output(request_id, prompt, generation.completions, tokenizer if asked.logprobs == 0 else None)
+        names_tokens = raw_params.logprobs == 0
+        yield request_output(request_id, prompt, generation.completions, tokenizer if names_tokens else None)
 
     async def _journaled(
         self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
@@ -289,11 +290,12 @@ class _RecordingClient:
                 raise
 
     async def _recorded(
-        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
+        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], raw_params: Any,
+        params: Any,
     ) -> AsyncGenerator[Any]:
         """Yield vLLM's outputs; before the last one, set `generation.completions` to the whole answers.
 
-        `asked`: the client's own params, which may want the text that `params` does not make.
+        `raw_params`: the client's own, which may ask for the text that `params` has vLLM not make.
         """
         is_delta = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
@@ -304,19 +306,23 @@ class _RecordingClient:
                 async for output, adapter in outputs:
                     if generation is not None:
                         ids = ids or output.prompt_token_ids or []
-                        if asked.detokenize:
+                        if raw_params.detokenize:
                             await with_texts(tokenizer, ids, params, output.outputs)
-                        for new in output.outputs:
-                            parts = answers.setdefault(int(new.index), [])
+                        for part in output.outputs:
+                            parts = answers.setdefault(int(part.index), [])
                             if not is_delta:  # this output has all of the answer so far
                                 parts.clear()
-                            parts.append(completion_of([], new, adapter=adapter))
+                            parts.append(completion_of([], part, adapter=adapter))
                         if output.finished:
                             whole = [Completion.joined(answers[i]) for i in sorted(answers)]
-                            generation.completions = [replace(
-                                c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=c.text
-                                if asked.detokenize else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason),
-                            ) for c in whole]
+                            texts = [
+                                c.text if raw_params.detokenize
+                                else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason) for c in whole
+                            ]
+                            generation.completions = [
+                                replace(c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=text)
+                                for c, text in zip(whole, texts, strict=True)
+                            ]
                     yield output
         except EngineError as e:
             record.fail(e)
@@ -345,10 +351,10 @@ def _stateful_option(params: Any) -> str:
     return next((name for name in _STATEFUL if getattr(params, name, None)), "")
 
 
-def _is_answerable(asked: Any) -> bool:
+def _is_answerable(raw_params: Any) -> bool:
     """Return True if the journal has all that the client asked for: tokens and their own logprobs."""
-    further = (getattr(asked, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
-    return asked.logprobs in (None, 0) and not any(further)
+    further = (getattr(raw_params, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
+    return raw_params.logprobs in (None, 0) and not any(further)
 
 
 def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:

@@ -58,7 +58,7 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def _structured(schema: str | Mapping[str, Any]) -> Any:
-    """Return vLLM's StructuredOutputsParams for a JSON schema; {} allows any object."""
+    """Return vLLM's StructuredOutputsParams for a JSON schema (text or mapping); {} allows any object."""
     from vllm.sampling_params import StructuredOutputsParams
 
     value = orjson.loads(schema) if isinstance(schema, str) else schema

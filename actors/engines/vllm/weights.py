@@ -39,13 +39,13 @@ class WeightChanges:
     model_version: int
     _llm: Any
     _dead: str | None
-    _served: str
+    _served_path: str
     """The folder of the served weights, which are loaded again if a change fails."""
 
     def __init__(self, served: str) -> None:
-        self._served = served
+        self._served_path = served
         self._shapes: dict[str, list[int]] | None = None
-        self._tied = False
+        self._has_tied_head = False
         self._weights_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         self._in_group = False
@@ -131,7 +131,7 @@ class WeightChanges:
     async def _load(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
         """Check the weights at `path`, load them by `load(path)`, and undo that if it fails."""
         async with self._weights_lock:
-            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
             if problem:
                 raise SyncError(
                     f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
@@ -146,10 +146,10 @@ class WeightChanges:
                         raise
                     await self._restore(version, path, e)
                     raise SyncError(
-                        f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again; "
+                        f"version {version} was not loaded: {path}: {short(e)}; {self._served_path} was loaded again; "
                         f"still serving version {self.model_version}"
                     ) from e
-                self.model_version, self._served = version, path
+                self.model_version, self._served_path = version, path
                 await self._label_version()
 
     @contextlib.asynccontextmanager
@@ -181,10 +181,10 @@ class WeightChanges:
         """Load the served weights again after a failed change; end the engine if that fails too."""
         try:
             await self._in_workers("trinity_forget_half_reload")
-            await self._reload(self._served)
+            await self._reload(self._served_path)
         except Exception as e:
             await self._end(
-                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served} could not be "
+                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served_path} could not be "
                 f"loaded again ({short(e)})"
             )
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
@@ -199,7 +199,6 @@ class WeightChanges:
 
 
 def _transfer_request(name: str, **info: Any) -> Any:
-    """Return a request of vLLM's weight transfer by the name of its class."""
     from vllm.distributed.weight_transfer import base
 
     return getattr(base, name)(**info)

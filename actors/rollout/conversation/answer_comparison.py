@@ -61,16 +61,16 @@ def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
         return Fit.VERBATIM
     if content.strip() == text.strip():
         return Fit.WHOLE
-    _, mark, rest = text.rpartition("</think>")
-    return _reasoning_fit(message, text) if mark and content.strip() == rest.strip() else Fit.NONE
+    _, mark, answer = text.rpartition("</think>")
+    return _reasoning_fit(message, text) if mark and content.strip() == answer.strip() else Fit.NONE
 
 
 def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: str) -> Fit:
     """Return how well a message with these tool calls fits an answer's text."""
-    rest = text.rpartition("</think>")[2]
+    answer = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
-    objects, between = _objects(rest)
+    objects, between = _objects(answer)
     expected = [(name, _json(arguments)) for name, arguments in calls]
     words: list[str] | None = None
     if [call for value in objects for call in _as_call(value)] == expected:
@@ -78,7 +78,7 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
     elif [_json(value) for value in objects] == [arguments for _, arguments in expected]:
         words = _without_names(between, [name for name, _ in expected])
     if words is None:
-        is_written = _is_written(rest.strip().removeprefix(content), calls)
+        is_written = _is_written(answer.strip().removeprefix(content), calls)
         return _reasoning_fit(message, text) if is_written else Fit.NONE
     if words == _words(content):
         return _reasoning_fit(message, text)

@@ -104,11 +104,11 @@ class Conversing:
     def marks(self) -> Marks:
         """Return the texts that the chat template writes around an answer, from short conversations that it renders."""
         question: list[Message] = [{"role": "user", "content": "q"}]
-        answered = [*question, {"role": "assistant", "content": _ANSWER}]
+        whole_chat = [*question, {"role": "assistant", "content": _ANSWER}]
         try:
             chat, prompt = self._text(question, None), self._text(question, None, answer=True)
-            before, answer, after = self._text(answered, None).rpartition(_ANSWER)
-            after_and_more = self._text([*answered, *question], None, answer=True).partition(_ANSWER)[2]
+            before, answer, after = self._text(whole_chat, None).rpartition(_ANSWER)
+            after_and_more = self._text([*whole_chat, *question], None, answer=True).partition(_ANSWER)[2]
         except WorkflowError:
             return Marks()
         opens = before.removeprefix(prompt) if before.startswith(prompt) else ""

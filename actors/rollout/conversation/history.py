@@ -36,7 +36,6 @@ class Usage:
     """Prompts that began a new sequence, since the template renders earlier answers differently."""
 
     def add_versions(self, *versions: int) -> None:
-        """Note model versions that made tokens."""
         all_versions = [*(v for v in (self.min_version, self.max_version) if v is not None), *versions]
         self.min_version, self.max_version = min(all_versions), max(all_versions)
 
@@ -57,9 +56,11 @@ class Remembering(Conversing):
         self._request_count += 1
         return self._request_count - 1
 
-    def exact_prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
+    def exact_prompt(
+        self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None
+    ) -> list[int] | None:
         """Return the ids of a chat's prompt if it continues an answer of this run; see `Turns.prompt`."""
-        ids = self.turns.prompt(rendered, earlier)
+        ids = self.turns.prompt(rendered, earlier_prompts)
         self.usage.forks = self.turns.forks
         return ids
 

@@ -95,7 +95,6 @@ class Turns:
 
     @property
     def marks(self) -> Marks:
-        """The template's texts around an answer."""
         self._marks = self._read_marks() if self._marks is None else self._marks
         return self._marks
 
@@ -113,17 +112,17 @@ class Turns:
     def clear(self) -> None:
         self._turns, self._by_length = [], {}
 
-    def prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
+    def prompt(self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
         """Return the ids of a chat's prompt if it continues a turn; None if it is a first one or a fork.
 
-        `rendered` is the prompt's text. `earlier`, if known, returns the prompts before each answer in its messages,
-        newest first, and so tells a fork from another conversation. Without it, a prompt is a fork if it begins like an
-        earlier one and opens a further answer.
+        `rendered` is the prompt's text. `earlier_prompts`, if known, returns the prompts before each answer in its
+        messages, newest first, and so tells a fork from another conversation. Without it, a prompt is a fork if it
+        begins like an earlier one and opens a further answer.
         """
         if not self._turns:
             return None
         continued = self._continued(rendered)
-        if self._is_fork(rendered, continued, earlier):
+        if self._is_fork(rendered, continued, earlier_prompts):
             self._forked_prompts.add(rendered)
         if continued is None:
             return None
@@ -199,9 +198,9 @@ class Turns:
         """Return the turn that a text continues the farthest, and the text after its answer."""
         candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
         for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
-            turns, rest = list(group), rendered[length:]
+            turns, text_after_prompt = list(group), rendered[length:]
             for tail_of in (self._tail, self._loose_tail):
-                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, rest)) is not None]
+                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, text_after_prompt)) is not None]
                 if tails:
                     return max(tails, key=lambda pair: _rank(*pair))
         return None
@@ -266,18 +265,18 @@ class Turns:
         return ids
 
     def _is_fork(
-        self, rendered: str, continued: tuple[Turn, str] | None, earlier: Callable[[], Iterable[str]] | None
+        self, rendered: str, continued: tuple[Turn, str] | None, earlier_prompts: Callable[[], Iterable[str]] | None
     ) -> bool:
         """Return True if a prompt does not continue the newest answer in its conversation.
 
-        `continued`: the turn that it continues, and the text after its answer; `earlier` as in `prompt`.
+        `continued`: the turn that it continues, and the text after its answer; `earlier_prompts` as in `prompt`.
         """
         continued_prompt = "" if continued is None else continued[0].rendered or ""
         prompts = {t.rendered for t in self._turns if t.rendered is not None}
         if max(map(len, prompts), default=0) <= len(continued_prompt):
             return False
-        if earlier is not None:
-            newest_prompt = next((text for text in earlier() if text in prompts), None)
+        if earlier_prompts is not None:
+            newest_prompt = next((text for text in earlier_prompts() if text in prompts), None)
             if newest_prompt is not None:  # else only the engine's own server can render these messages
                 return newest_prompt != continued_prompt
         asks = self.marks.asks

@@ -172,14 +172,14 @@ def _open_files() -> set[str]:
 
 
 def _fork_defect(files_before: set[str]) -> str:
-    """Return what the module that was imported last started or left open that no fork survives; empty: nothing."""
+    """Return in words what the last imported module started or left open, which no fork survives; empty: nothing."""
     pid = os.fork()  # ends thread pools that handle forks themselves, such as numpy's
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task")) - 1
-    if threads:
-        return f"started {threads} thread{'s' * (threads > 1)} when it was imported"
+    thread_count = len(os.listdir("/proc/self/task")) - 1  # without this one
+    if thread_count:
+        return f"started {thread_count} thread{'s' * (thread_count > 1)} when it was imported"
     opened = sorted(file.partition(" ")[2] for file in _open_files() - files_before)
     return f"left {', '.join(opened)} open when it was imported" if opened else ""
 
@@ -205,16 +205,16 @@ def _name_process(name: str) -> None:
 
 def main() -> None:
     """Work as the first template of a runner. Arguments: socket's fd, runner's pid, log file."""
-    _, fd, parent, log_file = sys.argv
+    _, fd, runner_pid, log_file = sys.argv
     del sys.argv[1:]
-    end_with_parent(int(parent))
+    end_with_parent(int(runner_pid))
     _name_process("worker-template")
     worker_main.refuse_group_signals()  # also by modules that are imported here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
     faulthandler.enable()
     if log_file:
-        form = "%(asctime)s %(levelname)s %(name)s %(message)s"
-        logging.basicConfig(filename=log_file, format=form, level=logging.WARNING)
+        line_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        logging.basicConfig(filename=log_file, format=line_format, level=logging.WARNING)
     os.set_inheritable(int(fd), False)
     template = _Template(socket.socket(fileno=int(fd)))
     gc.collect()

@@ -35,23 +35,23 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
-        self.gone: asyncio.Future[int | None] = loop.create_future()
+        self.exit_status: asyncio.Future[int | None] = loop.create_future()
         """Its exit status once it has ended; None if it ended because its template did."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
         """Its process id until it has ended, so that it can't be another process's."""
-        if self.gone.done() or not self.forked.done() or self.forked.exception() is not None:
+        if self.exit_status.done() or not self.forked.done() or self.forked.exception() is not None:
             return None
         return self.forked.result()
 
-    def end(self, status: int | None, why: str) -> None:
-        """Note its end with this exit status; `why` is for those that wait for its start."""
+    def note_end(self, status: int | None, why: str) -> None:
+        """Note that it ended with this exit status, or (with the reason `why`) was not started."""
         if not self.forked.done():
             self.forked.set_exception(StartupError(f"a worker process could not be started: {why}"))
-        if not self.gone.done():
-            self.gone.set_result(status)
+        if not self.exit_status.done():
+            self.exit_status.set_result(status)
 
 
 class _Template:
@@ -68,15 +68,15 @@ class _Template:
         end.setblocking(False)
         asyncio.get_running_loop().add_reader(end, self._read)
 
-    async def fork(self, child: Child, theirs: socket.socket, order: str, *arguments: Any) -> None:
-        """Have the process fork a child with `theirs` as its end of a socket, for this order. Raises StartupError."""
+    async def fork(self, child: Child, child_end: socket.socket, order: str, *arguments: Any) -> None:
+        """Have the process fork a child with this end of a socket, which executes the order. Raises StartupError."""
         async with self.fork_lock:
             if not self.is_alive:
                 raise StartupError("a worker process could not be started: its template process ended")
             self.last_number += 1
             self.children[self.last_number] = child
             try:
-                socket.send_fds(self.end, [note(order, self.last_number, *arguments)], [theirs.fileno()])
+                socket.send_fds(self.end, [note(order, self.last_number, *arguments)], [child_end.fileno()])
             except OSError as e:
                 self.disconnect()
                 raise StartupError(f"a worker process could not be started: {e}") from e
@@ -89,7 +89,7 @@ class _Template:
             child.forked.result()
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, and with it those that it forked."""
         self.disconnect()
         if isinstance(self.process, Child):
             if (pid := self.process.pid) is not None:
@@ -111,15 +111,15 @@ class _Template:
             return
         kind, *rest = pickle.loads(data)
         if kind in ("forked", "failed", "ended"):
-            number, value = rest
+            number, value = rest  # value: pid, reason or exit status
             child = self.children[number]
             if kind == "forked":
                 child.forked.set_result(value)
             else:
                 del self.children[number]
-                child.end(value if kind == "ended" else None, str(value))
+                child.note_end(value if kind == "ended" else None, str(value))
         elif not self.first_message.done():
-            self.first_message.set_result((kind, *rest, "")[:2])
+            self.first_message.set_result((kind, *rest, "")[:2])  # `ready` comes without a reason
 
     def disconnect(self) -> None:
         """Close the socket, after which the process ends, and note the end of its children with it."""
@@ -129,7 +129,7 @@ class _Template:
         asyncio.get_running_loop().remove_reader(self.end)
         self.end.close()
         for child in self.children.values():
-            child.end(None, "its template process ended")
+            child.note_end(None, "its template process ended")
         self.children.clear()
         if not self.first_message.done():
             self.first_message.set_result(("ended", ""))
@@ -140,7 +140,7 @@ class Templates:
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # of the first template
         self._templates: dict[str, asyncio.Task[_Template | None]] = {}
         """Template by module; None: each worker imports it itself. The first one, without workflows, is under ""."""
         self._newest: _Template | None = None
@@ -153,10 +153,10 @@ class Templates:
         """
         return await self._template(workflow) is not None
 
-    async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
+    async def fork(self, workflow: str, child: Child, child_end: socket.socket, order: str = "work") -> bool:
         """Fork a worker (or by `grade` a grader); return False if it must import the module. Raises like `prepare`."""
         template = await self._template(workflow)
-        await (template or await self._base()).fork(child, theirs, order)
+        await (template or await self._base()).fork(child, child_end, order)
         return template is not None
 
     def forget(self, workflow: str) -> None:
@@ -175,7 +175,7 @@ class Templates:
         for template in reversed(templates):  # children before their parents
             if template is not None and isinstance(template.process, Child):
                 template.close()
-                await asyncio.wait({template.process.gone}, timeout=EXIT_SECONDS)
+                await asyncio.wait({template.process.exit_status}, timeout=EXIT_SECONDS)
         process = self._process
         if process is None:
             return
@@ -192,9 +192,7 @@ class Templates:
         assert template is not None
         return template
 
-    async def _cached(
-        self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
-    ) -> _Template | None:
+    async def _cached(self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]) -> _Template | None:
         """Return a module's template, made by `make` unless there is one that lives."""
         task = self._templates.get(module)
         if task is None or (task.done() and not _is_usable(task)):
@@ -205,12 +203,12 @@ class Templates:
     async def _fork_template(self, workflow: str) -> _Template | None:
         """Return a new template that has imported the workflow's module; None if it can't be forked after that."""
         parent = self._newest if self._newest is not None and self._newest.is_alive else await self._base()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = Child()
-        template = _Template(ours, child)
+        template = _Template(own_end, child)
         try:
-            with theirs:
-                await parent.fork(child, theirs, "learn", workflow)
+            with child_end:
+                await parent.fork(child, child_end, "learn", workflow)
             state, why = await asyncio.wait_for(asyncio.shield(template.first_message), START_SECONDS)
             if state == "ready":
                 self._newest = template
@@ -223,7 +221,7 @@ class Templates:
             if state == "refused":
                 raise UnknownWorkflow(why)
             with contextlib.suppress(TimeoutError):
-                status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
+                status = await asyncio.wait_for(asyncio.shield(child.exit_status), EXIT_SECONDS)
                 if status is not None:
                     raise WorkflowError(f"{workflow} can't be imported: that {describe_exit(status)}")
             raise StartupError(f"{workflow} was not imported: the process that imported it is gone")
@@ -237,23 +235,23 @@ class Templates:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = "trinity_es.actors.rollout.workers.fork_server_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
+        arguments = [str(child_end.fileno()), str(os.getpid()), self.log_file]
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:
             # Not in a pool's thread: PDEATHSIG is sent when the thread that started the process ends.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=environment,
+                pass_fds=[child_end.fileno()], env=environment,
             )
         except OSError as e:
-            ours.close()
+            own_end.close()
             raise StartupError(f"the process that forks the worker processes could not be started: {e}") from e
         finally:
-            theirs.close()
-        template = _Template(ours, process)
+            child_end.close()
+        template = _Template(own_end, process)
         try:
             state, _ = await asyncio.wait_for(asyncio.shield(template.first_message), START_SECONDS)
         except TimeoutError:

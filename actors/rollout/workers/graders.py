@@ -70,13 +70,13 @@ class Graders:
         name = str(args[0]["reward_fn"]) if function == REWARD_CALLER else function
         async with self._slots:
             child = Child()
-            ours, theirs = socket.socketpair()
+            own_end, grader_end = socket.socketpair()
             writer: asyncio.StreamWriter | None = None
             try:
-                with theirs:
+                with grader_end:
                     path = f"{imports}:__name__" if imports and ":" not in imports else imports or function
-                    await self.templates.fork(path, child, theirs, "grade")
-                reader, writer = await asyncio.open_connection(sock=ours)
+                    await self.templates.fork(path, child, grader_end, "grade")
+                reader, writer = await asyncio.open_connection(sock=own_end)
                 writer.write(LENGTH.pack(len(request)) + request)
                 answer = await _answer(name, child, reader, timeout, memory)
             finally:
@@ -84,7 +84,7 @@ class Graders:
                 if writer is not None:
                     writer.transport.abort()
                 else:
-                    ours.close()
+                    own_end.close()
         if "error" in answer:
             raise error_from_dict(answer["error"])
         if "raised" in answer:
@@ -92,20 +92,18 @@ class Graders:
         return answer["value"]
 
 
-async def _answer(
-    name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
-) -> dict[str, Any]:
+async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int) -> dict[str, Any]:
     """Return a grader's answer. Raises GraderError if it takes too long or too much memory, or ends without one."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
     reading = asyncio.create_task(_read(reader))
-    futures: set[asyncio.Future[Any]] = {reading, child.gone}
+    futures: set[asyncio.Future[Any]] = {reading, child.exit_status}
     try:
         while True:
             seconds_left = until - clock()
             wait_seconds = max(0.0, min(seconds_left, CHECK_SECONDS))
             await asyncio.wait(futures, timeout=wait_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() or child.gone.done():
+            if reading.done() or child.exit_status.done():
                 break
             if seconds_left <= 0:
                 raise GraderError(f"the grader {name} did not end within {timeout:g} s")
@@ -121,10 +119,10 @@ async def _answer(
         raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
     finally:
         reading.cancel()
-    await asyncio.wait({child.gone}, timeout=EXIT_SECONDS)
-    if not child.gone.done():
+    await asyncio.wait({child.exit_status}, timeout=EXIT_SECONDS)
+    if not child.exit_status.done():
         raise GraderError(f"the grader {name} closed its socket to the runner")
-    status = child.gone.result()
+    status = child.exit_status.result()
     if status is None:
         raise StartupError("a grader ended because the template process that forked it ended")
     raise GraderError(f"the grader {name} {describe_exit(status)}")

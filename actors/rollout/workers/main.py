@@ -79,7 +79,7 @@ class _Link:
     def take_answer(
         self, run_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
     ) -> None:
-        """Set the result of a call from the runner's answer; `version` and `usage` are of the model with this index."""
+        """Set the result of a call from the runner's answer; `version` and `usage` are of the model at `index`."""
         future = self.results.pop(call, None)
         if future is None:
             return
@@ -98,9 +98,9 @@ class _Link:
     def call(
         self, run_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
     ) -> Future[Any]:
-        """Send a call of method `name` of the model with this index (`what`: its tokenizer, leases or steps).
+        """Return the future result of a method of the runner's model at `index`, or of its part `what`.
 
-        Returns its result. Raises WorkflowError if that run is over.
+        Raises WorkflowError if the run with this number is over.
         """
         if os.getpid() != self.pid:
             raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
@@ -173,7 +173,7 @@ class _RemoteSteps(RunSteps):
         super().__init__()
         self._model = model
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
         return self._model.remote("steps", "record", (method, *args))
 
 
@@ -243,7 +243,7 @@ class _RemoteModel(Model):
     extract_experience_from_history = _sync_method("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
-        """Return the endpoint of the runner's model, which is asked once."""
+        """Return the endpoint of the runner's model; the runner is asked once."""
         if self._endpoint is None:
             self._endpoint = self.remote("model", "openai_endpoint").result()
         return self._endpoint
@@ -273,21 +273,22 @@ class _Player(WorkflowRunner):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
         self.auxiliary_engines = self.engines[1 : len(models)]
         self.engine_dead = None
-        done = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        result = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
         self.link.end_run()
         try:
-            data = Experience.serialize_many(done.experiences)
+            data = Experience.serialize_many(result.experiences)
         except TrinityError as e:
             data = Experience.serialize_many([])
-            done.failures += [(result.run, "data", str(e)) for result in done.results]
-            done.results = []
-        done.experiences = []
-        self.link.send("done", number, done, data, self.engine_dead)
+            result.failures += [(r.run, "data", str(e)) for r in result.results]
+            result.results = []
+        result.experiences = []
+        self.link.send("done", number, result, data, self.engine_dead)
 
     def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
         return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
+        """Return a model whose calls the runner's answers, which has the task's sampling and the journal."""
         remote = cast(_RemoteEngine, engine)
         model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model

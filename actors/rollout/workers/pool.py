@@ -46,15 +46,15 @@ class WorkerPool:
         self._free_places = asyncio.Semaphore(places)
         self.templates = Templates(log_file or "")
         self.graders = Graders(self.templates)
-        self._idle: list[_Worker] = []
+        self._idle_workers: list[_Worker] = []
         """Workers that wait for a run, the last used one last."""
-        self._alive: set[_Worker] = set()
+        self._live_workers: set[_Worker] = set()
         self._kill_tasks: set[asyncio.Task[None]] = set()
-        self._killer = ThreadPoolExecutor(1, thread_name_prefix="killer")
+        self._kill_thread = ThreadPoolExecutor(1, thread_name_prefix="killer")
         self._closed = False
 
     def pids(self) -> list[int]:
-        return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
+        return sorted(worker.child.pid for worker in self._live_workers if worker.child.pid is not None)
 
     @property
     def full(self) -> bool:
@@ -84,7 +84,7 @@ class WorkerPool:
                     await worker.prepare(task["workflow"])
                     on_begin()
                     async with asyncio.timeout(timeout):
-                        done = await worker.play(task, batch_id, task_id, runs, models)
+                        result = await worker.play(task, batch_id, task_id, runs, models)
                 except (errors.WorkflowError, errors.StartupError):
                     self._end(worker)
                     if is_new or worker.has_begun:
@@ -93,43 +93,43 @@ class WorkerPool:
                 except BaseException:
                     self._end(worker)
                     raise
-                if worker.child.gone.done():
+                if worker.child.exit_status.done():
                     self._end(worker)
                 else:
-                    self._idle.append(worker)
-                return done
+                    self._idle_workers.append(worker)
+                return result
 
     async def close(self) -> None:
         """End all workers and their templates, and wait for the end."""
         self._closed = True
-        for worker in list(self._alive):
+        for worker in list(self._live_workers):
             self._end(worker)
         await asyncio.gather(*self._kill_tasks, return_exceptions=True)
         await self.templates.close()
-        self._killer.shutdown(wait=False)
+        self._kill_thread.shutdown(wait=False)
 
     async def _worker(self, workflow: str) -> _Worker:
         """Return an idle worker that plays workflows of this module, or a new one. Raises StartupError."""
         module = workflow.partition(":")[0]
-        for worker in self._idle[::-1]:
+        for worker in self._idle_workers[::-1]:
             if worker.module != module:
                 continue
             if worker.is_disconnected():
                 self._end(worker)
                 continue
-            self._idle.remove(worker)
+            self._idle_workers.remove(worker)
             return worker
         if self._closed:
             raise errors.StartupError("the worker processes were ended with their runner")
-        while self._idle and len(self._alive) >= self.places:
-            self._end(self._idle.pop(0))
-        ours, theirs = socket.socketpair()
-        worker = _Worker(module, Child(), ours)
-        self._alive.add(worker)
-        worker.child.gone.add_done_callback(lambda _: self._end_if_idle(worker))
+        while self._idle_workers and len(self._live_workers) >= self.places:
+            self._end(self._idle_workers.pop(0))
+        own_end, worker_end = socket.socketpair()
+        worker = _Worker(module, Child(), own_end)
+        self._live_workers.add(worker)
+        worker.child.exit_status.add_done_callback(lambda _: self._end_if_idle(worker))
         try:
-            with theirs:
-                worker.imported = await self.templates.fork(workflow, worker.child, theirs)
+            with worker_end:
+                worker.imported = await self.templates.fork(workflow, worker.child, worker_end)
             await asyncio.wait_for(worker.wait_until_ready(), START_SECONDS)
         except BaseException as e:
             self._end(worker)
@@ -141,16 +141,16 @@ class WorkerPool:
         return worker
 
     def _end_if_idle(self, worker: _Worker) -> None:
-        if worker in self._idle:
+        if worker in self._idle_workers:
             self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
         """Take a worker out of the pool, stop its process at once and kill it in the background."""
-        if worker in self._idle:
-            self._idle.remove(worker)
-        if worker not in self._alive:
+        if worker in self._idle_workers:
+            self._idle_workers.remove(worker)
+        if worker not in self._live_workers:
             return
-        self._alive.discard(worker)
+        self._live_workers.discard(worker)
         pid = worker.child.pid
         if pid is None:
             worker.disconnect()  # it ended or never started; if it still starts, the closed pipe ends it
@@ -163,9 +163,9 @@ class WorkerPool:
 
     async def _kill_and_wait(self, worker: _Worker, pid: int) -> None:
         """Kill a stopped worker with its descendants, wait for its end, and close its pipe."""
-        await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
+        await asyncio.get_running_loop().run_in_executor(self._kill_thread, _kill, pid)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
+            await asyncio.wait_for(asyncio.shield(worker.child.exit_status), EXIT_SECONDS)
         worker.disconnect()  # not earlier: it would end by itself, and its children would lose their parent
 
 
@@ -206,7 +206,6 @@ class _Worker:
         return bool(poll.poll(0))
 
     def disconnect(self) -> None:
-        """Close this end of the pipe at once."""
         if self.writer is not None:
             self.writer.transport.abort()
         else:
@@ -242,10 +241,10 @@ class _Worker:
 
         Raises WorkflowError if the worker process ends before that, StartupError if its template process does.
         """
-        task, gone = asyncio.create_task(reading), self.child.gone
+        task, exit_status = asyncio.create_task(reading), self.child.exit_status
         try:
             # If a child has inherited its end of the pipe, the pipe stays open after it ended.
-            futures: set[asyncio.Future[Any]] = {task, gone}
+            futures: set[asyncio.Future[Any]] = {task, exit_status}
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({task}, timeout=LAST_MESSAGE_SECONDS)  # its last message may still be in the pipe
             if task.done():
@@ -254,10 +253,10 @@ class _Worker:
             pass  # the pipe was closed: see below how the process ended
         finally:
             task.cancel()
-        await asyncio.wait({gone}, timeout=EXIT_SECONDS)
-        if not gone.done():
+        await asyncio.wait({exit_status}, timeout=EXIT_SECONDS)
+        if not exit_status.done():
             raise errors.WorkflowError("the worker process closed its pipe to the runner")
-        status = gone.result()
+        status = exit_status.result()
         if status is None:
             raise errors.StartupError("the worker process ended because the template process that forked it ended")
         if status >= 0:
@@ -265,6 +264,7 @@ class _Worker:
         raise errors.WorkflowError(f"the workflow's process {describe_exit(status)}")
 
     async def _read(self) -> tuple[Any, ...]:
+        """Return the worker's next message. Raises EOFError or OSError at the end of the pipe."""
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         message: tuple[Any, ...] = pickle.loads(await self.reader.readexactly(length))
         return message
@@ -305,7 +305,7 @@ class _Worker:
             data = pickle.dumps(await _call_result(model, what, name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
         except BaseException as e:
             current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if current is not None and current.cancelling():  # the run is over: no worker waits for the result
                 raise
             ok, data = False, _pickled_error(e)
         self.write("answer", number, call, ok, data, index, model.model_version, model.usage)
