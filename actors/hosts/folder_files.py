@@ -61,7 +61,7 @@ def listing(folder: Path) -> list[FileFacts]:
     Links are followed: the cache of Hugging Face's hub consists of them.
     """
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
-    excluded_patterns = _TRAINER_FILES
+    excluded_patterns: tuple[str, ...] = _TRAINER_FILES
     if any(name.endswith(".safetensors") for name in names):
         excluded_patterns += _OTHER_WEIGHTS
     files = []
