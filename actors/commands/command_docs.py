@@ -35,7 +35,7 @@ a command that waits go on waiting; other commands that write fail at once with 
 def markdown() -> str:
     """Return the text of docs/COMMANDS.md."""
     lines = [_HEAD]
-    value_lines = []
+    value_lines: list[str] = []
     for module in (batches, trainer, serve, servers_and_hosts):
         source = inspect.getsource(module)
         titles = _titles(source)

@@ -76,7 +76,7 @@ class ServersConfig(Section):
 
     @property
     def keys_in_use(self) -> list[str]:
-        """Those of the keys `urls`, `file` and `command` that are set."""
+        """The keys among `urls`, `file` and `command` that are set."""
         return [name for name in ("urls", "file", "command") if getattr(self, name)]
 
 

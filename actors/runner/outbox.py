@@ -78,7 +78,7 @@ class Outbox(NumberedGroups[OutcomeReport]):
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
         """Forget these groups, which are in the log; return their outcomes. A second confirmation is fine."""
-        outcomes = []
+        outcomes: list[UnitOutcome] = []
         for number in numbers:
             group = self.drop(number)
             if group is not None:
