@@ -124,6 +124,7 @@ class _Trace:
         return round((at - (self._start_at or 0.0)) * 1e6, 1)
 
     def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
+        """Return a slice from `start` to `end`, in unix seconds, in lane `tid` of a process."""
         # A load may begin before the trace, and Perfetto drops negative times.
         start = max(start, self._start_at or start)
         return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),

@@ -240,7 +240,7 @@ def _stretches(experience: Experience) -> list[tuple[int, int]]:
         return [(first, size)] if size > first else []
     mask = [False, *(bool(m) for m in experience.action_mask), False]
     edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
-    return [(first + a - 1, first + b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [(first + begin - 1, first + end - 1) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 async def play_turns(engine: Engine, rollout: Rollout) -> list[Turn]:

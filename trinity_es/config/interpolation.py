@@ -91,6 +91,7 @@ def _resolve_text(text: str, *, quotable: bool) -> tuple[str | None, bool]:
     names: list[str] = []
 
     def replacement(match: re.Match[str]) -> str:
+        """Return the text for an interpolation. Two backslashes before it are one; an odd one keeps it as it is."""
         backslashes, name = len(match["backslashes"]), match["name"]
         prefix = backslashes // 2 * "\\"
         if backslashes % 2:

@@ -23,7 +23,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 def foreign_keys() -> dict[str, str]:
-    """Return a clause that names the replacement of each key (`[]` stands for any index)."""
+    """Return by key of Trinity-RFT a clause that names its replacement here; `[]` stands for any index."""
     table = dict(_read()["keys"])
     own_names = {"tasksets[]": "tasksets[]", "taskset": "tasksets[]", "eval_tasksets[]": "eval_tasksets[]"}
     # (section of the file, prefix of its keys in Trinity-RFT, prefix here)

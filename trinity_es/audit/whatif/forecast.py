@@ -79,7 +79,7 @@ def predict(
 ) -> Prediction:
     """Replay these batches (None: all, or the `last`) and those that ran beside them. Raises DataError.
 
-    A long log is replay_history in parts. Each begins when all earlier batches have ended.
+    A long log is replayed in parts. Each begins when all earlier batches have ended.
     """
     rows, prediction = log.batches(), None
     if last is not None:

@@ -165,7 +165,7 @@ class Simulation:
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
                 state = self.states[batch_id]
                 self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=blamed))
-                self.check_finalize(batch_id)
+                self.finalize_if_enough(batch_id)
             self.dispatch()
 
         if ready_at <= self.begun_at:
@@ -255,7 +255,7 @@ class Simulation:
     def await_batch(self, batch_id: BatchId) -> None:
         """Let a caller wait to finalize the batch from now on."""
         self.awaited_ids.add(batch_id)
-        self.check_finalize(batch_id)
+        self.finalize_if_enough(batch_id)
         self.dispatch()
 
     def abort(self, batch_id: BatchId) -> None:
@@ -267,7 +267,7 @@ class Simulation:
         self.reach(("end", batch_id))
         self.dispatch()
 
-    def check_finalize(self, batch_id: BatchId) -> None:
+    def finalize_if_enough(self, batch_id: BatchId) -> None:
         """Finalize the batch if it has enough, as the coordinator does."""
         state = self.states[batch_id]
         is_open = state.state in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING)
@@ -291,7 +291,7 @@ class Simulation:
 
     def _end_grace(self, batch_id: BatchId) -> None:
         self.grace_over_ids.add(batch_id)
-        self.check_finalize(batch_id)
+        self.finalize_if_enough(batch_id)
         self.dispatch()
 
     def _end_pipeline(self, batch_id: BatchId) -> None:
@@ -391,7 +391,7 @@ class Simulation:
             if events:
                 changed_ids[outcome.batch_id] = None
         for batch_id in changed_ids:
-            self.check_finalize(batch_id)
+            self.finalize_if_enough(batch_id)
         self.dispatch()
 
     # --- durations --------------------------------------------------------------------------------------------------

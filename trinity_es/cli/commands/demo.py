@@ -39,29 +39,29 @@ def demo(
       trinity-es demo --steps 40 --seed 1
     """
     quiet()
-    made = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
-    note(f"made {made.folder}: model, taskset, trainer and config.yaml of this demo")
-    settings = read_config(made.config)
-    note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(made.config))}")
-    with demo_folder.serving(made):
+    this_demo = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
+    note(f"made {this_demo.folder}: model, taskset, trainer and config.yaml of this demo")
+    settings = read_config(this_demo.config)
+    note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(this_demo.config))}")
+    with demo_folder.serving(this_demo):
         explore(settings, as_json=as_json)
-    end_demo(made, settings, as_json)
+    end_demo(this_demo, settings, as_json)
 
 
-def end_demo(finished: Demo, settings: Config, as_json: bool) -> None:
+def end_demo(this_demo: Demo, settings: Config, as_json: bool) -> None:
     """Show the summary, the picture and the verdict of a demo. Exits 1 if the model did not learn."""
     with open_log(settings.store.url) as log:
         summary, rows = run_summary(settings, log), log.batches()
-    summary |= {"folder": str(finished.folder), "config": str(finished.config)}
-    summary["picture"] = demo_folder.draw(rows, finished.folder / "reward.png")
-    verdict = demo_folder.judge(summary, steps=finished.steps, engine="vllm" if finished.learns else "scripted")
+    summary |= {"folder": str(this_demo.folder), "config": str(this_demo.config)}
+    summary["picture"] = demo_folder.draw(rows, this_demo.folder / "reward.png")
+    verdict = demo_folder.judge(summary, steps=this_demo.steps, engine="vllm" if this_demo.learns else "scripted")
     summary |= {"learned": verdict.learned, "verdict": verdict.text}
     if as_json:
         print_json(summary)
     else:
         print_summary(summary)
-        if finished.learns:
-            print(f"  trinity-es run {shlex.quote(str(finished.config))} --set name=second")
+        if this_demo.learns:
+            print(f"  trinity-es run {shlex.quote(str(this_demo.config))} --set name=second")
         print(f"\n{verdict.text}")
     if verdict.learned is False:
         raise typer.Exit(1)

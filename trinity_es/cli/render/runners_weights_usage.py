@@ -44,7 +44,7 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
     """Print a line per runner; `up` says whether their system has processes, None if unknown."""
     runners = by_runner(lives, up)
     on_several_hosts = any(host_of(runner.name) for runner in runners)
-    # On on_several_hosts hosts, deaths that came with the loss of a host have a column of their own.
+    # On several hosts, deaths that came with the loss of a host have a column of their own.
     host_loss_column = ["with host"] if on_several_hosts else []
     right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
     table = _table(*(["host"] if on_several_hosts else []), "runner", "state", "weights", "lives", "deaths",

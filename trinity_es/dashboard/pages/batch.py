@@ -71,7 +71,7 @@ def batch(request: PageRequest) -> Page:
     with batch_cache(request).of(request.log, batch_id) as cached:
         timeline = cached.timeline
         assert timeline is not None
-        values = _timeline_values(request, timeline, is_dead) | _history_values(request, cached)
+        values = _timeline_values(request, timeline, is_dead=is_dead) | _history_values(request, cached)
     neighbours = _neighbours(request, row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
@@ -94,15 +94,15 @@ def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -
     return sort_known_first(chosen, values[sort], descending)
 
 
-def window_of(timeline: BatchTimeline, now: float, is_dead: bool) -> Window:
-    """Return the time from its submission to its end; if it is open, to now, or in a dead run to its last event."""
+def window_of(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
+    """Return the batch's time: to its end, or if it is open to now, or in a dead run to its last event."""
     last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else now
     return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
 
 
-def _timeline_values(request: PageRequest, timeline: BatchTimeline, is_dead: bool) -> dict[str, Any]:
+def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: bool) -> dict[str, Any]:
     """Return what the page shows of the batch's timeline: one page of its tasks, its runners' work and its metrics."""
-    state, window = timeline.state, window_of(timeline, request.now, is_dead)
+    state, window = timeline.state, window_of(timeline, request.now, is_dead=is_dead)
     sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
     chosen = tasks_of(timeline, task_state, sort, descending)
