@@ -89,7 +89,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         if resuming and not part.resumed:
             raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not unfinished:
-            note(": ".join(text for text in (f"the run in {where} is complete", part.said_of_end()) if text))
+            note(": ".join(text for text in (f"the run in {where} is complete", part.end_note()) if text))
             if part.owns_system:  # its command was killed before it could end the system
                 end_system(settings)
             return
@@ -99,7 +99,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
             if changed := other_settings(settings):
                 note(f"changed since its last start: {said_of(changed)}")
-        if early := part.said_of_end():
+        if early := part.end_note():
             note(early)
         in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
     finally:
