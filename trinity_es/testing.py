@@ -187,7 +187,7 @@ class ScriptedEngine:
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
-        """Return the script's answers after their latency, or its fault, and the seconds that each token should take."""
+        """Wait for the script's latency, or act out its fault; return the answers and the seconds for each token."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)

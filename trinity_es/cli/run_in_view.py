@@ -35,7 +35,7 @@ from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
-from trinity_es.system.other_settings import other_settings, said_of
+from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
 
@@ -98,7 +98,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             begun = f"; steps up to {part.step} have begun" if part.step > part.done else ""
             note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
             if changed := other_settings(settings):
-                note(f"changed since its last start: {said_of(changed)}")
+                note(f"changed since its last start: {settings_phrase(changed)}")
         if early := part.end_note():
             note(early)
         in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
