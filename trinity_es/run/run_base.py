@@ -262,7 +262,7 @@ class RunProcess:
                 self._locks[0].write_system(config, running)
             if self.trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
-            if self._weights.were_moved:
+            if self._weights.path_changed:
                 await self.coordinator.weights_written_anew(point.version, point.path)
             await self.coordinator.prepare()
             if self.trains:
