@@ -63,7 +63,6 @@ class Installed:
 
 
 def environments_folder() -> Path:
-    """Return the folder of all installed environments."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         data_folder = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
@@ -164,10 +163,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _make_venv(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make a virtualenv with these packages; return the versions of the environment and of verifiers.
-
-    `base`: the Python to make it from; `distribution`: the environment's package; `index`: an extra package index.
-    """
+    """Make a virtualenv of the Python `base` with these packages; return the environment's and verifiers' versions."""
     uv_path, python = uv() or "", str(venv / "bin" / "python")
     index_options = ["--extra-index-url", index] if index else []
     _run([uv_path, "venv", "--quiet", "--python", base, str(venv)], say)

@@ -97,10 +97,7 @@ class OpenEnvWorkflow(Workflow):
         await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the messages before the first observation: the system prompt, and the row's prompt if it has one.
-
-        Without a system prompt, the row's prompt is it.
-        """
+        """Return the messages before the first observation: the system prompt, or the row's as such, or both."""
         prompt, system = self.task.task_desc, self.task.format_args.get("system_prompt")
         if isinstance(prompt, list):
             return chat_of(prompt, system)

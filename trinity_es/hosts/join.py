@@ -197,11 +197,10 @@ class HostRun:
                 raise
             except TrinityError as e:  # no head yet, the database is away, the system did not start
                 reason = e.message
-            # A drained system may not answer at its end, but the log tells.
-            drain_reason = "" if self.is_leaving() else self._recorded_drain_reason()
-            if drain_reason:
-                self._report(f"host {self._name} left: {drain_reason}")
-            if drain_reason or self.is_leaving():
+            if not self.is_leaving() and (reason_to_leave := self._drain_reason()):  # it may not answer at its end
+                self._report(f"host {self._name} left: {reason_to_leave}")
+                return
+            if self.is_leaving():
                 return
             if time.monotonic() - started_at > STEADY_SECONDS:
                 pauses.reset()
@@ -252,7 +251,7 @@ class HostRun:
         finally:
             task.cancel()
 
-    def _recorded_drain_reason(self) -> str:
+    def _drain_reason(self) -> str:
         """Return why the host's last system was drained, from the log; empty if it was not, or that is unknown."""
         hosts: Hosts = {}
         try:

@@ -253,10 +253,7 @@ def start(
 
 
 def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the status of a run that starts, and `tell` each actor's problem once; `reported`: those told already.
-
-    Raises StartupError for a problem that trying again does not solve.
-    """
+    """Return the status of a run that starts; `tell` each new problem. Raises StartupError for one that stays."""
     time.sleep(LOOK_SECONDS)
     reports, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
     try:

@@ -48,10 +48,7 @@ def require_columns(
 
 
 def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
-    """Return a row for each run of each task, in order, failed runs included.
-
-    `tasks`: number of tasks; `group`: number of runs of each; `eos`: the token with which a failed run's row is filled.
-    """
+    """Return a row for each of the `group` runs of each of the `tasks` tasks, in order, failed runs included."""
     rows = []
     for task in range(tasks):
         # A failed run has no tokens: it gets the prompt of another run of its task.

@@ -172,20 +172,14 @@ class TrainerCheckpoints:
 
     # --- publish and save -------------------------------------------------------------------------------------------
     async def publish(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Have the engines serve the trainer's weights of `step`, and save them if `trainer.save_interval` is over.
-
-        Returns when the engines serve them. Raises SyncError.
-        """
+        """Have the engines serve the trainer's weights of `step`, and save them if a save is due. Raises SyncError."""
         if self.diskless:
             await rollouts.sync_weights(step, await asyncio.to_thread(_state_dict_method(trainer)))
         if not self.diskless or step - self.saved_step >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, step)
 
     async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one; remove old checkpoints.
-
-        Raises ConfigError if its folder exists and is not this run's.
-        """
+        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one; remove old ones."""
         if step <= self.saved_step:
             return
         path = self._checkpoints.path(step)

@@ -231,10 +231,7 @@ class Explorer(RunProcess):
         self, step: int, tasks: list[Task], cursors: list[dict[str, Any]],
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
-        """Submit a step, again and again while the log can't be written.
-
-        `continues`: position in `tasks` -> (step, task number) of the cut task that this one continues.
-        """
+        """Submit a step. `continues`: index in `tasks` -> (step, task number) of the cut task that it continues."""
         min_task_count = self._min_task_count(step, len(tasks))
         sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
@@ -292,19 +289,14 @@ class Explorer(RunProcess):
             self.on_step(step, result)
 
     async def _finalize(self, step: int) -> dict[str, Any]:
-        """Finalize a step and return its result.
-
-        With `explorer.refill`, first add tasks for those that gave no group to train on, while tasks are left.
-        """
+        """Finalize a step. With `explorer.refill`, add tasks for those that gave nothing, while there are others."""
         tasks_left = self.config.explorer.refill.at_most
         while tasks_left > 0:
             batch = await self.rollouts.batch(step)
             awaited_tasks = batch.expected_task_count if batch.min_wait_num is None else batch.min_wait_num
-            wanted_groups = min(awaited_tasks - batch.added_task_count, self.config.buffer.batch_size)
+            groups = min(awaited_tasks - batch.added_task_count, self.config.buffer.batch_size)
             try:
-                return await when_written(
-                    lambda: self.rollouts.finalize_train_batch(step, groups=wanted_groups)  # noqa: B023
-                )
+                return await when_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
             except TooFewGroups as e:
                 tasks_left = self.config.explorer.refill.at_most - batch.added_task_count
                 if tasks_left <= 0 or not await self._add_tasks(step, min(e.details["missing"], tasks_left)):
@@ -356,10 +348,7 @@ class Explorer(RunProcess):
         self.progress.note(trained=step)
 
     async def _wait_until_served(self, version: int) -> None:
-        """Wait until every serving runner has these weights or failed to load them, at most for `sync_timeout`.
-
-        Evals are submitted after it, and each measures one version.
-        """
+        """Wait until all serving runners have these weights or failed to load them: an eval measures one version."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while time.monotonic() < deadline:
             runners = (await self.rollouts.status())["runners"]
@@ -392,7 +381,6 @@ class Explorer(RunProcess):
 
     # --- evals ------------------------------------------------------------------------------------------------------
     def _evals_due(self, done: int) -> list[BatchId]:
-        """Return the ids of the eval batches to submit on the weights of step `done`."""
         explorer = self.config.explorer
         names = [taskset.config.name for taskset in self.eval_sets]
         return evals_due(done, interval=explorer.eval_interval, on_startup=explorer.eval_on_startup, names=names,

@@ -134,10 +134,7 @@ class RunProcess:
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Return the tasksets, with the sources that the run began with; note those that no batch has recorded yet.
-
-        Raises TasksetError, also if a source has changed.
-        """
+        """Return the tasksets that the run began with, and note unrecorded sources. Raises TasksetError."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))
@@ -291,10 +288,7 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        """Return the trainer at the run's current weights; it may have to repeat training steps after its checkpoint.
-
-        Raises ConfigError if the experiences of such steps might be freed.
-        """
+        """Return the trainer at the run's current weights, which may take training steps after its checkpoint."""
         plugin_lookup.look_in(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)

@@ -140,7 +140,7 @@ class TrainerProcess(RunProcess):
     trains = True
 
     def _is_unfinished(self) -> bool:
-        """Return whether a step is not trained yet, or the last weights not saved. Raises ConfigError: no trainer."""
+        """Return whether a step is not trained yet, or the last weights are not saved. Raises ConfigError."""
         if not self.has_trainer:
             raise ConfigError("mode is train, and trainer.class is not set: name the trainer, as module:Class")
         has_unsaved_weights = self._point.version > self._point.checkpoint_version

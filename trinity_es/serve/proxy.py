@@ -162,10 +162,7 @@ class Proxy:
         return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
     async def _follow_engines(self) -> None:
-        """Keep the table of engines equal to the coordinator's, until cancelled.
-
-        While no coordinator answers the table stays as it is; when the system is gone it is emptied.
-        """
+        """Keep the table of engines equal to the coordinator's; it stays as it is while no coordinator answers."""
         table_version = -1
         while True:
             try:

@@ -53,10 +53,7 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(config: Config, admin: Mapping[str, Any], remember: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or kill a system that hangs. Return the reason.
-
-    Calls `remember` every few seconds.
-    """
+    """Wait until the system or its owner has ended, or kill a hanging system. Return the reason."""
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:
@@ -148,10 +145,7 @@ def _end(admin: dict[str, Any]) -> None:
 def _start_again(
     config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Start the system again, with retries, and return its admin.
-
-    Returns None if the system is no longer needed or another process started it.
-    """
+    """Start the system again, with retries. Return its admin; None if it isn't needed or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
@@ -173,10 +167,7 @@ def _start_again(
 
 
 def main() -> int:
-    """Start the system, answer the process that asked for it, and keep the system running; return the exit status.
-
-    Reads the request (config, create, owner) from standard input, as JSON.
-    """
+    """Start the system that standard input asks for, answer, and keep the system running; return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     config = Config.from_dict(request["config"], folder="/")

@@ -172,10 +172,7 @@ SELECT least(
 
 
 def _require_no_other_head(config: Config) -> None:
-    """Raise AlreadyRunning if a head on another host leads the run of this store.
-
-    Waits `_FORMER_HEAD_SECONDS`, since the database may still show a head of this host that has just ended.
-    """
+    """Raise AlreadyRunning if another head leads the run of this store; one of this host may have just ended."""
     deadline = time.monotonic() + _FORMER_HEAD_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:

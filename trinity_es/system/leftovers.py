@@ -22,10 +22,7 @@ SETTLE_SECONDS = 0.3
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Return every process of this user that an earlier or current start of this store's system left. Linux only.
-
-    This process and its parents are not among them.
-    """
+    """Return this user's processes of any start of this store's system, except this one and its parents. Linux only."""
     own_pids = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     processes = []
     for pid in printing_to(str(running_system.output_file(config).resolve())):

@@ -284,10 +284,7 @@ def _part_span(
     spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...],
     journal_start: float, earlier_seconds: float,
 ) -> ReadableSpan:
-    """Return the span of a kept answer or step, from the seconds that earlier attempts took on.
-
-    `journal_start`: the time that the part's seconds count from.
-    """
+    """Return the span of a kept answer or step. `journal_start`: the time that the part's seconds count from."""
     attributes: dict[str, Any] = {"rl.batch.id": batch, "rl.task.index": key[0], "rl.run": part.run}
     if part.step:
         attributes |= {"rl.step.name": part.step[:_WIDTH], "rl.step.state": part.finish or "begun"}

@@ -29,10 +29,7 @@ class WorkflowRegistry:
         return {**registered(self.kind), **self._registered}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class under this name.
-
-        It raises UnknownWorkflow, the registry's only error, if another class has the name.
-        """
+        """Return a decorator that registers a class. It raises UnknownWorkflow if another class has the name."""
 
         def add(cls: Any) -> Any:
             path, present_path = class_path(cls), self.paths.get(name)
