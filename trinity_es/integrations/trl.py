@@ -62,7 +62,7 @@ def rollout_reward(reward: Sequence[float | None], **columns: Any) -> list[float
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the newest complete checkpoint of a trainer; None if there is none.
 
-    `resume_from_checkpoint=True` takes the newest one even if a killed trainer left it partial_folder written.
+    `resume_from_checkpoint=True` takes the newest one even if a killed trainer left it half written.
     """
     checkpoints = {}
     for folder in Path(output_dir).glob("checkpoint-*"):

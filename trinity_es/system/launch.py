@@ -34,7 +34,7 @@ from trinity_es.system import leftovers, remembered_log_end, running_system
 __all__ = ["connections_needed", "launch", "launch_host", "launched_config"]
 
 _LAUNCH_SECONDS = 60.0
-"""Maximum time until the launched_config processes run."""
+"""Maximum time until the launched processes run."""
 _FORMER_HEAD_SECONDS = 3.0
 """Seconds in which the database notices that a coordinator of this host has ended."""
 

@@ -60,7 +60,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
             f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge it, or set synchronizer.sync_method to "
             "checkpoint"
         )
-    partial_folder = folder.with_name(f".{folder.name}.partial_folder")
+    partial_folder = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(mode=0o700)
     try:
