@@ -138,6 +138,7 @@ class ScriptedEngine:
         return {}
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """Return `sampling.n` answers after the script's times; until then `partial` returns what there is of them."""
         answers, token_seconds = await self._play(prompt, sampling)
         if token_seconds:
             request = REQUEST_NAME.get()
@@ -299,6 +300,7 @@ class SleepWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
+        """Append to `count_file`, sleep, then fail or return the experiences, as the `workflow_args` say."""
         args = self.task.workflow_args
         if "count_file" in args:
             with open(args["count_file"], "a") as f:

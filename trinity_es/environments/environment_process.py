@@ -57,7 +57,7 @@ class EnvironmentServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = 0
         """Process id of the process that plays."""
-        self.ended = False
+        self.has_ended = False
 
     async def start(self) -> None:
         """Start the process. Raises DataError if it can't play this config, EnvironmentFailed if it died."""
@@ -77,7 +77,7 @@ class EnvironmentServer:
         try:
             self.pid = (await asyncio.wait_for(started, START_SECONDS))["pid"]
         except EnvironmentFailed as e:
-            if self.ended:
+            if self.has_ended:
                 raise
             raise DataError(f"environment {self.name} can't play this config: {e.message}") from e
         except TimeoutError:
@@ -107,7 +107,7 @@ class EnvironmentServer:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         """Send a message without waiting. Raises EnvironmentFailed if the process has ended."""
-        if self._writer is None or self.ended:
+        if self._writer is None or self.has_ended:
             raise self._ended_error()
         data = orjson.dumps(message)
         self._writer.write(struct.pack(">I", len(data)) + data)
@@ -130,7 +130,7 @@ class EnvironmentServer:
                     request.set_exception(
                         EnvironmentFailed(f"{error['type']}: {error['message']}", kind="workflow"))
         except (asyncio.IncompleteReadError, ConnectionError):
-            if not self.ended:
+            if not self.has_ended:
                 _log.warning("the process of environment %s has ended: the next run starts another", self.name)
         except Exception:
             _log.exception("the process of environment %s sent a malformed message: the next run starts another",
@@ -149,8 +149,8 @@ class EnvironmentServer:
 
     def _end(self) -> None:
         """End the process, and fail the open requests."""
-        if not self.ended:
-            self.ended = True
+        if not self.has_ended:
+            self.has_ended = True
             if self._writer is not None:
                 self._writer.close()
             if self._process is not None and self._process.poll() is None:
@@ -185,7 +185,7 @@ _servers = weakref.WeakKeyDictionary()
 
 def _is_over(start: asyncio.Task[EnvironmentServer]) -> bool:
     """Return whether a start has failed, or its process has ended since."""
-    return start.done() and (start.cancelled() or start.exception() is not None or start.result().ended)
+    return start.done() and (start.cancelled() or start.exception() is not None or start.result().has_ended)
 
 
 async def server_of(installed: Installed, program: Path, config: Mapping[str, Any]) -> EnvironmentServer:

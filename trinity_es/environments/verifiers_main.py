@@ -181,12 +181,12 @@ def trace_json(trace: Any) -> dict[str, Any]:
         "errors": [] if trace.ok else [error_json(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
         "unanswered": unanswered(trace.calls),
         "reward": as_number(trace.reward),
-        "rewards": {k: as_number(r.value) for k, r in trace.rewards.items() if r is not None},
-        "metrics": {k: as_number(v) for k, v in trace.metrics.items() if v is not None},
+        "rewards": {name: as_number(reward.value) for name, reward in trace.rewards.items() if reward is not None},
+        "metrics": {name: as_number(value) for name, value in trace.metrics.items() if value is not None},
         "branches": [
-            {"tokens": b.token_ids, "answers": answers(b.nodes),
-             "messages": [m.model_dump(mode="json", exclude_none=True) for m in b.messages]}
-            for b in trace.branches if b.trainable
+            {"tokens": branch.token_ids, "answers": answers(branch.nodes),
+             "messages": [message.model_dump(mode="json", exclude_none=True) for message in branch.messages]}
+            for branch in trace.branches if branch.trainable
         ],
     }
 
@@ -201,10 +201,10 @@ def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
 
     Calls that the server refused (a status below 500) or that the harness cancelled do not count.
     """
-    last_success = max((c.time.start for c in calls if c.error is None), default=0.0)
-    return [error_json(c.error) for c in calls
-            if c.error is not None and c.error.type != "CancelledError" and (c.error.status_code or 502) >= 500
-            and c.time.end > last_success]
+    last_success = max((call.time.start for call in calls if call.error is None), default=0.0)
+    later_errors = [call.error for call in calls if call.error is not None and call.time.end > last_success]
+    return [error_json(error) for error in later_errors
+            if error.type != "CancelledError" and (error.status_code or 502) >= 500]
 
 
 def answers(nodes: list[Any]) -> list[tuple[int, int]]:

@@ -58,6 +58,7 @@ class AnswerWorkflow(PromptWorkflow):
     """PromptWorkflow without a reward, for trainers that reward answers themselves."""
 
     async def run_async(self) -> list[Experience]:
+        """Return the answers, each with the number of its run."""
         answers = await self._answers()
         for run, answer in enumerate(answers, self.run_id_base):
             answer.eid.run = run

@@ -79,7 +79,7 @@ def _row(experience: Experience, eos: int) -> dict[str, Any]:
                "rollout_version": experience.info.get("model_version")}
     if not ids:  # TRL reads the last token of each completion, so there has to be one
         return {**_failed_row(_prompt(experience), eos), **outcome}
-    mask = [1] * len(ids) if experience.action_mask is None else [int(own) for own in experience.action_mask]
+    mask = [1] * len(ids) if experience.action_mask is None else [int(bit) for bit in experience.action_mask]
     logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
     return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **outcome}
 

@@ -130,7 +130,7 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
         versions = [int(version)]
     return {
         "prompt_ids": tokens[: experience.prompt_length], "response_ids": ids[:response_length],
-        "response_mask": [int(own) for own in mask[:response_length]],
+        "response_mask": [int(bit) for bit in mask[:response_length]],
         "response_logprobs": None if logprobs is None else [float(value) for value in logprobs],
         "reward_score": experience.reward, "num_turns": _turns(experience),
         "extra_fields": {

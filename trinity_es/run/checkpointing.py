@@ -42,7 +42,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in order."""
-        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
+        names = [path.name.rsplit("_", 1)[1] for path in self.folder.glob("global_step_*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -101,11 +101,11 @@ class TrainerCheckpoints:
         publishing looks like another run's.
         """
         unpublished, newest = self._unpublished_step(), point.checkpoint_version
-        if others := [step for step in self._checkpoints.steps() if step > newest and step != unpublished]:
-            raise ConfigError(
-                f"{self._checkpoints.folder} holds checkpoints that this run did not make "
-                f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"
-            )
+        foreign_steps = [step for step in self._checkpoints.steps() if step > newest and step != unpublished]
+        if foreign_steps:
+            names = ", ".join(f"global_step_{step}" for step in foreign_steps)
+            raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
+                              "move them away, or choose another `name`")
 
     # --- resume -----------------------------------------------------------------------------------------------------
     def remove_unpublished(self, point: ResumePoint) -> None:
@@ -191,8 +191,8 @@ class TrainerCheckpoints:
         await rollouts.sync_weights(step, path)
         self._unpublished_file.unlink(missing_ok=True)
         self.saved_step = step
-        for old in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
-            shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
+        for old_step in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
+            shutil.rmtree(self._checkpoints.path(old_step), ignore_errors=True)
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:

@@ -376,7 +376,7 @@ class Explorer(RunProcess):
     async def _let_trainer_end(self) -> None:
         """Wait, at most for `sync_timeout`, until the trainer's process ends: its last weights need the system."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
-        while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
+        while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
     # --- evals ------------------------------------------------------------------------------------------------------

@@ -155,12 +155,12 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
 def _device_environment(first: int, count: int, total: int) -> Iterator[None]:
     """Give an engine that is started in this block `count` of `total` devices (GPUs or cores), as in a run."""
     variables = place(first, count, total)
-    before = {name: os.environ.get(name) for name in variables}
+    previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:

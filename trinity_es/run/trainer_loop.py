@@ -119,10 +119,10 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
     try:
         pending = set(needed_tasks)
         while pending:
-            done, _ = await asyncio.wait([*pending, *beside_tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            ended_tasks, _ = await asyncio.wait([*pending, *beside_tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended_tasks:
                 task.result()  # raises the task's error
-            pending -= done
+            pending -= ended_tasks
     finally:
         for task in [*needed_tasks, *beside_tasks]:
             task.cancel()
@@ -191,10 +191,12 @@ class TrainerProcess(RunProcess):
 
     def _require_same_taskset(self, source: TasksetSource) -> None:
         """Raise TasksetError if this process resolved the taskset before the explorer, and differently."""
-        own = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
-        if any(getattr(own, field) != getattr(source, field) for field in ("subset", "revision", "rows", "order")):
+        key = source.taskset, source.is_eval
+        own_source = next((one for one in self.unrecorded if (one.taskset, one.is_eval) == key), source)
+        compared_fields = ("subset", "revision", "rows", "order")
+        if any(getattr(own_source, field) != getattr(source, field) for field in compared_fields):
             raise TasksetError(
-                f"taskset {source.taskset} is {own.path} at {own.revision} for this trainer, and at "
+                f"taskset {source.taskset} is {own_source.path} at {own_source.revision} for this trainer, and at "
                 f"{source.revision} for its explorer: start the trainer again, so that it takes the explorer's"
             )
 

@@ -54,9 +54,9 @@ class CompletionRecorder:
 
     async def record(self, completion: RecordedCompletion) -> None:
         """Record an answer; return when it is durable. Raises the log's errors."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((completion, done))
-        await done
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((completion, recorded))
+        await recorded
 
     async def run(self) -> None:
         """Write the queue, group by group: while one group is written the next one gathers."""
@@ -68,13 +68,13 @@ class CompletionRecorder:
             writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, completions)
             await asyncio.wait({writing})
             error = writing.exception()
-            for _, done in group:
-                if done.done():  # its client is gone
+            for _, recorded in group:
+                if recorded.done():  # its client is gone
                     continue
                 if error is None:
-                    done.set_result(None)
+                    recorded.set_result(None)
                 else:
-                    done.set_exception(error)
+                    recorded.set_exception(error)
 
     def _write(self, group: list[RecordedCompletion]) -> None:
         """Write the experiences of a group as one payload, then have the coordinator record its answers."""

@@ -58,7 +58,7 @@ class RunLock:
         return os.fdopen(open_private(path, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod
-    def held(cls, config: Config, role: Role) -> bool:
+    def is_held(cls, config: Config, role: Role) -> bool:
         """Return whether a living process has the lock."""
         with cls._open(config, role) as file:
             try:
@@ -101,7 +101,7 @@ def killed(config: Config) -> dict[Role, int]:
     for role in get_args(Role):
         with suppress(OSError, ValueError, IndexError):  # no holder yet, or it released the lock
             pid = int(running_system.lock_file(config, role).read_text().split()[0])
-            if not RunLock.held(config, role):
+            if not RunLock.is_held(config, role):
                 pids[role] = pid
     return pids
 

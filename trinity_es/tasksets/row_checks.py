@@ -81,7 +81,8 @@ class RowCheck:
         self._checks_prompts = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
         """True if the prompts are for a ready-made workflow, so they must be texts or messages."""
-        self._needs: dict[tuple[str, str | None], list[str]] = {}
+        self._keys_by_names: dict[tuple[str, str | None], list[str]] = {}
+        """Keys that a row needs, by the names of its workflow and its reward."""
 
     @property
     def keys(self) -> tuple[str | None, ...]:
@@ -110,7 +111,7 @@ class RowCheck:
             except UnknownWorkflow as e:
                 raise TasksetError(f"{where}: {name_key}: {e.message}", **details) from e
             self._known_names.add((str(name_key), name))
-        missing = [name for name in self.needed(row) if name not in row]
+        missing = [name for name in self.needed_keys(row) if name not in row]
         if missing:
             raise TasksetError(
                 f"{where}: its reward {self._reward(row)} needs {', '.join(missing)}, but the row has only "
@@ -118,27 +119,30 @@ class RowCheck:
                 **details)
 
     def _reward(self, row: dict[str, Any]) -> str | None:
+        """Return the name of a row's reward: its own, else the taskset's; None if the workflow's default counts."""
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
 
-    def needed(self, row: dict[str, Any]) -> list[str]:
+    def needed_keys(self, row: dict[str, Any]) -> list[str]:
         """Return the keys that a row's reward needs; none if the reward or the workflow can't be found."""
-        names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
+        workflow_name = row.get(self._format.workflow_key or "") or self._config.workflow
+        reward_name = self._reward(row)
+        names = workflow_name, reward_name
         if not all(isinstance(name, str | None) for name in names):
-            return []
-        if names not in self._needs:
+            return []  # `check` reports it
+        if names not in self._keys_by_names:
             try:
-                workflow = WORKFLOWS.get(names[0])
-                reward = names[1] or getattr(workflow, "default_reward", None)
+                workflow = WORKFLOWS.get(workflow_name)
+                reward = reward_name or getattr(workflow, "default_reward", None)
                 args = self._config.reward_fn_args
-                self._needs[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
+                self._keys_by_names[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
             except UnknownWorkflow:  # `Config.check` reports it
-                self._needs[names] = []
-        return self._needs[names]
+                self._keys_by_names[names] = []
+        return self._keys_by_names[names]
 
 
-def no_prompt(key: str, there: Sequence[str]) -> str:
-    """Return the error text for rows without a prompt. `there`: their keys."""
-    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); set the "
+def no_prompt(key: str, row_keys: Sequence[str]) -> str:
+    """Return the error text for rows without the prompt's `key`."""
+    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(row_keys[:8]) or 'no keys'}); set the "
             "taskset's format.prompt_key to the key that holds the prompt")
 
 
@@ -184,8 +188,9 @@ class TableRows:
 
         Columns whose type admits no wrong value are not converted to Python.
         """
-        checked = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
-        for name in self._readers.keys() - set(checked):
+        checked_names = [field.name for field in table.schema
+                         if _may_fail(field.type) or field.name in self._check.keys]
+        for name in self._readers.keys() - set(checked_names):
             try:
                 table.column(name).validate(full=True)
             except ValueError as e:  # pyarrow's errors are among them
@@ -195,10 +200,10 @@ class TableRows:
             part = table.slice(begin, CHECKED_ROWS)
             for index in range(part.num_rows):
                 number = first + begin + index
-                row = self._row_values(part, index, number, checked)
-                needed = self._readers.keys() & set(self._check.needed(row))
-                row |= self._row_values(part, index, number, needed - row.keys())
-                if not row.keys() >= set(self._check.needed(row)):  # errors name all keys of the row
+                row = self._row_values(part, index, number, checked_names)
+                needed_keys = self._readers.keys() & set(self._check.needed_keys(row))
+                row |= self._row_values(part, index, number, needed_keys - row.keys())
+                if not row.keys() >= set(self._check.needed_keys(row)):  # errors name all keys of the row
                     row = self._row_values(part, index, number, self._readers)
                 self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 

@@ -87,6 +87,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return plain_text(chat_of(self.task_desc, self.system_prompt)) + (self.reply_prefix or "")
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
+        """Return the answers, or an awaitable of them; a base model gets the prompt as plain text."""
         if self.use_base:
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)

@@ -80,6 +80,7 @@ class ReActWorkflow(MultiTurnWorkflow):
     KNOWN_TO_REWARDS = KNOWN
 
     def run(self) -> list[Experience]:
+        """Play turns until an answer has no call, the last turn, or a full context; reward the last answer."""
         tools = {tool.name: tool for tool in map(tool_of, self.task.workflow_args.get("tools", ()))}
         schemas = [tool.schema for tool in tools.values()] or None
         messages, counts = self.prompt_messages(), {"turns": 0, "tool_calls": 0, "tool_errors": 0}
@@ -96,13 +97,13 @@ class ReActWorkflow(MultiTurnWorkflow):
             if not calls or counts["turns"] >= self.task.workflow_args.get("max_turns", 8) or answer.truncate_status:
                 break
             for call in calls:
-                result, failed = self.step(
+                result, has_failed = self.step(
                     "tool call", functools.partial(_call_result, tools), call,
                     idempotent=self.task.workflow_args.get("idempotent", False),
                 )
                 messages.append({"role": "tool", "content": result})
                 counts["tool_calls"] += 1
-                counts["tool_errors"] += failed
+                counts["tool_errors"] += has_failed
         parts = self.reward(**answer_values(answer))
         experience: Experience = self.model.experience_from_messages(messages, tools=schemas)
         info = {**parts, **counts, "unfinished": int(bool(calls))}

@@ -40,12 +40,12 @@ class WorkflowRegistry:
 
         return add
 
-    def path(self, given: type[Any] | str) -> str:
+    def path(self, workflow: type[Any] | str) -> str:
         """Return the "module:Class" of a class, a registered name or a path.
 
         Raises UnknownWorkflow if it can't be found.
         """
-        name, paths = class_path(given), self.paths
+        name, paths = class_path(workflow), self.paths
         resolve(name, paths, self.kind)
         return paths.get(name, name)
 

@@ -95,6 +95,7 @@ class AsyncSimpleWorkflow(SimpleWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
+        """Play one run; the reward may be async."""
         answers = await self._ask(self.model.chat_async, self.model.generate_async)
         rewards = await asyncio.gather(*(self._awaited_reward(answer) for answer in answers), return_exceptions=True)
         return self._with_rewards(answers, rewards)
