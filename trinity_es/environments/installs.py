@@ -86,13 +86,13 @@ def installed() -> list[Installed]:
 
 def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
-    environment = _find(name)
+    environment = _find_or_none(name)
     if environment is None:
         raise ConfigError(f"{_not_installed_message(name)}: `trinity-es env install {name}`", environment=name)
     return environment
 
 
-def _find(name: str) -> Installed | None:
+def _find_or_none(name: str) -> Installed | None:
     """Return the installed environment of this name, written in any way that `plain_name` normalizes."""
     return next((environment for environment in installed() if environment.name == plain_name(name)), None)
 
@@ -143,7 +143,7 @@ def install(
 
 def remove(name: str) -> Installed:
     """Delete an environment with all its installs, and return it. Raises ConfigError if there is none."""
-    environment = _find(name)
+    environment = _find_or_none(name)
     if environment is None:
         raise ConfigError(_not_installed_message(name), environment=name)
     with _locked(environment.folder.parent):
