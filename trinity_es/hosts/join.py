@@ -197,8 +197,9 @@ class HostRun:
                 raise
             except TrinityError as e:  # no head yet, the database is away, the system did not start
                 reason = e.message
-            if not self.is_leaving() and (reason_to_leave := self._drain_reason()):  # it may not answer at its end
-                self._report(f"host {self._name} left: {reason_to_leave}")
+            # The log tells if it was drained: a system may not answer any more at its end.
+            if not self.is_leaving() and (drain_reason := self._drain_reason()):
+                self._report(f"host {self._name} left: {drain_reason}")
                 return
             if self.is_leaving():
                 return

@@ -85,22 +85,22 @@ def _row(experience: Experience, eos: int) -> dict[str, Any]:
 
 
 def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function with None as the result of failed runs."""
+    """Wrap a reward function, so that it returns None for failed runs, whose column `rollout_failed` is true."""
 
-    def without_failed(rewards: Sequence[float | None], failures: Sequence[bool]) -> list[float | None]:
+    def replace_failed(rewards: Sequence[float | None], failures: Sequence[bool]) -> list[float | None]:
         return [None if has_failed else reward for reward, has_failed in zip(rewards, failures, strict=True)]
 
     if _is_async(fn):
 
         @functools.wraps(fn)
         async def call_async(**columns: Any) -> list[float | None]:
-            return without_failed(await fn(**columns), columns["rollout_failed"])
+            return replace_failed(await fn(**columns), columns["rollout_failed"])
 
         return call_async
 
     @functools.wraps(fn)
     def call(**columns: Any) -> list[float | None]:
-        return without_failed(fn(**columns), columns["rollout_failed"])
+        return replace_failed(fn(**columns), columns["rollout_failed"])
 
     return call
 

@@ -103,7 +103,7 @@ class RunProcess:
         """
         if self._unfinished is None:
             self.unrecorded = []
-            # Rows are checked against the parameters of their rewards, which may be there.
+            # Opening a taskset checks its rows against the parameters of their rewards, whose code may be there.
             plugin_lookup.look_in(self.config.code_path, first=False)
             try:
                 for role in self.roles:

@@ -68,9 +68,7 @@ class PlayedTask:
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
     """Return the task at row `index` (from 0) of the named taskset (None: the first one); eval tasksets come last.
 
-    `workflow`: name of the workflow to play it with, in place of the taskset's.
-
-    Raises TasksetError and ConfigError.
+    `workflow`: name of the workflow to play it with, in place of the taskset's. Raises TasksetError and ConfigError.
     """
     inputs = config.buffer.explorer_input
     tasksets: list[tuple[TasksetConfig, bool]] = [

@@ -90,7 +90,7 @@ class Proxy:
         self.answered = 0
         """Number of requests that got a whole answer."""
         self.failed = self.commits = 0
-        self._answers = CompletionRecorder(client)
+        self._recorder = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
         """Name by which the coordinator tells this proxy from others."""
         self._headers = {"authorization": f"Bearer {engine_token(read_key(running_system.key_file(config)))}"}
@@ -112,7 +112,7 @@ class Proxy:
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
         listening = listen(explorer.listen_address, explorer.proxy_port, "the proxy",
                            ": change explorer.listen_address or explorer.proxy_port")
-        self._start_task(self._answers.run())
+        self._start_task(self._recorder.run())
         stop_seconds = STOP_SECONDS + 3  # `stop` ends requests before that
         self._server = make_server(make_app(self._routes()), stop_seconds, **tls)
         self._serving = await begin(self._server, listening)
@@ -142,7 +142,7 @@ class Proxy:
         for task in list(self._background_tasks):
             task.cancel()
         await asyncio.gather(*self._background_tasks, return_exceptions=True)
-        self._answers.close()
+        self._recorder.close()
 
     def _cut_off_requests(self) -> None:
         """Cancel the requests in flight: each client gets an error, as a response or at the end of its stream."""
@@ -166,7 +166,7 @@ class Proxy:
         table_version = -1
         while True:
             try:
-                routes = await self._answers.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=table_version))
+                routes = await self._recorder.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=table_version))
             except Exception as e:
                 if isinstance(e, NotRunning):
                     self.engines.update([])
@@ -228,14 +228,14 @@ class Proxy:
              "serving": engine.serving, "busy": engine.busy, "answered": engine.answered, "failed": engine.failed}
             for engine in self.engines.all()
         ]
-        answers = await self._answers.ask(CountAnswers())
+        answers = await self._recorder.ask(CountAnswers())
         return json_response({"engines": engines, "requests": self.requests, "answered": self.answered,
                               "failed": self.failed, "open": self.requests - self.answered - self.failed,
                               "answers": answers})
 
     async def _metrics(self, request: Request) -> Response:
         """Answer with the metrics that Trinity-RFT's proxy has under these names."""
-        counts = await self._answers.ask(CountAnswers())
+        counts = await self._recorder.ask(CountAnswers())
         metrics: dict[str, Any] = {
             "rollout/total_experience_count": sum(counts.values()),
             "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
@@ -267,13 +267,13 @@ class Proxy:
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
-        count = await self._answers.ask(RewardAnswers(
+        count = await self._recorder.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
         """Deliver the rewarded answers to the pipeline, and answer with their numbers."""
-        delivered = await self._answers.ask(DeliverAnswers())
+        delivered = await self._recorder.ask(DeliverAnswers())
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
@@ -351,7 +351,7 @@ class Proxy:
             answer = recorded_completion(*recorded(data), engine)
         except (LookupError, TypeError, ValueError) as e:
             raise EngineError(f"the answer of {engine.runner} can't be recorded: {type(e).__name__}: {e}") from e
-        await self._answers.record(answer)
+        await self._recorder.record(answer)
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:

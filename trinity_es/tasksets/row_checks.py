@@ -167,7 +167,7 @@ class TableRows:
     """Reader of rows from Arrow tables of one schema. Raises TasksetError for a column without a JSON form."""
 
     def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
-        self._source, self._check = source, RowCheck(config)
+        self._source, self._row_check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
         repeated_names = [name for name in schema.names if schema.names.count(name) > 1]
@@ -189,7 +189,7 @@ class TableRows:
         Columns whose type admits no wrong value are not converted to Python.
         """
         checked_names = [field.name for field in table.schema
-                         if _may_fail(field.type) or field.name in self._check.keys]
+                         if _may_fail(field.type) or field.name in self._row_check.keys]
         for name in self._readers.keys() - set(checked_names):
             try:
                 table.column(name).validate(full=True)
@@ -200,12 +200,13 @@ class TableRows:
             part = table.slice(begin, CHECKED_ROWS)
             for index in range(part.num_rows):
                 number = first + begin + index
+                # Convert as few columns as the check needs; which ones its reward needs may depend on the row.
                 row = self._row_values(part, index, number, checked_names)
-                needed_keys = self._readers.keys() & set(self._check.needed_keys(row))
+                needed_keys = self._readers.keys() & set(self._row_check.needed_keys(row))
                 row |= self._row_values(part, index, number, needed_keys - row.keys())
-                if not row.keys() >= set(self._check.needed_keys(row)):  # errors name all keys of the row
+                if not row.keys() >= set(self._row_check.needed_keys(row)):  # errors name all keys of the row
                     row = self._row_values(part, index, number, self._readers)
-                self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
+                self._row_check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, index: int, number: int) -> dict[str, Any]:
         """Return the row at `index` of a table as JSON; `number` names it in errors."""

@@ -84,10 +84,10 @@ class Reward:
             imports = getattr(reward, "grader_imports", "")
             self._function = functools.partial(_call_in_grader, task, workflow, timeout, imports, self._signature)
         else:
-            built = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
-            self._function = built
+            function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
+            self._function = function
             if self._signature.is_trl:
-                self._function = functools.partial(_call_trl_reward, built, self._signature, task)
+                self._function = functools.partial(_call_trl_reward, function, self._signature, task)
 
     def __call__(self, *args: Any, **values: Any) -> Any:
         """Call the reward with copies of the row's values and of `reward_fn_args`, which it may change in place.
