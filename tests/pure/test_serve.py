@@ -118,7 +118,7 @@ async def test_p36_an_engine_that_ends_in_a_stream_is_an_error_of_the_routes_api
 
     async def last(path: str) -> list[bytes]:
         proxy, whole = Proxy.__new__(Proxy), asyncio.Event()
-        *_, last = [part async for part in proxy._streamed(b"", parts(), way, StreamPlace(path), whole)]
+        *_, last = [part async for part in proxy._stream_parts(b"", parts(), way, StreamPlace(path), whole)]
         assert not whole.is_set()
         return last.strip().splitlines()
 

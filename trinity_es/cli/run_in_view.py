@@ -35,7 +35,7 @@ from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
-from trinity_es.system.other_settings import other_settings, said_of
+from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
 
@@ -87,9 +87,9 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         is_unfinished = part.locate()  # before the engines start, which is slow
         store_url = settings.masked()["store"]["url"]
         if resuming and not part.resumed:
-            raise ConfigError(f"the store {store_url} holds no run to resume: `trinity-es run CONFIG` begins one")
-        if resuming and not is_unfinished:
-            note(": ".join(text for text in (f"the run in {store_url} is complete", part.said_of_end()) if text))
+            raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
+        if resuming and not unfinished:
+            note(": ".join(text for text in (f"the run in {where} is complete", part.end_note()) if text))
             if part.owns_system:  # its command was killed before it could end the system
                 end_system(settings)
             return
@@ -98,10 +98,10 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             begun = f"; steps up to {part.step} have begun" if part.step > part.done else ""
             note(f"going on with the run in {store_url} at step {part.done + 1}, weights {part.version}{begun}")
             if changed := other_settings(settings):
-                note(f"changed since its last start: {said_of(changed)}")
-        if end_remark := part.said_of_end():
-            note(end_remark)
-        in_view(settings, part, play, as_json=as_json, total_steps=part.last_step)
+                note(f"changed since its last start: {settings_phrase(changed)}")
+        if early := part.end_note():
+            note(early)
+        in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
     finally:
         part.release()
 

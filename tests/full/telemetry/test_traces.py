@@ -196,7 +196,7 @@ def test_a_log_that_is_another_now_or_a_copy_of_before_is_sent_and_nothing_twice
     wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
     put_back(tmp_path / "before", path)
     with open_log(str(path)) as log:
-        wait_until(lambda: traces._last == log.head().position, "the copy to be seen")
+        wait_until(lambda: traces._position == log.head().position, "the copy to be seen")
     another(path, 12)  # in the place of batch 11, to the position
     wait_until(lambda: sent(exporter) == ["11", "12"], "batch 12 to be sent")
     write(tmp_path / "other", history(DIGEST))

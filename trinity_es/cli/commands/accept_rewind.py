@@ -66,4 +66,5 @@ def _settings(config: Path | None, log: str | None) -> Config:
     candidates = [settings_of(None, url)]
     with suppress(ConfigError, LogError):
         candidates.insert(0, settings_of_run(url, None))
-    return next((settings for settings in candidates if remembered_log_end.look(settings) is not None), candidates[0])
+    rewound = (settings for settings in candidates if remembered_log_end.rewind_message(settings) is not None)
+    return next(rewound, candidates[0])
