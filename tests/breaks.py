@@ -214,7 +214,7 @@ BREAKS = (
           "full/actors/test_witnesses.py::test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done"),
     Break(14, "A lease whose attempt is over belongs to it still, and is not released.",
           "actors/coordinator/decisions/lease_decisions.py",
-          "reason = end_of_attempt(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)",
+          "reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)",
           'reason = ""', "pure/actors/test_lease_decisions.py::test_a_lease_is_its_attempt_s_and_nobody_else_s"),
     Break(14, "What a lost attempt held waits for the next one, though its run starts over.",
           "actors/coordinator/decisions/lease_decisions.py",

@@ -360,7 +360,7 @@ class LogSession:
         self.phase = Phase.ENDED
         self._host.refuse(error)
         if self._memory is not None:
-            self._memory.claim(claims_of(error.details.get("lost", ())))
+            self._memory.add_claims(claims_of(error.details.get("lost", ())))
         if self.has_live_state:
             self.writer.abandon(error)
         self._host.on_rewound(error)

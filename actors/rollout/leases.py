@@ -140,7 +140,7 @@ class Lease:
         self._deadline = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._provider_path, args=self._args, ttl=self.ttl,
-            creation_timeout=self.creation_timeout,
+            creation_timeout=self.creation_timeout, attachable=hasattr(self.provider, "attach"), number=self._number,
         )
 
     def _late_error(self) -> StartupError:
@@ -215,11 +215,16 @@ class Lease:
     async def _enter(self) -> Self:
         """Take the lease, create it and begin its renewal; leave it to the coordinator if that fails."""
         self.provider = await self._call(build_provider, self._provider_path, self._args)
+        self._number = self._leases.next_number(self._provider_path, self._args)
         try:
-            await self._wait_for(self._take())
-            if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
-                raise self._late_error()
-            await self._make()
+            earlier_handle = await self._wait_for(self._take())
+            if earlier_handle is not None and not await self._attach(earlier_handle):
+                self.key = _new_key()
+                await self._wait_for(self._take())
+            if not self.attached:
+                if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
+                    raise self._late_error()
+                await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
             raise
@@ -241,12 +246,26 @@ class Lease:
         else:
             await self._wait_for(self._leases.report(self.key, "released"))
 
-    async def _wait_for(self, report: Future[None]) -> None:
-        """Wait until a report is done: in a sync workflow by blocking."""
-        if self._is_sync:
-            report.result()
-        else:
-            await asyncio.wrap_future(report)
+    async def _attach(self, handle: Any) -> bool:
+        """Take over the resource of a lost attempt. Return False, and leave it to the coordinator, if that fails."""
+        args = self.key, handle, self.ttl
+        try:
+            if self._is_sync:
+                attaching = self.provider.attach(*args)
+                if inspect.isawaitable(attaching):
+                    self._on_own_loop(asyncio.wait_for(attaching, self.creation_timeout))
+            else:
+                await asyncio.wait_for(call_async(self.provider.attach, *args), self.creation_timeout)
+        except Exception as e:
+            await self._leave("could not take over the resource of a lost attempt", e)
+            return False
+        self.handle, self.attached = handle, True
+        await self._wait_for(self._leases.report(self.key, "held", handle=handle))
+        return True
+
+    async def _wait_for(self, report: Future[Any]) -> Any:
+        """Wait until a report is done, in a sync workflow by blocking; return its result."""
+        return report.result() if self._is_sync else await asyncio.wrap_future(report)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return the result of a provider's method; a sync workflow awaits an async one on the lease's own loop."""

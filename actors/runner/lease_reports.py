@@ -33,11 +33,15 @@ class LeaseReports(NumberedGroups[LeaseReport]):
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._unsent: list[LeaseChange] = []
-        self._futures: dict[str, Future[None]] = {}
+        self._futures: dict[str, Future[Any]] = {}
         """What runs wait for, by lease: that the log has a lease that they take."""
 
-    def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Add a change to the next group. `recorded` ends once the log has the lease that it takes, at once if none."""
+    def put(self, change: LeaseChange, recorded: Future[Any]) -> None:
+        """Add a change to the next group.
+
+        `recorded` ends once the log has the lease that the change takes, with the handle that it takes over, if any; at
+        once if it takes none.
+        """
         if change.what in ("released", "left") and change.lease in self._futures:
             self._withdraw(change.lease)
         self._unsent.append(change)
@@ -91,12 +95,12 @@ class UnitLeases:
     """Reporter of the leases of one attempt's runs (a `LeaseRecorder`), usable from any thread."""
 
     def __init__(
-        self, send: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
+        self, send: Callable[[LeaseChange, Future[Any]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
         """Call `send` with each change, from any thread. `secrets`: those of tasks, which the log must not have."""
         self._send, self._item, self._secrets = send, item, secrets
 
-    def report(self, *, lease: str, what: Any, run: int, **fields: Any) -> Future[None]:
+    def report(self, *, lease: str, what: Any, run: int, **fields: Any) -> Future[Any]:
         """Report a change to the coordinator; the future ends when the log has it, as `LeaseReports.put` says.
 
         `fields`: further fields of `LeaseChange`. Raises WorkflowError for values that can't or must not be recorded.

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
+from trinity_es.audit.whatif import history
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
 from trinity_es.audit.whatif.history import Addition, Duration, History, Life, PastBatch, WeightsUpdate
 from trinity_es.audit.whatif.recorded_durations import read_past
@@ -209,8 +210,10 @@ def test_a_batch_that_never_ended_is_in_neither_sum(tmp_path: Path) -> None:
 
 def test_what_units_usually_take_on_top_is_computed_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sorts all of them: for each unit that the record lacks, a batch of 20,000 tasks took 14 s."""
-    asked: list[Any] = []
-    real = PastBatch.usual_rest
-    monkeypatch.setattr(PastBatch, "usual_rest", lambda self: (asked.append(self.batch_id), real(self))[1])
-    played(past(batch(1, 0.0, 5.0, *[1.0] * 40), batch(2, 6.0, 9.0, *[1.0] * 40)))
-    assert asked == [1, 2]
+    medians: list[float] = []
+    monkeypatch.setattr(history, "median", lambda values: medians.append(0.0) or 0.0)
+    batches = [batch(1, 0.0, 5.0, *[1.0] * 40), batch(2, 6.0, 9.0, *[1.0] * 40)]
+    for one in batches:
+        one.rest = {(99, 0, 1): (0.5, 0.5)}
+    played(past(*batches))
+    assert len(medians) == 2 * len(batches)

@@ -87,9 +87,9 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         is_unfinished = part.locate()  # before the engines start, which is slow
         store_url = settings.masked()["store"]["url"]
         if resuming and not part.resumed:
-            raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
-        if resuming and not unfinished:
-            note(": ".join(text for text in (f"the run in {where} is complete", part.end_note()) if text))
+            raise ConfigError(f"the store {store_url} holds no run to resume: `trinity-es run CONFIG` begins one")
+        if resuming and not is_unfinished:
+            note(": ".join(text for text in (f"the run in {store_url} is complete", part.end_note()) if text))
             if part.owns_system:  # its command was killed before it could end the system
                 end_system(settings)
             return
@@ -101,7 +101,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
                 note(f"changed since its last start: {settings_phrase(changed)}")
         if early := part.end_note():
             note(early)
-        in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
+        in_view(settings, part, play, as_json=as_json, total_steps=part.last_step)
     finally:
         part.release()
 

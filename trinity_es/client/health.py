@@ -120,7 +120,7 @@ def look(config: Config) -> dict[str, Any]:
         live, processes = facts(config)
         lost_events = None
         with contextlib.suppress(errors.LogUnavailable):  # reported below
-            lost = within(READ_SECONDS, lambda: remembered_log_end.rewind_message(config))
+            lost_events = within(READ_SECONDS, lambda: remembered_log_end.rewind_message(config))
     except errors.LogRewound as e:
         live, processes, lost_events = None, {"up": True}, e.message
     except errors.LogError as e:

@@ -225,7 +225,8 @@ class Proxy:
         """Answer with the engines, and with numbers of requests and of recorded answers."""
         engines = [
             {"runner": engine.runner, "incarnation": engine.incarnation, "model_version": engine.model_version,
-             "serving": engine.serving, "busy": engine.busy, "answered": engine.answered, "failed": engine.failed}
+             "serving": engine.serving, "busy": engine.open_count,
+             "answered": engine.answer_count, "failed": engine.failure_count}
             for engine in self.engines.all()
         ]
         answers = await self._recorder.ask(CountAnswers())
@@ -389,12 +390,12 @@ class Proxy:
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
                 finally:  # not in the generator: one that never started runs no finally
-                    engine.busy -= 1
+                    engine.open_count -= 1
                     proxy.answered += is_whole.is_set()
                     proxy.failed += not is_whole.is_set()
                     proxy._start_task(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
-        engine.busy += 1
+        engine.open_count += 1
         return Stream(self._stream_parts(first, parts, engine, place, is_whole), headers=headers)
 
     async def _record_before_end(
@@ -419,7 +420,7 @@ class Proxy:
             async for part in parts:
                 place.count(part)
                 yield part
-            engine.answered += 1
+            engine.answer_count += 1
             is_whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):

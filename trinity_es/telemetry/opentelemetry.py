@@ -187,7 +187,7 @@ class Traces:
     def _send(self, log: Log, final_event: Recorded) -> None:
         """Send the spans of the batch that this event ended. Raises OSError if the receiver refuses them."""
         events = takewhile(lambda r: r.position <= final_event.position, log.read(stream=final_event.stream))
-        timeline = tell(events)
+        timeline = fold_timeline(events)
         attempts = [attempt for task in timeline.tasks for attempt in task.attempts]
         parts = kept_parts(log, {attempt.kept.payload for attempt in attempts if attempt.kept is not None})
         spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), parts))

@@ -18,7 +18,10 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GRACE_SECONDS", "SPLIT", "apply_change", "due", "end_of_attempt", "give_up", "orphans", "released"]
+__all__ = [
+    "GRACE_SECONDS", "SPLIT", "IsRead", "apply_change", "attachable", "due", "end_of_attempt", "give_up", "orphans",
+    "released",
+]
 
 GRACE_SECONDS = 30.0
 """Time for runners, once they know the coordinator, to report renewals again before expiries count; it is several times
@@ -41,15 +44,61 @@ def end_of_attempt(batch: BatchState | None, life: RunnerLife | None, holder: Le
     return ""
 
 
-def apply_change(
-    lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, end_reason: str, now: float
-) -> list[ev.Event]:
-    """Record a run's change of a lease (None: no such lease is open); a repeated or late one does nothing.
+IsRead = Callable[[BatchState, tuple[int, int]], bool]
+"""Function that returns True while the journal of a lost unit is being read."""
 
-    `end_reason` is that of `end_of_attempt`; `now` is unix seconds. Raises WorkflowError if the run is over and so may
-    take no lease.
+
+def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_read: IsRead) -> bool:
+    """Return True if the run of a lost attempt goes on, or may, from what its journal has."""
+    if batch is None or batch.submission != taken.submission:
+        return False
+
+    def has_run(unit: ev.Unit | None) -> bool:
+        return unit is not None and unit.task == taken.unit.task and 0 <= taken.run - unit.run_id_base < unit.runs
+
+    kept = [record for key, record in batch.kept.items() if has_run(batch.pending.get(key))]
+    kept += [f.kept for f in batch.flights.values() if f.kept is not None and has_run(f.unit)]
+    if any(k.attempt >= taken.unit.attempt and not k.possibly_delivered for k in kept):
+        return True
+    return any(has_run(batch.pending.get(key)) and is_read(batch, key) for key in batch.lost)
+
+
+def attachable(leases: OpenLeases, batch: BatchState | None, change: LeaseChange, is_read: IsRead) -> OpenLease | None:
+    """Return the lease of an earlier attempt whose resource a new lease may take over."""
+    if not change.attachable:
+        return None
+    claimed_ids = {lease.taken.attaches for lease in leases.values()}
+    wanted = change.batch_id, change.unit.task, change.run, change.provider, change.args, change.number
+    for lease in leases.values():
+        taken = lease.taken
+        identity = taken.batch_id, taken.unit.task, taken.run, taken.provider, taken.args, taken.number
+        if (
+            identity == wanted and taken.attachable and taken.unit.attempt < change.unit.attempt and lease.held
+            and lease.handle is not None and not lease.orphaned and taken.lease not in claimed_ids
+            and _goes_on(batch, taken, is_read)
+        ):
+            return lease
+    return None
+
+
+def _orphaned(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
+    """Orphan a lease, and the one whose resource it was about to take over: either may have the resource."""
+    earlier = None if lease.held else leases.get(lease.taken.attaches)
+    both = [lease] if earlier is None or earlier.orphaned else [lease, earlier]
+    return [ev.LeaseOrphaned(lease=one.taken.lease, reason=reason) for one in both]
+
+
+def apply_change(
+    leases: OpenLeases, change: LeaseChange, runner: str, incarnation: int, end_reason: str, now: float,
+    earlier: OpenLease | None = None,
+) -> list[ev.Event]:
+    """Record a run's change of a lease; a repeated or late one does nothing.
+
+    `end_reason` is that of `end_of_attempt`; `now` is unix seconds; `earlier` is from `attachable`. Raises
+    WorkflowError if the run is over and so may take no lease.
     """
     lease_id = change.lease
+    lease = leases.get(lease_id)
     match change.what:
         case "taken" if lease is None:
             if end_reason:
@@ -58,33 +107,40 @@ def apply_change(
                 lease=lease_id, batch_id=change.batch_id, submission=change.submission, unit=change.unit,
                 run=change.run, runner=runner, incarnation=incarnation, provider=change.provider, args=change.args,
                 ttl=change.ttl, expires=now + change.ttl, creation_timeout=change.creation_timeout,
+                attachable=change.attachable, number=change.number,
+                attaches="" if earlier is None else earlier.taken.lease,
             )]
         case "held" if lease is not None and not lease.held:
-            return [ev.LeaseHeld(lease=lease_id, handle=change.handle)]
+            held, earlier_id = ev.LeaseHeld(lease=lease_id, handle=change.handle), lease.taken.attaches
+            return [held, ev.LeaseReleased(lease=earlier_id, by="successor")] if earlier_id in leases else [held]
         case "renewed" if lease is not None and not lease.orphaned:
             return [ev.LeaseRenewed(lease=lease_id, expires=now + change.ttl)]
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=lease_id, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [ev.LeaseOrphaned(lease=lease_id, reason=change.reason)]
+            return [*_orphaned(leases, lease, change.reason)]
     return []
 
 
 def orphans(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
-    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, reads: Reads,
+    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_read: IsRead,
 ) -> list[ev.Event]:
     """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
 
     `batches` are the open ones. `announced_at` is when runners learned of this coordinator, unix seconds, infinite
     before. They report earlier renewals only after it, so a lease expires GRACE_SECONDS after it at the earliest.
+    A lease that waits for the next attempt is not recorded.
     """
     events: dict[str, ev.Event] = {}
     for lease in leases.values():
         taken = lease.taken
         if lease.orphaned or taken.lease in events:
             continue
-        reason = end_of_attempt(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)
+        batch = batches.get(taken.batch_id)
+        reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)
+        if reason and taken.attachable and lease.held and _goes_on(batch, taken, is_read):
+            reason = ""
         if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
@@ -135,6 +191,6 @@ def released(
         if error == lease.error and not is_power_of_two:
             return []
         return [ev.LeaseReleaseFailed(lease=lease_id, error=error, tries=tries)]
-    if not lease_before.held and began_at < lease_before.made_by:
+    if not lease_before.held and began_at < lease_before.creation_deadline:
         return []
     return [ev.LeaseReleased(lease=lease_id, by="coordinator")]

@@ -67,7 +67,8 @@ class ServerFleet:
         urls = self._urls
         self._live.record(*servers.listed(self._live.servers, urls, self._urls_before))
         self._urls_before = urls or self._urls_before
-        leaving_before, self._registry.leaving = self._registry.leaving, leaving(self._live.servers)
+        leaving_before = self._registry.leaving
+        self._registry.leaving = leaving_runners(self._live.servers)
         for name in leaving_before - self._registry.leaving:  # it was added again
             self._registry.mark_changed(name)
         urls_by_runner, incarnations_to_retire = dict[str, str](), dict[str, int]()

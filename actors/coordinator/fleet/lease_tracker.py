@@ -1,15 +1,16 @@
 """Leases that runs take: the coordinator records them, and releases those whose runs can't.
 
 An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
-orphaned. Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
-retried after pauses that double. A second release by an owner that is still alive does no harm.
+orphaned, except those that wait for the next attempt at a lost run, which attaches to them. Once this is durable,
+separate processes release them (`lease_releases.py`). A failed release is retried after pauses that double. A second
+release by an owner that is still alive does no harm.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
@@ -44,10 +45,10 @@ class LeaseFleet:
 
     def __init__(
         self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
-        reads: decisions.Reads = lambda batch, key: False,
+        is_read: decisions.IsRead = lambda batch, key: False,
     ) -> None:
-        """Take `reads`, which returns True while the journal of a lost unit is being read."""
-        self._reads = reads
+        """Take `is_read`, which returns True while the journal of a lost unit is being read."""
+        self._is_read = is_read
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
@@ -75,18 +76,23 @@ class LeaseFleet:
     # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
         """Record a group of changes, and answer when it is durable."""
-        live, refusals = self._live, dict[str, str]()
+        live = self._live
+        refusals: dict[str, str] = {}
+        handles: dict[str, Any] = {}
         for change in message.changes:
-            life = live.lives.get((message.name, message.incarnation))
-            end_reason = decisions.end_of_attempt(live.batches.get(change.batch_id), life, change)
+            batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
+            end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
+            earlier = decisions.attachable(live.leases, batch, change, self._is_read) if is_taken else None
             try:
                 live.record(*decisions.apply_change(
-                    live.leases.get(change.lease), change, message.name, message.incarnation, end_reason,
-                    self._registry.clock(),
+                    live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
                 ))
             except (WorkflowError, InvalidEvent) as e:
                 refusals[change.lease] = e.message
-        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refusals))
+            lease = live.leases.get(change.lease)
+            if is_taken and lease is not None and (attached := live.leases.get(lease.taken.attaches)) is not None:
+                handles[change.lease] = attached.handle  # also if the change was sent twice
+        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refusals, handles))
         live.when_durable(self.release_due)
 
     # --- releases ---------------------------------------------------------------------------------------------------
@@ -97,17 +103,17 @@ class LeaseFleet:
         turn = self._live.turn
         has_runner_events = any(write.stream.startswith("runner/") for write in turn.writes)
         if has_runner_events or turn.batches:
-            self._record_orphans([
-                e for e in self._live.leases.values() if has_runner_events or e.taken.batch_id in turn.batches
-            ])
+            self._record_orphans({
+                i: e for i, e in self._live.leases.items() if has_runner_events or e.taken.batch_id in turn.batches
+            })
         if not self._actor.has_timer("leases"):
             self._actor.after(LOOK_SECONDS, "leases", self._check_all)
 
-    def _record_orphans(self, leases: Iterable[OpenLease]) -> None:
+    def _record_orphans(self, leases: OpenLeases) -> None:
         """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
         events = decisions.orphans(
-            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._reads
+            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_read
         )
         live.record(*events)
         if events:
@@ -115,7 +121,7 @@ class LeaseFleet:
 
     def _check_all(self) -> None:
         """Record the leases that expired, and release those that are due."""
-        self._record_orphans(self._live.leases.values())
+        self._record_orphans(self._live.leases)
         self._live.when_durable(self.release_due)
 
     def release_due(self) -> None:
@@ -150,7 +156,7 @@ class LeaseFleet:
                 pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 30))
                 self._due_at[lease_id] = now + pause
             elif lease is not None:  # if it is still open, its creation may have succeeded since, or may yet
-                self._due_at[lease_id] = now if lease.held else lease.made_by
+                self._due_at[lease_id] = now if lease.held else lease.creation_deadline
             if lease_id in errors:
                 self._max_group_sizes.pop(lease_id, None)
             else:

@@ -186,16 +186,12 @@ class BatchHandlers:
 
         `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
         """
-        sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
-        may_cut = sync.in_flight == "cut"
-        max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
+        may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batch.has_enough:
-                continue
-            if may_cut and cut_tasks.must_end(batch, max_cuts):
+            if not batch.has_enough or self.must_end(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
@@ -217,9 +213,9 @@ class BatchHandlers:
 
     def must_end(self, batch: BatchState) -> bool:
         """Return True if the batch has to wait for a task that was cut as often as is good for it."""
-        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
-        most = None if bound is None else bound // sync.steps_ahead
-        return sync.in_flight == "cut" and cut_tasks.must_end(batch, most)
+        sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
+        max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
+        return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
         """Have a batch that has enough tasks finalized after this time, unless its timer runs already."""

@@ -75,7 +75,7 @@ class Handlers:
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(
             registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
-        self.leases = LeaseFleet(registry, actor, releases)
+        self.leases = LeaseFleet(registry, actor, releases, self.journals.is_unread)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)

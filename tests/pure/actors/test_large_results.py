@@ -113,7 +113,7 @@ def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer
 ) -> None:
     asked: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
     monkeypatch.setattr(place.live, "run_in_thread", lambda read, then: asked.append((read, then)))
-    [outcome] = unit_reports.written([(place.submit(1000), done(1000, 2))], place.payloads)
+    [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 2))], place.payloads)
     message = OutcomeReport("runner-0", 1, 1, [outcome])
     place.report(message)
     place.report(message)  # the runner heard nothing for five seconds

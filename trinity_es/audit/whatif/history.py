@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -65,7 +66,7 @@ class Addition:
     """Seconds from there until the tasks were added."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class PastBatch:
     """Record of one batch."""
 
@@ -111,6 +112,7 @@ class PastBatch:
         """Duration of the pipeline that ended it, without those after which tasks were added."""
         return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
 
+    @cached_property
     def usual_rest(self) -> tuple[float, float]:
         """Return the medians of the units' overheads, as in `rest`; (0, 0) without units."""
         rests = list(self.rest.values())

@@ -91,7 +91,6 @@ class Simulation:
         self.drawn_counts: dict[BatchId, int] = {}
         self.runners: dict[str, _Runner] = {}
         self.duration_pools: dict[tuple[BatchId, bool], list[Duration]] = {}
-        self.usual_overheads: dict[BatchId, tuple[float, float]] = {}
 
     # --- the clock --------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -280,8 +279,8 @@ class Simulation:
                 self.after(grace + self.past_batches[batch_id].timer_late, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
-        self.record(
-            batch_id, decisions.start_finalizing(state, return_partial=self.over["return_partial_tasks"]))
+        return_partial = self.over_rollout["return_partial_tasks"]
+        self.record(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
@@ -324,7 +323,7 @@ class Simulation:
         if self.dynamic_timeout is None or self.pace is None:
             return 0.0
         pace = self.pace
-        return dynamic_timeout.attempt_timeout(pace.steps, pace.attempts, pace.seconds, **self.dynamic)
+        return dynamic_timeout.attempt_timeout(pace.steps, pace.attempts, pace.seconds, **self.dynamic_timeout)
 
     def dispatch(self) -> None:
         """Send waiting units to runners with free places, as the coordinator does."""
@@ -400,7 +399,7 @@ class Simulation:
         past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
-        overhead, delay = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_overhead(past)
+        overhead, delay = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_rest
         seconds = combined([d.seconds for d in durations], sequential=self.is_sequential) + overhead
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, duration in zip(runs, durations, strict=True):
@@ -422,11 +421,6 @@ class Simulation:
         if duration.limit != limit and duration.seconds > limit:
             return replace(duration, seconds=limit, kind="timeout")
         return duration
-
-    def _usual_overhead(self, past: PastBatch) -> tuple[float, float]:
-        if past.batch_id not in self.usual_overheads:
-            self.usual_overheads[past.batch_id] = past.usual_rest()
-        return self.usual_overheads[past.batch_id]
 
     @staticmethod
     def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:

@@ -59,7 +59,7 @@ def join(
         else:
             note(text)
 
-    run = HostRun(store, host, overrides or [], folder, key_file=key_file, report=tell)
+    host_run = HostRun(store, host, overrides or [], folder, key_file=key_file, report=tell)
     errors: list[BaseException] = []
 
     def run_and_keep_error() -> None:
