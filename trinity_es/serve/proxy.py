@@ -213,12 +213,12 @@ class Proxy:
         server = self._server
         if not engine_count:
             status = "no engine serves"
-        elif server.taken >= server.most:
+        elif server.connection_count >= server.limit:
             status = f"full: new clients wait, as {server.files} open files allow no more"
         else:
             status = "ok"
-        health = {"status": status, "engines": engine_count, "connections": server.taken,
-                  "most_connections": server.most}
+        health = {"status": status, "engines": engine_count, "connections": server.connection_count,
+                  "most_connections": server.limit}
         return json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:
