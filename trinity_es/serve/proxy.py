@@ -78,7 +78,10 @@ def api_key(config: Config) -> str:
 
 
 class Proxy:
-    """Proxy of a running system, on the event loop on which it is started. Making one raises WrongKey."""
+    """HTTP server before the engines of a running system, on the event loop on which it is started.
+
+    The constructor raises WrongKey if there is no key, or if another user could have read it.
+    """
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
         self.config, self.api_key = config, api_key(config)
