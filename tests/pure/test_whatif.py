@@ -110,6 +110,8 @@ def test_tasks_that_were_added_for_missing_groups_are_added_after_the_pipeline_a
         [row] = played(past(refilled), runners=runners)
         assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
         assert (row.predicted.finished, row.predicted.attempts, row.drawn) == (3, 3, 0)
+    [row] = played(past(refilled, lives=[life(0), life(1, ended_at=5.2)]))  # dies before the tasks are added
+    assert (row.predicted.seconds, row.predicted.finished) == (pytest.approx(8.5, abs=1e-3), 3)
     refilled.additions = [Addition(event=added, added_at=1.0)]  # while its first tasks run
     assert played(past(refilled), runners=3)[0].predicted.seconds == pytest.approx(4.0 + 1.0, abs=1e-3)
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:  # slow to import, and reading a log does not need it
 
 __all__ = [
     "MOST_INTEGER", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log",
-    "find_batch", "note", "open_chosen", "parse_at", "print_json", "progress_counter", "read_config", "require_runner",
+    "find_batch", "note", "open_chosen", "parse_at", "position_before", "print_json", "progress_counter", "read_config",
+    "require_runner",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?")
@@ -152,9 +153,10 @@ def find_batch(log: Log, text: str) -> BatchId:
     # Evals are called after their step, as in 12/letters.
     evals_of_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
     suggestions = evals_of_step[:3] or _nearest_batches(log, text)
-    hint = "" if log.count_batches() else " it holds none yet;"
     if suggestions:
         hint = f" did you mean {' or '.join(suggestions)}?"
+    else:
+        hint = "" if log.count_batches() else " it holds none yet;"
     raise BatchNotFound(f"no batch {text} in {log.url}:{hint} `trinity-es batches` lists what there is")
 
 
@@ -190,6 +192,17 @@ def parse_at(
     if log is not None and isinstance(at, datetime) and (clock_note := log.clock_note(at)):
         note(clock_note)
     return at
+
+
+def position_before(log: Log, at: int | datetime | None) -> int:
+    """Return the position before the event at this position, or before the first event at or after this time."""
+    if isinstance(at, int):
+        return at - 1
+    position = log.position_of(at) or 0
+    # `position_of` has the last event until `at`; those of exactly that moment come after the result.
+    while position and at is not None and (r := log.at(position)) is not None and r.recorded_at == at.timestamp():
+        position -= 1
+    return position
 
 
 def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, option: str) -> int | datetime:

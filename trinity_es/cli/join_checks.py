@@ -135,7 +135,7 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
                       "port where it listens (hosts.listen)")
         return
     except (OSError, TimeoutError) as e:
-        reason = str(e) or f"no answer in {PATIENCE_SECONDS:.0f} s"
+        reason = str(e) or f"no answer in {ANSWER_SECONDS:.0f} s"
         yield Finding("head", "missing", f"{head_place} can't be reached: {reason}",
                       "open that port to this host (firewall, security group); the address is hosts.address of the "
                       "head's config, and the head listens at hosts.listen")
@@ -172,7 +172,7 @@ async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
 
 
 def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
-    """Yield how versions here compare with the head's; only `with_vllm` engines another version of vLLM is wrong."""
+    """Yield how versions here compare with the head's; that of vLLM matters only `with_vllm` engines in the run."""
     head = answer.facts
     is_same_build = head.get("build") == own["build"]
     yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(own["build"]) if is_same_build else

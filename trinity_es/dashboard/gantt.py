@@ -158,7 +158,7 @@ def reward_range_of(state: BatchState) -> tuple[float, float]:
 def cells(state: BatchState, tasks: Sequence[int], reward_range: tuple[float, float]) -> Mapping[int, list[Cell]]:
     """Return a cell for each run of these tasks, by task.
 
-    `reward_range`: the rewards of the first and the last shade, in between the shades are equally spaced.
+    `reward_range`: the rewards of the first and the last shade; shades are equally spaced.
     """
     chosen = set(tasks)
     runner_by_run = {

@@ -137,7 +137,7 @@ def _overlap(a: BatchRow, b: BatchRow) -> bool:
 
 
 def _config(log: Log, first: int) -> dict[str, Any]:
-    """Return the config at the first submission, complete with defaults. Raises DataError if the log has none."""
+    """Return the config at the first submission, all settings of `explorer` included. Raises DataError without one."""
     config = log.config(first)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are unknown: only "

@@ -300,7 +300,13 @@ class Simulation:
         if rounds := self.rounds[batch_id]:
             addition = rounds.popleft()
             self.record(batch_id, [*filter(None, [addition.missing])])
-            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event))
+            self.awaited_ids.discard(batch_id)  # until its caller has added tasks
+
+            def add_and_await() -> None:
+                self._add_tasks(batch_id, addition.event)
+                self.await_batch(batch_id)
+
+            self.after(addition.pause, add_and_await)
         else:
             self.record(batch_id, [ev.BatchFinalized(result={})])
             self.note_end(batch_id)

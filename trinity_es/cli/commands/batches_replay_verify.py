@@ -70,7 +70,7 @@ def batches(
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with common.open_chosen(log, config) as opened:
         _require_one_of("--sort", sort, sorted(SORTS))
-        after = 0 if since is None else _position_before(opened, since)
+        after = 0 if since is None else common.position_before(opened, common.parse_at(since, opened, option="--since"))
         skipped_count = 0
         if limit is None and not (every or as_json or after):
             skipped_count = max(0, opened.count_batches(state=state, batch_type=batch_type) - MOST_SHOWN)
@@ -98,12 +98,6 @@ def batches(
 def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
     if value is not None and value not in choices:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=option)
-
-
-def _position_before(log: Log, text: str) -> int:
-    """Return the position after which batches count as submitted since this position or time."""
-    at = common.parse_at(text, log, option="--since")
-    return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
 
 
 def _longest_delay(log: Log, row: BatchRow) -> dict[str, Any] | None:

@@ -62,7 +62,10 @@ def events(
         if batch is not None:
             stream = batch_stream(common.find_batch(opened, batch))
         if since is not None:
-            after = max(after, _position_before(opened, since))
+            at = common.parse_at(since, opened, option="--since")
+            if isinstance(at, int):
+                raise typer.BadParameter(f"{since} is a position: use --after {since}", param_hint="--since")
+            after = max(after, common.position_before(opened, at))
         selection = _Selection(opened, stream, types, runner)
         head = opened.head().position  # read before the tail: --follow then prints what comes in between
         tail = [] if last is None else selection.last(last, after)
@@ -107,18 +110,6 @@ def watch(
             common.print_json(look(opened).as_json())
         else:
             show_live(opened, once=once, interval=every)
-
-
-def _position_before(log: Log, text: str) -> int:
-    """Return the position before the first event at or after this time. Raises typer.BadParameter for a position."""
-    at = common.parse_at(text, log, option="--since")
-    if isinstance(at, int):
-        raise typer.BadParameter(f"{text} is a position: use --after {text}", param_hint="--since")
-    position = log.position_of(at) or 0
-    # Events recorded at exactly that moment are printed.
-    while position and at is not None and (r := log.at(position)) is not None and r.recorded_at == at.timestamp():
-        position -= 1
-    return position
 
 
 class _Selection:

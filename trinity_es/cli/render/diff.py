@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.batch_tables import columns
+from trinity_es.cli.render.batch_tables import columns, print_left_out
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared
@@ -34,7 +34,7 @@ def print_moments(
     out.print(_changes_table(changes, f"at {first}", f"at {second}") if changes else Text("nothing changed"))
     for recorded in events[:_MOST]:
         print_line(out, event_line(recorded))
-    _print_left_out(out, len(events), "events")
+    print_left_out(out, len(events), _MOST, "more events")
 
 
 def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
@@ -81,7 +81,7 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
             changes = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
             table.add_row(Text(plain(difference.batch_id)), Text(plain(changes, 140)))
         out.print(table)
-        _print_left_out(out, len(runs.later), "batches")
+        print_left_out(out, len(runs.later), _MOST, "more batches")
 
 
 def _submission_times(difference: BatchDifference) -> list[str]:
@@ -112,8 +112,3 @@ def _value(value: Any) -> str:
 
 def print_line(out: Console, line: str) -> None:
     out.print(Text(line), soft_wrap=True)
-
-
-def _print_left_out(out: Console, count: int, unit: str) -> None:
-    if count > _MOST:
-        out.print(Text(f"and {count - _MOST} more {unit}: --json has all", style="dim"))

@@ -77,7 +77,7 @@ def rollout(request: PageRequest) -> Page:
     batch = _cached_timeline(request, request.batch_id())
     if (page := _open_run_page(request, batch)) is not None:
         return page
-    batch, row, run_experiences, step = _requested_run(request)
+    row, run_experiences, step = _requested_run(request, batch)
     batch_id, task, run = batch.batch_id, row.task, row.run
     experience = run_experiences.experiences[step] if run_experiences.experiences else None
     decode, source = _decoder(request)
@@ -117,22 +117,22 @@ def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
 
 def whole(request: PageRequest) -> Attachment:
     """Return the whole text of a rollout as a file; `/rollout.txt` has the parameters of `/rollout`."""
-    batch, row, run_experiences, step = _requested_run(request)
+    batch = _cached_timeline(request, request.batch_id())
+    row, run_experiences, step = _requested_run(request, batch)
     if not run_experiences.experiences:
         raise PayloadNotFound(run_experiences.missing)
     name = f"rollout-{batch.batch_id}-{row.task}-{row.run}-{step}.txt"
     return Attachment(name=name, text=rollout_values.whole_text(run_experiences.experiences[step]))
 
 
-def _requested_run(request: PageRequest) -> tuple[BatchTimeline, RunRow, RunExperiences, int]:
-    """Return the batch, the run, its experiences, and the index of the requested one. Raises BatchNotFound."""
-    batch = _cached_timeline(request, request.batch_id())
+def _requested_run(request: PageRequest, batch: BatchTimeline) -> tuple[RunRow, RunExperiences, int]:
+    """Return the requested run, its experiences, and the index of the requested one. Raises BatchNotFound."""
     task, run = request.number("task"), request.number("run")
     row = batch.row(task, run)
     if row is None:
         raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist")
     [run_experiences] = rollout_values.read_runs(request.log, batch, [row])
-    return batch, row, run_experiences, min(request.number("step"), max(0, len(run_experiences.experiences) - 1))
+    return row, run_experiences, min(request.number("step"), max(0, len(run_experiences.experiences) - 1))
 
 
 def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
