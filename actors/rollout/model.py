@@ -226,7 +226,7 @@ class Model(OpenAIAccess):
 
         Raises WorkflowError if this run answered in the conversation, but no answer is in it as it was sampled.
         """
-        max_tokens, chat = self.context, plain_messages(messages)
+        context_length, chat = self.context, plain_messages(messages)
         newest = None if as_text else self._newest_sampled(chat, tools)
         turn, last, tools = (None, 0, tools) if newest is None else newest
         later_answers = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
@@ -237,12 +237,12 @@ class Model(OpenAIAccess):
             sampled.messages = chat
             if later_answers:
                 sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *later_answers]
-            if max_tokens and len(turn.tokens) >= max_tokens and turn.is_cut:
+            if context_length and len(turn.tokens) >= context_length and turn.is_cut:
                 sampled.truncate_status = "response_truncated"
             if not logprobs:
                 sampled.logprobs = None
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
-                await self._set_logprobs(sampled, temperature, max_tokens)
+                await self._set_logprobs(sampled, temperature, context_length)
             return sampled
         if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
             raise WorkflowError(
@@ -250,7 +250,7 @@ class Model(OpenAIAccess):
                 "for, or several fit that differ only in reasoning that it leaves out. Keep the reasoning "
                 "(reasoning_content), return extract_experience_from_history(), or train on the text with as_text=True"
             )
-        limit = max_tokens - 1 if max_tokens else None
+        limit = context_length - 1 if context_length else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))
         if experience.truncate_status == "prompt_truncated":  # all of it is masked
             experience.logprobs = np.zeros(1, dtype=np.float32)
@@ -261,16 +261,16 @@ class Model(OpenAIAccess):
 
     convert_messages_to_experience_async = experience_from_messages_async  # Trinity-RFT's name
 
-    async def _set_logprobs(self, sampled: Experience, temperature: float | None, max_tokens: int | None) -> None:
+    async def _set_logprobs(self, sampled: Experience, temperature: float | None, context_length: int | None) -> None:
         """Set an experience's logprobs to those at this temperature, with 0 for masked tokens.
 
-        `max_tokens`: of the engine, to which the experience is cut.
+        `context_length`: tokens of prompt and answer that the engine has room for.
         """
         tokens, mask, prompt_length = sampled.tokens, sampled.action_mask, sampled.prompt_length
         assert tokens is not None
         assert mask is not None
-        if max_tokens and len(tokens) >= max_tokens:  # the engine has room for one less
-            tokens, mask = tokens[: max_tokens - 1], mask[: max_tokens - 1 - prompt_length]
+        if context_length and len(tokens) >= context_length:  # the engine has room for one less
+            tokens, mask = tokens[: context_length - 1], mask[: context_length - 1 - prompt_length]
             sampled.tokens, sampled.action_mask = tokens, mask
         logprobs = await self.logprobs_async(tokens.tolist(), temperature)
         sampled.logprobs = np.where(mask, logprobs[prompt_length - 1 :], np.float32(0))

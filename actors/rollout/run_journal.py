@@ -101,7 +101,7 @@ class OpenCall:
     def _record(self, index: int, answer: Completion, tokens: list[int], logprobs: list[float] | None) -> list[bytes]:
         """Record the new tokens of an answer if it is known which weights made them, and their logprobs are finite."""
         choice, before = self.choices[index]
-        if not answer.version_spans or not math.isfinite(sum(logprobs or ())):
+        if not answer.version_spans or not math.isfinite(sum(() if logprobs is None else logprobs)):
             return []
         recorded = self.recorded.setdefault(index, [])
         start = len(before.tokens) + len(recorded)

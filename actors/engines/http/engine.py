@@ -155,7 +155,7 @@ class HTTPEngine(ServerWeights):
         return True
 
     async def _first_test(self) -> None:
-        """Set the test request and try it, and report waits meanwhile. Raises ServerGone if the server went away."""
+        """Set the test request and try it, and report waits meanwhile. Raises EngineError, ServerGone."""
         self._vocabulary = vocabulary(self._model, self.tokenizer)
         self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         test = asyncio.create_task(self._gives_processed_logprobs())
@@ -288,7 +288,8 @@ class HTTPEngine(ServerWeights):
         ids = await self._ids(prompt)
         self._check_logprobs(sampling)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
-        sampling = replace(sampling, n=sampling.n if copies == 1 else 1)
+        if copies > 1:
+            sampling = replace(sampling, n=1)
 
         def read(response: Any, version: int) -> list[Completion]:
             parsed = self._answers(response, sampling, ids)

@@ -326,7 +326,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         llm = self._live_llm()
         ids = await self._ids(prompt)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
-        sampling = dataclasses.replace(sampling, n=sampling.n if copies == 1 else 1)
+        if copies > 1:
+            sampling = dataclasses.replace(sampling, n=1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
         output, adapter = await self._last_output(ids, params, sampling.adapter, REQUEST_NAME.get())
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)

@@ -281,10 +281,11 @@ class Turns:
                 return newest_prompt != continued_prompt
         asks = self.marks.asks
         for prompt in prompts:
+            if len(prompt) <= len(continued_prompt):
+                continue
             position = prompt.rfind(asks)
-            head = prompt[:position] if position >= 0 else prompt  # `rendered` may have another text after it
-            opens_further_answer = rendered.startswith(head) and rendered.rfind(asks) > position
-            if len(prompt) > len(continued_prompt) and opens_further_answer:
+            head = prompt[:position] if position >= 0 else prompt  # `rendered` may have another text after the head
+            if rendered.startswith(head) and rendered.rfind(asks) > position:
                 return True
         return False
 

@@ -172,7 +172,7 @@ def _open_files() -> set[str]:
 
 
 def _fork_defect(files_before: set[str]) -> str:
-    """Return in words what the last imported module started or left open, which no fork survives; empty: nothing."""
+    """Return what the last imported module started or left open, after which this process must not be forked, or ""."""
     pid = os.fork()  # ends thread pools that handle forks themselves, such as numpy's
     if pid == 0:
         os._exit(0)

@@ -49,7 +49,7 @@ class _Link:
         self.results: dict[int, Future[Any]] = {}
         """Result of each call that the runner has not answered, by the call's number."""
         self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.run_number = 0
+        self.play_number = 0
         """Number of the run that plays now; 0: none."""
         self.models: dict[int, _RemoteModel] = {}
 
@@ -77,14 +77,14 @@ class _Link:
         os._exit(1)  # the runner is gone
 
     def take_answer(
-        self, run_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
+        self, play_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
     ) -> None:
         """Set the result of a call from the runner's answer; `version` and `usage` are of the model at `index`."""
         future = self.results.pop(call, None)
         if future is None:
             return
         model = self.models.get(index)
-        if model is not None and run_number == self.run_number:
+        if model is not None and play_number == self.play_number:
             model.update(version, usage)
         try:
             value = pickle.loads(data)
@@ -96,7 +96,7 @@ class _Link:
             future.set_exception(value)
 
     def call(
-        self, run_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
+        self, play_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
     ) -> Future[Any]:
         """Return the future result of a method of the runner's model at `index`, or of its part `what`.
 
@@ -109,15 +109,15 @@ class _Link:
         future.set_running_or_notify_cancel()  # now it can't be cancelled, so setting its result never fails
         call = next(self.call_numbers)
         self.results[call] = future
-        if run_number != self.run_number:  # read after the entry above, so that `end_run` fails all that it misses
+        if play_number != self.play_number:  # read after the entry above, so that `end_run` fails all that it misses
             self.results.pop(call, None)
             raise WorkflowError("the run is over: its model can't answer")
-        self.send("call", run_number, call, index, what, name, arguments)
+        self.send("call", play_number, call, index, what, name, arguments)
         return future
 
     def end_run(self) -> None:
         """End the run: its calls without an answer, and all later ones, raise WorkflowError."""
-        self.run_number, self.models = 0, {}
+        self.play_number, self.models = 0, {}
         for call in list(self.results):
             future = self.results.pop(call, None)
             if future is not None:
@@ -211,7 +211,7 @@ class _RemoteModel(Model):
     def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
         super().__init__(cast(Engine, engine), name=engine.name)
         self.sampling = engine.sampling
-        self._link, self._run_number, self._remote_engine = link, link.run_number, engine
+        self._link, self._play_number, self._remote_engine = link, link.play_number, engine
         self._tokenizer = _RemoteTokenizer(self)
         self._endpoint: Endpoint | None = None
         self.leases = _RemoteLeases(self)
@@ -225,7 +225,7 @@ class _RemoteModel(Model):
         self._remote_engine.model_version, self.usage = version, usage
 
     def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
-        return self._link.call(self._run_number, self._remote_engine.index, what, name, args, kwargs)
+        return self._link.call(self._play_number, self._remote_engine.index, what, name, args, kwargs)
 
     chat_async, chat = _async_method("chat_async"), _sync_method("chat_async")
     generate_async, generate = _async_method("generate_async"), _sync_method("generate_async")
@@ -267,7 +267,7 @@ class _Player(WorkflowRunner):
     ) -> None:
         """Play runs of a task and send the result; `models`: name, sampling and version of each model."""
         self.link.send("begun", number)
-        self.link.run_number = number
+        self.link.play_number = number
         self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(models))]
         for engine, (name, sampling, version) in zip(self.engines, models, strict=False):
             engine.name, engine.sampling, engine.model_version = name, sampling, version

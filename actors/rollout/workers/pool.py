@@ -79,7 +79,7 @@ class WorkerPool:
         async with self._free_places:
             while True:
                 worker = await self._worker(task["workflow"])
-                is_new = worker.run_number == 0
+                is_new = worker.play_number == 0
                 try:
                     await worker.prepare(task["workflow"])
                     on_begin()
@@ -190,7 +190,7 @@ class _Worker:
         self.module, self.child, self.end = module, child, end
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter | None = None
-        self.run_number = 0
+        self.play_number = 0
         self.has_begun = False
         """It has taken its present run."""
         self.imported = False
@@ -230,10 +230,10 @@ class _Worker:
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
     ) -> tuple[UnitResult, str | None]:
         """Play runs, and return what `WorkerPool.run` does. Raises WorkflowError if the worker ended."""
-        self.run_number += 1
+        self.play_number += 1
         self.has_begun = False
         facts = [(model.name, model.sampling, model.model_version) for model in models]
-        self.write("run", self.run_number, task, batch_id, task_id, runs, facts)
+        self.write("run", self.play_number, task, batch_id, task_id, runs, facts)
         return await self._unless_ended(self._serve(models))
 
     async def _unless_ended(self, reading: Coroutine[Any, Any, _T]) -> _T:
@@ -279,7 +279,7 @@ class _Worker:
         try:
             while True:
                 kind, number, *rest = await self._read()
-                if number != self.run_number:  # a thread that an earlier run left behind sent it
+                if number != self.play_number:  # a thread that an earlier run left behind sent it
                     continue
                 if kind == "begun":
                     self.has_begun = True
