@@ -152,7 +152,7 @@ BREAKS = (
           "until_it_can"),
     Break(9, "An experience is stamped with the weights at its end, not with those that made its tokens.",
           "actors/rollout/result.py", "oldest = min((v for v, _, _ in experience.version_spans), default=version)",
-          "made_by = now",
+          "oldest = current_version",
           "pure/actors/test_workflow_runner.py::test_p9_an_experience_is_stamped_with_the_weights_that_made_its_own_tokens"),
     Break(9, "A runner is given units while it loads the current weights.", "actors/coordinator/fleet/dispatcher.py",
           "is_free = runner.loading is None and runner.has_adapters", "is_free = runner.has_adapters",

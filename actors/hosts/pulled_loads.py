@@ -44,7 +44,7 @@ class _Runner:
     served_version: int = 0
     served_adapters: dict[str, int] = field(default_factory=dict)
     pulled_version: int = 0
-    """Version of the last weights that were pulled for the runner, which took `pull_seconds`."""
+    """Version of the weights whose pull for the runner ended last, after `pull_seconds`."""
     pull_seconds: float = 0.0
 
 

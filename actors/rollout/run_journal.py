@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol, cast
-from uuid import uuid4
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, cast
 
 import orjson
 
@@ -29,6 +29,8 @@ from trinity_es.events.journal import MOST_SPLICES, KeptAnswer, KeptRun, KeptSte
 
 __all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
 
+_NOTHING: Final = KeptAnswer()
+_REQUEST_NUMBERS: Final = itertools.count(1)
 _warn_once = lru_cache(maxsize=100)(logging.getLogger(__name__).warning)
 
 
@@ -57,7 +59,7 @@ def starts_over(sampling: Sampling) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenCall:
-    """A request in an engine, and how much of its answers is recorded."""
+    """A request in an engine, and how much of its answers is recorded; a context in which its output is recorded."""
 
     journal: RunJournal
     call: str
@@ -73,6 +75,15 @@ class OpenCall:
     """The prompt is a text, so records hold its token ids too."""
     recorded: dict[int, list[int]] = field(default_factory=dict)
     """The engine's new tokens that are recorded, by its answer."""
+
+    def __enter__(self) -> Self:
+        self.journal.writer.open.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.journal.writer.open.discard(self)
 
     def progress(self) -> list[bytes]:
         """Return records of the tokens that came since the last call."""
@@ -131,6 +142,8 @@ class RunJournal:
         self.run, self.writer, self.kept, self._clock = run, writer, kept or KeptRun(), clock
         self._began = clock()
         self._asked: Counter[str] = Counter()
+        self._options: tuple[Sampling | None, bytes] = None, b""
+        """The last call's sampling, which most calls of a run share, and its part of their fingerprints."""
 
     def seconds(self) -> float:
         """Return how long the run has played, with its earlier attempts."""
@@ -158,8 +171,10 @@ class RunJournal:
 
         `further` are options beyond `sampling`; `forbids` names an option with which a kept part can't be continued.
         """
-        options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
-        key = fingerprint(model, _prompt_bytes(prompt), options)
+        if further or self._options[0] is not sampling:
+            options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
+            self._options = None if further else sampling, orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        key = fingerprint(model, _prompt_bytes(prompt), self._options[1])
         nth, self._asked[key] = self._asked[key], self._asked[key] + 1
         return JournaledCall(
             journal=self, engine=engine, model=model, prompt=prompt, sampling=sampling, key=(key, nth),
@@ -188,7 +203,7 @@ class JournaledCall:
 
     async def answers(self, ask: Ask) -> list[Completion]:
         """Return all answers; the engine makes those that were not kept. Raises what `ask` raises."""
-        if not self.is_kept:
+        if not self.kept or not self.is_kept:
             return await self._ask(ask, self.prompt, self.sampling, range(self.sampling.n))
         asking = [asyncio.ensure_future(self._answer(ask, choice)) for choice in range(self.sampling.n)]
         try:
@@ -197,26 +212,20 @@ class JournaledCall:
             for task in asking:  # gather leaves the others running
                 task.cancel()
 
-    @contextlib.contextmanager
     def recorded(
         self, request: str, choices: Sequence[int] | None = None, before: KeptAnswer | None = None
-    ) -> Iterator[OpenCall]:
-        """Give a context in which the engine's output for `request` is recorded.
+    ) -> OpenCall:
+        """Return the context in which the engine's output for `request` is recorded.
 
         `choices` are the numbers of the answers that it makes, by default all; `before` is the kept part of the answer.
         """
         numbers = range(self.sampling.n) if choices is None else choices
-        call = OpenCall(
+        return OpenCall(
             journal=self.journal, call=self.key[0], nth=self.key[1], engine=self.engine, request=request,
             forbids=self.forbids, model=self.model, max_tokens=self.sampling.max_tokens,
             by_text=before is None and isinstance(self.prompt, str),
-            choices={i: (choice, before or KeptAnswer()) for i, choice in enumerate(numbers)},
+            choices={i: (choice, before or _NOTHING) for i, choice in enumerate(numbers)},
         )
-        self.journal.writer.open.add(call)
-        try:
-            yield call
-        finally:
-            self.journal.writer.open.discard(call)
 
     async def written(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
         """Record the end of a request; None for `answers` means that it failed, and records the tokens until then."""
@@ -256,7 +265,7 @@ class JournaledCall:
         before: KeptAnswer | None = None,
     ) -> list[Completion]:
         """Have the engine make the answers with these numbers, or continue `before`, and record its tokens."""
-        request, version = uuid4().hex, self.engine.model_version
+        request, version = f"run-{next(_REQUEST_NUMBERS)}", self.engine.model_version
         with self.recorded(request, choices, before) as call:
             try:
                 answers = await ask(prompt, sampling, request)

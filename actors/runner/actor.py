@@ -94,7 +94,7 @@ class Runner(BaseActor):
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that it has, or whose outcomes it keeps."""
-        self.last_report: int | None = None
+        self.final_report: int | None = None
         """Number of the outcome group with the unit for which this runner ends."""
         self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
@@ -139,7 +139,7 @@ class Runner(BaseActor):
             key = self.engine_side.loop.playing()
             if key is not None:
                 self.give_up(key, f"its workflow blocked the engine's loop for {silence:.0f} s: await, or use a thread")
-        if self.last_report is not None:  # ended by the guardian, it would give all its units a strike
+        if self.final_report is not None:  # ended by the guardian, it would give all its units a strike
             silence = 0.0
         trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
         heartbeat = messages.Heartbeat(
@@ -187,9 +187,9 @@ class Runner(BaseActor):
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
                 del self.units[key]
-        if self.last_report in message.acks:
+        if self.final_report in message.acks:
             self.after(0.0, "give up", self.end)
-        if self.state != "ready" or self.last_report is not None:
+        if self.state != "ready" or self.final_report is not None:
             return  # it could not run them; the coordinator sends them again when a status lacks them
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
@@ -285,11 +285,11 @@ class Runner(BaseActor):
     def give_up(self, key: Key, reason: str) -> None:
         """Fail a unit that can't be stopped, and end this runner for it. Its other units run again without a strike."""
         item = self.units.get(key)
-        if self.last_report is not None or item is None or self.state != "ready":
+        if self.final_report is not None or item is None or self.state != "ready":
             return
         self.log.error("unit %s is given up, and this process with it: %s", key, reason)
         self.report([failed(item, "workflow", reason)])
-        self.last_report, self.end_reason = self.outbox.number, reason
+        self.final_report, self.end_reason = self.outbox.number, reason
         self.after(GIVE_UP_SECONDS, "give up", self.end)
 
     def end(self) -> None:

@@ -80,7 +80,7 @@ class Journal:
         If `durable` they survive a crash of the machine too; otherwise only after the next interval.
         """
         data = b"".join(records)
-        if not data or sum(len(waiting) for waiting, _ in self._waiting) > self._settings.max_bytes:
+        if not data or (self._waiting and sum(len(w) for w, _ in self._waiting) > self._settings.max_bytes):
             return
         if self._writes_at_once():
             self._write_at_once(data)
@@ -131,6 +131,7 @@ class Journal:
         try:
             await self._in_thread(self._append, self._segment, data, durable)
         except Exception as e:
+            self._unsynced = True
             self._fail(e)
         else:
             self._grow(len(data))

@@ -141,7 +141,7 @@ class SimRunner(SimActor, Runner):
 class SimEngineSide(EngineThread):
     def run_loop(self) -> None:
         """Run the loop's callbacks as effects of this process instead of a thread."""
-        self.starting = self.loop.create_task(self.start_engine())
+        self.start_task = self.loop.create_task(self.start_engine())
 
     async def serve(self, engine: Any) -> Any:
         return SimServer()

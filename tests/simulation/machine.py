@@ -63,7 +63,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 class InlineThread:
-    """A thread that calls its target at once. `LogWriter` and `EngineSide.run_loop` are doubles that return at once."""
+    """A thread that calls its target at once. `LogWriter` and `EngineThread.run_loop` are doubles that do not block."""
 
     def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
         self.target = target

@@ -192,7 +192,7 @@ class VLLMServer:
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait until a rejected request may be sent again. Raises `error` if no pause is left or the server is not busy."""
+        """Wait until a rejected request may be sent again. Raises `error` if it may not, or no pause is left."""
         if error.details.get("status") not in BUSY:
             raise error
         if await self.rejects():  # it is paused

@@ -13,8 +13,9 @@ To the runner:
   or steps
 - `done, number, execution, experiences, engine_dead`: the run is over
 
-`number` counts the `run` messages to one worker (`play_number` in code): messages of an earlier run are dropped. All calls of a model and its tokenizer
-go over this socket, and the runner's real `Model` answers: a worker has no engine, tokenizer or torch.
+`number` counts the `run` messages to one worker (`play_number` in code): messages of an earlier one are dropped. All
+calls of a model and its tokenizer go over this socket, and the runner's real `Model` answers: a worker has no engine,
+tokenizer or torch.
 
 **Runner and grader** (`graders.py`, `grader_main.py`): a stream socket; a message is its length and JSON. One to the
 grader: `{"function", "args", "kwargs"}`; one back: `{"value"}`, `{"error"}` as of `error_to_dict`, or `{"raised"}`, a

@@ -113,6 +113,25 @@ def test_ends_of_calls_reach_the_disk_at_the_next_interval(quick: bool) -> None:
     play(test, quick, seconds=0.05)
 
 
+def test_a_sync_that_fails_is_repeated_at_the_next_interval() -> None:
+    async def test(journal: Journal, store: Memory) -> None:
+        append, failures = store.append, [OSError("the disk does not answer")]
+
+        def failing(*args: Any, durable: bool) -> None:
+            if durable and failures:
+                raise failures.pop()
+            append(*args, durable=durable)
+
+        store.append = failing  # type: ignore[method-assign]
+        await asyncio.sleep(0.02)  # until it is open
+        await journal.write([b"end"])
+        while len(store.writes) == 1:
+            await asyncio.sleep(0.01)
+        assert (failures, store.writes) == ([], [(3, False), (0, True)])
+
+    play(test, quick=True, seconds=0.05)
+
+
 def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 10)
 
