@@ -222,23 +222,24 @@ def summary(event: ev.Event) -> str:
             source = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)
             return f"{s.taskset} is {source} at {s.revision}, {s.rows} rows"
         case ev.BatchSubmitted():
-            return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
+            tasks, runs = counted(len(event.repeat_times), "task"), counted(sum(event.repeat_times), "run")
+            return f"{event.batch_type} batch of {tasks}, {runs}"
         case ev.TasksAdded():
             return f"{counted(len(event.repeat_times), 'more task')}, {counted(sum(event.repeat_times), 'run')}"
         case ev.ResultsTaken():
-            return f"results of {len(event.tasks)} tasks"
+            return f"results of {counted(len(event.tasks), 'task')}"
         case ev.PaceMeasured():
             limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout applies"
             mean = event.seconds / event.attempts
             return f"after {event.steps} steps: {mean:.2f} s per attempt (mean of {event.attempts}), {limit}"
         case ev.TasksDispatched():
-            units = "1 unit" if len(event.units) == 1 else f"{len(event.units)} units"
+            units = counted(len(event.units), "unit")
             return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
         case ev.RunsFinished():
             rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
             reward = f", reward {sum(rewards) / len(rewards):z.3f}" if rewards else ""
-            return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
-                    f"{reward}, version {event.model_version_end}")
+            runs = f"{counted(len(event.runs), 'run')} on {event.runner} in {event.seconds:.2f} s"
+            return f"task {event.task}: {runs}{reward}, version {event.model_version_end}"
         case ev.AttemptFailed():
             decision = "again" if event.retry else "given up"
             return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {decision}: "
@@ -246,7 +247,7 @@ def summary(event: ev.Event) -> str:
         case ev.AttemptKept():
             return f"task {event.task} goes on from {kept_text(event)}"
         case ev.RecoveryDecided():
-            units = f" {len(event.units)} units" if event.units else ""
+            units = f" {counted(len(event.units), 'unit')}" if event.units else ""
             return f"{event.decision}{units}: {event.reason}"
         case ev.StallDetected():
             return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"

@@ -202,9 +202,9 @@ def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
     Calls that the server refused (a status below 500) or that the harness cancelled do not count.
     """
     last_success = max((call.time.start for call in calls if call.error is None), default=0.0)
-    later_errors = [call.error for call in calls if call.error is not None and call.time.end > last_success]
-    return [error_json(error) for error in later_errors
-            if error.type != "CancelledError" and (error.status_code or 502) >= 500]
+    failed = [call for call in calls if call.error is not None
+              and call.error.type != "CancelledError" and (call.error.status_code or 502) >= 500]
+    return [error_json(call.error) for call in failed if call.time.end > last_success]
 
 
 def answers(nodes: list[Any]) -> list[tuple[int, int]]:

@@ -283,7 +283,7 @@ class HostRun:
         self._pulled_folder = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostIdentity(name=self._name, life=self._life_id))
         self._report(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
-                   f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
+                     f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:
             def require_alive(_: dict[str, Any] | None) -> dict[str, Any]:
                 if not process_lives(admin["pid"], admin["started"]):

@@ -126,11 +126,10 @@ class Agent:
                 if not isinstance(e, TrinityError):
                     _log.exception("this failed")
                 self._problem = {"text": str(e), "for_good": isinstance(e, ConfigError | WrongKey)}
-                _log.warning("%s", f"{e}; once more soon")
+                _log.warning("%s; once more soon", e)
                 self._ended.wait(pauses.next(0.0))
             else:
                 return
-
 
     def _take_part(self) -> None:
         """Take part in the run as a host, until `leave`."""
@@ -148,7 +147,7 @@ class Agent:
         while not self._ended.is_set():
             admin = lifecycle.start(config, keeper=True, detach=False)  # AlreadyRunning while a predecessor ends
             self._config, self._problem = config, {"text": "", "for_good": False}
-            _log.warning("%s", f"the head is up (pid {admin['pid']}), and takes hosts in at {config.hosts.address}")
+            _log.warning("the head is up (pid %s), and takes hosts in at %s", admin["pid"], config.hosts.address)
             while not self._ended.wait(LOOK_SECONDS):
                 if process_lives(admin["pid"], admin["started"]):
                     continue

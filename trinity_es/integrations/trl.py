@@ -160,7 +160,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._trainer: Any = None
         self._sampling: dict[str, Any] = {}
         self._has_warned = False
-        """True if the log says that runs give several experiences."""
+        """True if a warning about runs with several experiences was logged."""
 
     # --- the rollout function ---------------------------------------------------------------------------------------
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:

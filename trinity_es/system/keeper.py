@@ -102,8 +102,7 @@ def keep(config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], 
     """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
     short_life_count, born_at = 0, time.monotonic()
     memory = remembered_log_end.memory(config)
-    claims: list[Claim] = []
-    """The newest claim about each generation of the log: how far this host knows that it was written."""
+    claims: list[Claim] = []  # the newest about each generation of the log: how far this host knows that it was written
 
     def remember() -> None:
         """Copy the newest claims from this host's memory: its file may be deleted or set back before a start."""

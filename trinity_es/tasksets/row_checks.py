@@ -34,7 +34,6 @@ MANY_KEYS = 50
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
-
 def parse_row(line: bytes) -> Any:
     """Return a line of JSON without keys whose value is null. Raises ValueError."""
     try:

@@ -70,7 +70,7 @@ def missing_package(workflow: str, reward_fn: str | None) -> str:
     """
     reward = reward_fn or getattr(WORKFLOWS.get(workflow), "default_reward", None)
     needs = getattr(REWARD_FUNCTIONS.get(reward), "needs", None) if reward else None
-    if needs is None:
+    if not needs:
         return ""
     module, extra = needs
     if importlib.util.find_spec(module) is not None:

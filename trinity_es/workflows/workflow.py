@@ -270,8 +270,8 @@ class SingleTurnWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
+        """Ask the model once for all runs, and reward each answer; its metrics have the sum as `reward`."""
         answers = await self._answers()
-        """Ask the model once for all runs, and reward each answer; the metrics have the sum as `reward`."""
         calls = [self.reward_async(**answer_values(answer)) for answer in answers]
         rewarded_answers = self._with_rewards(answers, await asyncio.gather(*calls, return_exceptions=True))
         for answer in rewarded_answers:
