@@ -6,17 +6,20 @@ names fields that only the base has. All other fields in the item or among the a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
 
 from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import CorruptPayload
-from trinity_es.events.payload_format import Array, Column, Payload
+from trinity_es.events.flat_columns import Array, FlatColumn, Rows, presence
+from trinity_es.events.payload_format import Column, ColumnKey, Payload
 
-__all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of", "same_array"]
+__all__ = [
+    "JSON", "TEXTS", "VECTORS", "Decoded", "Decoder", "columns_of", "difference", "fields_of", "item_of", "same_array",
+]
 
 Fields = dict[str, Any]
 """`__dict__` of an experience."""
@@ -48,7 +51,7 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return the fields that are no arrays. None and empty are left out; `fields_in` restores them."""
+    """Return the fields that are no arrays. None and empty are left out; `fields_of` restores them."""
     out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
     out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
     out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
@@ -86,25 +89,96 @@ def same_array(a: Array, b: Array | None) -> bool:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the bases, in other payloads, of these experiences: source -> number there -> index in `numbers`."""
-    bases: dict[int, dict[int, int]] = {}
-    for place, number in enumerate(numbers):
-        of = payload.items[number].get("of")
-        if of is not None:
-            bases.setdefault(of[0], {})[of[1]] = place
-    return bases
+class Decoded(NamedTuple):
+    """Experiences as items and columns."""
+
+    items: list[Fields]
+    """The fields of each experience that are no arrays, as `item_of` makes them; experiences may share values."""
+    columns: dict[ColumnKey, FlatColumn]
 
 
-def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
-    """Return the fields of these experiences of a payload.
+class Decoder:
+    """Collector of experiences of open payloads."""
 
-    `bases` has the fields of each difference's base, by its index in `numbers`; the result reuses them.
-    """
-    items = payload.items
-    all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
-    for name, key, arrays in payload.columns(numbers):
-        for fields, array in zip(all_fields, arrays, strict=True):
+    def __init__(self) -> None:
+        self._firsts: dict[int, int] = {}
+        """Row of the first experience of each payload, by the payload's `id`; rows are counted over all payloads."""
+        self._payloads: list[Payload] = []
+        self._rows = 0
+        self._items: list[Fields] = []
+        self._own: list[int] = []
+        """Row of each experience."""
+        self._bases: list[int] = []
+        """Row of each experience's base; -1 without one."""
+        self._without: dict[str, list[int]] = {}
+        """Experiences (indices) that do not have the arrays of their base, by field."""
+
+    def add(self, payload: Payload, numbers: Iterable[int], sources: Mapping[int, Payload]) -> None:
+        """Add these experiences of a payload; `sources`: the payloads of their bases. Raises CorruptPayload."""
+        first, items = self._first(payload), payload.items
+        for number in numbers:
+            item, base = items[number], -1
+            if "of" in item:
+                source, place = item["of"]
+                base = self._base(payload.sources[source], sources.get(source), place)
+                for name in (*item.get("without", ()), *(("multi_modal_inputs",) if "multi_modal_inputs" in item else ())):
+                    self._without.setdefault(name, []).append(len(self._items))
+                item = _completed(item, sources[source].items[place])
+            self._items.append(item)
+            self._own.append(first + number)
+            self._bases.append(base)
+
+    def _base(self, digest: str, source: Payload | None, place: int) -> int:
+        """Return the row of a base, after checks."""
+        if source is None:
+            raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
+                                 "from the payload store with `read_experiences`")
+        if not 0 <= place < len(source.items):
+            raise CorruptPayload(f"payload {digest} holds {len(source.items)} experiences, and another payload refers "
+                                 f"to number {place}", digest=digest)
+        if "of" in source.items[place]:
+            raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, and "
+                                 "a further payload refers to it", digest=digest)
+        return self._first(source) + place
+
+    def _first(self, payload: Payload) -> int:
+        if id(payload) not in self._firsts:
+            self._firsts[id(payload)] = self._rows
+            self._payloads.append(payload)
+            self._rows += len(payload.items)
+        return self._firsts[id(payload)]
+
+    def decoded(self) -> Decoded:
+        """Return all experiences, in the order in which they were added."""
+        counts = [len(payload.items) for payload in self._payloads]
+        own, bases = np.array(self._own, np.int64), np.array(self._bases, np.int64)
+        names = dict[str, list[ColumnKey]]()
+        for key in dict.fromkeys(key for payload in self._payloads for key in payload.columns):
+            names.setdefault(key[0], []).append(key)
+        columns = dict[ColumnKey, FlatColumn]()
+        choices = dict[bytes, Rows]()
+        for name, keys in names.items():
+            by_key = {key: [payload.columns.get(key) for payload in self._payloads] for key in keys}
+            from_base = (bases >= 0) & ~np.any([presence(files, counts)[own] for files in by_key.values()], axis=0)
+            from_base[self._without.get(name, [])] = False
+            rows = choices.setdefault(from_base.tobytes(), Rows(counts, np.where(from_base, bases, own)))
+            columns |= {key: column for key, files in by_key.items() if (column := rows.gather(files)) is not None}
+        return Decoded(self._items, columns)
+
+
+def _completed(item: Fields, base: Fields) -> Fields:
+    """Return an item with the fields of its base that it does not replace."""
+    if len(item) == 1:
+        return base
+    without = ("of", "without", *item.get("without", ()))
+    return {name: value for name, value in {**base, **item}.items() if name not in without}
+
+
+def fields_of(decoded: Decoded) -> list[Fields]:
+    """Return the fields of each experience; arrays are views of the columns, JSON values are copies."""
+    all_fields = [_fields_of(item) for item in orjson.loads(orjson.dumps(decoded.items))]
+    for (name, key, _), column in decoded.columns.items():
+        for fields, array in zip(all_fields, column.arrays(), strict=True):
             if array is not None and key is None:
                 fields[name] = array
             elif array is not None:
@@ -112,26 +186,11 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
     return all_fields
 
 
-def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
-    """Return an item's fields, without arrays of its own. Missing ones are its base's, or empty."""
-    if "of" in item:
-        if base is None:
-            raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
-                                 "from the payload store with `read_experiences`")
-        fields = base
-        for name in item.get("without", ()):
-            fields[name] = {} if name in ("info", "metrics") else [] if name == "custom_fields" else None
-    else:
-        fields = {**_EMPTY, "info": {}, "metrics": {}, "custom_fields": []}
-    for name, value in item.items():
-        if name == "eid":
-            fields["eid"] = EID(*value)
-        elif name == "type":
-            fields["experience_type"] = TYPES[value]
-        elif name == "custom_fields":
-            fields["custom_fields"] = [CustomField(*c) for c in value]
-        elif name == "multi_modal_inputs":
-            fields[name] = dict.fromkeys(value)
-        elif name != "of" and name != "without":
-            fields[name] = value
+def _fields_of(item: Fields) -> Fields:
+    """Return an item's fields, without arrays; those that it lacks are empty."""
+    fields = {**_EMPTY, "info": {}, "metrics": {}, **item, "eid": EID(*item["eid"])}
+    fields["experience_type"] = TYPES[fields.pop("type")]
+    fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
+    if "multi_modal_inputs" in item:
+        fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
     return fields

@@ -27,17 +27,19 @@ from trinity_es.client.system_client import SystemClient
 from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.store.database.retry import within
-from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_columns, read_experiences
 from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,
     BatchType,
     Task,
+    batch_stream,
     require_batch_id,
     require_finite,
 )
-from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef, TasksetSource
+from trinity_es.events.vocabulary import BatchFinalized, ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.answer import unread
 from trinity_es.weights.publisher import Publisher, gpu_of
@@ -219,20 +221,39 @@ class RolloutClient(SystemClient):
 
         Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound if they were freed.
         """
-        state = self.batch(batch_id)
-        if state.state is not BatchLifecycleState.FINALIZED:
-            raise errors.DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
-        for ref in state.experiences:
-            try:
-                experiences = read_experiences(self._payloads, [ref])
-            except errors.PayloadNotFound as e:
-                if not self.log.was_freed(batch_id):
-                    raise
-                raise errors.PayloadNotFound(
-                    f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
-                    "steps only; its events are in the log", digest=ref.digest,
-                ) from e
-            yield from experiences
+        for ref in self._delivered(batch_id):
+            yield from self._columns(batch_id, [ref])
+
+    def columns(self, batch_id: BatchId) -> ExperienceColumns:
+        """Return the experiences of a finalized train batch as columns, in order, without an object for each.
+
+        Raises as `experiences`.
+        """
+        return self._columns(batch_id, self._delivered(batch_id))
+
+    def _delivered(self, batch_id: BatchId) -> list[PayloadRef]:
+        """Return references to a finalized batch's experiences; reads one event, since a fold reads all of the batch."""
+        try:
+            row = self.log.batch_row(batch_id)
+        except errors.BatchNotFound:
+            self._require_log()  # the log may have lost it
+            raise
+        finalized = self.log.last(batch_stream(batch_id), BatchFinalized.__name__)
+        if row.state != BatchLifecycleState.FINALIZED or finalized is None:
+            raise errors.DataError(f"batch {batch_id!r} is {row.state}: finalize_train_batch it first")
+        assert isinstance(finalized.event, BatchFinalized)
+        return finalized.event.experiences
+
+    def _columns(self, batch_id: BatchId, refs: Sequence[PayloadRef]) -> ExperienceColumns:
+        try:
+            return read_columns(self._payloads, refs)
+        except errors.PayloadNotFound as e:
+            if not self.log.was_freed(batch_id):
+                raise
+            raise errors.PayloadNotFound(
+                f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest steps "
+                "only; its events are in the log", digest=e.details["digest"],
+            ) from e
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.
@@ -246,16 +267,17 @@ class RolloutClient(SystemClient):
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
         """
+        return self.take_columns(n, timeout=timeout, step=step).experiences()
+
+    def take_columns(self, n: int, *, timeout: float | None = None, step: int | None = None) -> ExperienceColumns:
+        """Take experiences as `take_experiences` does, and return them as columns."""
         items = self._take(commands.TakeExperiences(
             n=argument_checks.whole("n", n), timeout=argument_checks.seconds("timeout", timeout),
             step=None if step is None else argument_checks.whole("step", step),
         ))
-        refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
-        experiences = read_experiences(self._payloads, refs)
-        counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
-        for experience, use_count in zip(experiences, counts, strict=True):
-            experience.info["use_count"] = use_count
-        return experiences
+        taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
+        columns = read_columns(self._payloads, [ref for ref, _ in taken])
+        return columns.with_info("use_count", [count for ref, count in taken for _ in range(ref.count)])
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
         """Return references to the experiences that the coordinator gave.

@@ -67,7 +67,7 @@ async def _learn(part: RunProcess, step: int) -> None:
     assert part.trainer is not None
     if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
-    experiences = await part.rollouts.experiences(step)
+    experiences = await part.rollouts.columns(step)
     metrics = await asyncio.to_thread(learn, part.trainer, step, experiences)
     await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
 

@@ -30,7 +30,6 @@ from trinity_es.events.store.database.urls import parse_url
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
 T = TypeVar("T")
-Bytes = TypeVar("Bytes", bytes, bytearray)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -46,10 +45,6 @@ class PayloadStore(Protocol):
 
     def get(self, digest: str) -> bytes:
         """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
-
-    def read(self, digest: str) -> bytearray:
-        """Return the same as `get`, in writable memory of its own."""
-        return bytearray(self.get(digest))
 
     def exists(self, digest: str) -> bool:
         """Return True if a payload has this digest; only `get` checks its bytes."""
@@ -83,7 +78,7 @@ class PayloadStore(Protocol):
         """Close connections."""
 
 
-def digest_of(data: bytes | bytearray) -> str:
+def digest_of(data: bytes) -> str:
     """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -194,14 +189,8 @@ class _Files(PayloadStore):
         return True
 
     def get(self, digest: str) -> bytes:
-        return self._read_checked(digest, Path.read_bytes)
-
-    def read(self, digest: str) -> bytearray:
-        return self._read_checked(digest, _read_writable)
-
-    def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
         try:
-            data = read(self._path(digest))
+            data = self._path(digest).read_bytes()
         except FileNotFoundError:
             raise _not_found(digest, self._root) from None
         except OSError as e:
@@ -327,17 +316,7 @@ def _not_found(digest: str, place: object) -> PayloadNotFound:
     return PayloadNotFound(f"no payload {str(digest)[:80]} in {place}", digest=digest)
 
 
-def _read_writable(path: Path) -> bytearray:
-    """Return a file's bytes with a single copy."""
-    with path.open("rb", buffering=0) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        size = 0
-        while size < len(data) and (n := file.readinto(memoryview(data)[size:])):
-            size += n
-        return data[:size] if size < len(data) else data
-
-
-def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
+def _require_digest(digest: str, data: bytes, place: object) -> bytes:
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest

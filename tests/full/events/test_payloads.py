@@ -31,18 +31,13 @@ def test_bytes_come_back_as_they_were_put(store: PayloadStore, data: bytes) -> N
     assert digest == hashlib.sha256(data).hexdigest() == digest_of(data)
     assert store.get(digest) == data
     assert store.exists(digest)
-    one, other = store.read(digest), store.read(digest)
-    assert (type(one), one) == (bytearray, data)
-    one += b"more"
-    assert other == store.get(digest) == data
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "ABC", "0" * 63 + "\n"])
 def test_what_is_not_there_is_told(store: PayloadStore, digest: str) -> None:
     assert not _exists(store, digest)
-    for read in (store.get, store.read):
-        with pytest.raises(PayloadNotFound) as caught:
-            read(digest)
+    with pytest.raises(PayloadNotFound) as caught:
+        store.get(digest)
         assert isinstance(caught.value, KeyError)
 
 
