@@ -6,7 +6,7 @@ names fields that only the base has. All other fields in the item or among the a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from trinity_es.events.payload_format import Column, ColumnKey, Payload
 
 __all__ = [
     "JSON", "TEXTS", "VECTORS", "Decoded", "Decoder", "columns_of", "difference", "fields_of", "item_of", "same_array",
+    "source_numbers",
 ]
 
 Fields = dict[str, Any]
@@ -106,40 +107,41 @@ class Decoder:
         self._payloads: list[Payload] = []
         self._rows = 0
         self._items: list[Fields] = []
-        self._own: list[int] = []
-        """Row of each experience."""
-        self._bases: list[int] = []
-        """Row of each experience's base; -1 without one."""
+        self._own: list[Array] = []
+        """Rows of the experiences."""
+        self._bases: list[Array] = []
+        """Rows of the experiences' bases; -1 without one."""
         self._without: dict[str, list[int]] = {}
         """Experiences (indices) that do not have the arrays of their base, by field."""
 
-    def add(self, payload: Payload, numbers: Iterable[int], sources: Mapping[int, Payload]) -> None:
+    def add(self, payload: Payload, numbers: range, sources: Mapping[int, Payload]) -> None:
         """Add these experiences of a payload; `sources`: the payloads of their bases. Raises CorruptPayload."""
-        first, items = self._first(payload), payload.items
-        for number in numbers:
-            item, base = items[number], -1
-            if "of" in item:
-                source, place = item["of"]
-                base = self._base(payload.sources[source], sources.get(source), place)
-                for name in (*item.get("without", ()), *(("multi_modal_inputs",) if "multi_modal_inputs" in item else ())):
-                    self._without.setdefault(name, []).append(len(self._items))
-                item = _completed(item, sources[source].items[place])
-            self._items.append(item)
-            self._own.append(first + number)
-            self._bases.append(base)
+        items, bases = payload.items[numbers.start : numbers.stop], [-1] * len(numbers)
+        complete = {source: self._complete(payload.sources[source], sources.get(source))
+                    for source in sorted(source_numbers(payload, numbers))}
+        for number, item in enumerate(items if complete else ()):
+            if (of := item.get("of")) is not None:
+                source, place = of
+                first, source_items = complete[source]
+                if not 0 <= place < len(source_items):
+                    digest = payload.sources[source]
+                    raise CorruptPayload(f"payload {digest} holds {len(source_items)} experiences, and another payload "
+                                         f"refers to number {place}", digest=digest)
+                bases[number] = first + place
+                items[number] = self._completed(item, source_items[place], len(self._items) + number)
+        self._own.append(np.arange(numbers.start, numbers.stop) + self._first(payload))
+        self._bases.append(np.array(bases, np.int64))
+        self._items += items
 
-    def _base(self, digest: str, source: Payload | None, place: int) -> int:
-        """Return the row of a base, after checks."""
+    def _complete(self, digest: str, source: Payload | None) -> tuple[int, list[Fields]]:
+        """Return the row of the first experience of a source, and its items, all complete."""
         if source is None:
             raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
                                  "from the payload store with `read_experiences`")
-        if not 0 <= place < len(source.items):
-            raise CorruptPayload(f"payload {digest} holds {len(source.items)} experiences, and another payload refers "
-                                 f"to number {place}", digest=digest)
-        if "of" in source.items[place]:
+        if source.sources:
             raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, and "
                                  "a further payload refers to it", digest=digest)
-        return self._first(source) + place
+        return self._first(source), source.items
 
     def _first(self, payload: Payload) -> int:
         if id(payload) not in self._firsts:
@@ -148,10 +150,19 @@ class Decoder:
             self._rows += len(payload.items)
         return self._firsts[id(payload)]
 
+    def _completed(self, item: Fields, base: Fields, number: int) -> Fields:
+        """Return the item of experience `number` with the fields of its base that it does not replace."""
+        if len(item) == 1:
+            return base
+        without = item.get("without", ())
+        for name in (*without, *(("multi_modal_inputs",) if "multi_modal_inputs" in item else ())):
+            self._without.setdefault(name, []).append(number)
+        return {k: v for k, v in {**base, **item}.items() if k not in without and k not in ("of", "without")}
+
     def decoded(self) -> Decoded:
         """Return all experiences, in the order in which they were added."""
         counts = [len(payload.items) for payload in self._payloads]
-        own, bases = np.array(self._own, np.int64), np.array(self._bases, np.int64)
+        own, bases = _joined(self._own), _joined(self._bases)
         names = dict[str, list[ColumnKey]]()
         for key in dict.fromkeys(key for payload in self._payloads for key in payload.columns):
             names.setdefault(key[0], []).append(key)
@@ -161,17 +172,22 @@ class Decoder:
             by_key = {key: [payload.columns.get(key) for payload in self._payloads] for key in keys}
             from_base = (bases >= 0) & ~np.any([presence(files, counts)[own] for files in by_key.values()], axis=0)
             from_base[self._without.get(name, [])] = False
-            rows = choices.setdefault(from_base.tobytes(), Rows(counts, np.where(from_base, bases, own)))
-            columns |= {key: column for key, files in by_key.items() if (column := rows.gather(files)) is not None}
+            choice = from_base.tobytes()
+            if choice not in choices:
+                choices[choice] = Rows(counts, np.where(from_base, bases, own))
+            columns |= {key: column for key, files in by_key.items()
+                        if (column := choices[choice].gather(files)) is not None}
         return Decoded(self._items, columns)
 
 
-def _completed(item: Fields, base: Fields) -> Fields:
-    """Return an item with the fields of its base that it does not replace."""
-    if len(item) == 1:
-        return base
-    without = ("of", "without", *item.get("without", ()))
-    return {name: value for name, value in {**base, **item}.items() if name not in without}
+def source_numbers(payload: Payload, numbers: range) -> set[int]:
+    """Return the sources (indices in `payload.sources`) that these experiences need."""
+    items = payload.items[numbers.start : numbers.stop] if payload.sources else []
+    return {item["of"][0] for item in items if "of" in item}
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 def fields_of(decoded: Decoded) -> list[Fields]:

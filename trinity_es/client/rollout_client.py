@@ -87,12 +87,12 @@ class RolloutClient(SystemClient):
                 raise
         self._redelivered_left = deque(self.redelivered)
 
-    def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
+    def read(self, refs: Sequence[PayloadRef]) -> ExperienceColumns:
         """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
         ref_list = argument_checks.listed("refs", refs, "PayloadRef")
         if wrong := [ref for ref in ref_list if not isinstance(ref, PayloadRef)]:
             raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
-        return read_experiences(self._payloads, ref_list)
+        return read_columns(self._payloads, ref_list)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Return tasks encoded for a request. Raises TaskNotSerializable, UnknownWorkflow, DataError with the task."""

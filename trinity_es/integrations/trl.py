@@ -42,7 +42,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_versions import missing_version, publish_tensors
-from trinity_es.integrations.trl_result_rows import COLUMNS, require_columns, result_rows, sparing
+from trinity_es.integrations.trl_result_rows import require_columns, result_rows, sparing
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
@@ -297,13 +297,13 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return prompt_rows
 
     def _play(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
-        runs = play_batch(self.client, batch_id, tasks, mode)
-        if not self._several and any(len(experiences) > 1 for experiences in runs.values()):
+        experiences = play_batch(self.client, batch_id, tasks, mode)
+        runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
+        if not self._several and len(runs) < len(experiences):
             self._several = True
             _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
         eos = int(self._trainer.processing_class.eos_token_id)
-        rows = result_rows(batch_id, runs, len(tasks), int(tasks[0].repeat_times or 1), eos)
-        return {column: [row[column] for row in rows] for column in COLUMNS}
+        return result_rows(batch_id, experiences, len(tasks), int(tasks[0].repeat_times or 1), eos)
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def _serve(self, wanted: Callable[[], int | None]) -> None:

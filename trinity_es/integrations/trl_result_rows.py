@@ -9,8 +9,7 @@ from typing import Any
 
 from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.events.errors import ConfigError
-from trinity_es.events.experience import Experience
-from trinity_es.integrations.step_batches import Runs
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.workflows.rewards import TRL_ARGUMENTS
 
 __all__ = ["COLUMNS", "require_columns", "result_rows", "sparing"]
@@ -46,20 +45,27 @@ def require_columns(
                               f"{did_you_mean(p.name, available)}")
 
 
-def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
-    """Return a row for each run of each task, in order, failed runs included."""
+def result_rows(
+    batch_id: str, experiences: ExperienceColumns, tasks: int, group: int, eos: int
+) -> dict[str, list[Any]]:
+    """Return COLUMNS with a row for each run of each task, in order, failed runs included.
+
+    `experiences` by task, run and step; a run's row is its last experience.
+    """
+    last = {place: row for row, place in enumerate(zip(experiences.tasks, experiences.runs.tolist(), strict=True))}
+    rewards, infos = experiences.field("reward"), experiences.field("info")
+    made = {
+        place: {**_row(experiences, row, eos), "reward": rewards[row], "rollout_failed": False,
+                "rollout_version": infos[row].get("model_version")}
+        for place, row in last.items()
+    }
     rows = []
     for task in range(tasks):
-        prompt = next((_prompt(runs[task, run][-1]) for run in range(group) if (task, run) in runs), [eos])
+        prompt = next((made[task, run]["prompt_ids"] for run in range(group) if (task, run) in made), [eos])
         for run in range(group):
-            experiences = runs.get((task, run))
-            row = _failed(prompt, eos) if experiences is None else _row(experiences[-1], eos)
+            row = made.get((task, run)) or _failed(prompt, eos)
             rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
-    return rows
-
-
-def _prompt(experience: Experience) -> list[int]:
-    return [int(token) for token in experience.tokens[: experience.prompt_length]]
+    return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
 def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
@@ -70,15 +76,18 @@ def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
     }
 
 
-def _row(experience: Experience, eos: int) -> dict[str, Any]:
-    ids = [int(token) for token in experience.tokens[experience.prompt_length :]]
-    outcome = {"reward": experience.reward, "rollout_failed": False,
-               "rollout_version": experience.info.get("model_version")}
+def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
+    """Return the tokens of an experience, with what belongs to each."""
+    tokens, prompt_length = experiences.tokens[row].tolist(), experiences.prompt_lengths[row]
+    prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
     if not ids:  # TRL reads the last token of each completion, so there has to be one
-        return {**_failed(_prompt(experience), eos), **outcome}
-    mask = [1] * len(ids) if experience.action_mask is None else [int(own) for own in experience.action_mask]
-    logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
-    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **outcome}
+        return _failed(prompt, eos)
+    mask, logprobs = experiences.action_mask[row], experiences.logprobs[row]
+    return {
+        "prompt_ids": prompt, "completion_ids": ids,
+        "logprobs": [None] * len(ids) if logprobs is None else logprobs.tolist(),
+        "env_mask": [1] * len(ids) if mask is None else mask.astype(int).tolist(),
+    }
 
 
 def sparing(fn: Callable[..., Any]) -> Callable[..., Any]:

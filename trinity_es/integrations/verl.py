@@ -105,8 +105,7 @@ class RolloutLoop:
     def _play(self, task: Task) -> Experience:
         with _connecting:
             client = _client(self._config)
-        runs = play_batch(client, f"verl/{uuid4().hex}", [task], "eval")
-        return runs[0, 0][-1]
+        return play_batch(client, f"verl/{uuid4().hex}", [task], "eval")[-1]
 
 
 def output_fields(experience: Experience, prompt_length: int, response_length: int) -> dict[str, Any]:

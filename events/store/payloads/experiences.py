@@ -14,7 +14,7 @@ from typing import Any
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
-from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of
+from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
@@ -93,8 +93,7 @@ class _Opened:
             raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
         numbers = range(first, first + count)
         with _name_payload(digest):
-            needed = {item["of"][0] for number in numbers if "of" in (item := payload.items[number])}
-            names = {source: payload.sources[source] for source in needed}
+            names = {source: payload.sources[source] for source in sorted(source_numbers(payload, numbers))}
         try:
             sources = {source: self.payload(name) for source, name in names.items()}
         except PayloadNotFound as e:
