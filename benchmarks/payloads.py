@@ -90,7 +90,8 @@ def check_advantages(found: Sequence[Experience]) -> None:
 def use(columns: ExperienceColumns) -> int:
     """Compute what a trainer needs of columns; return the number of its values."""
     vectors = columns.tokens, columns.logprobs, columns.action_mask, columns.advantages, columns.returns
-    values = (columns.prompt_lengths, columns.rewards, columns.versions, columns.groups, columns.runs, columns.truncated)
+    values = [columns.prompt_lengths, columns.rewards, columns.versions]
+    values += [columns.groups, columns.runs, columns.truncated]
     return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
 
 

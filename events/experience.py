@@ -15,9 +15,18 @@ import numpy as np
 
 from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import DataError, NotFinite
-from trinity_es.events.experience_encoding import JSON, TEXTS, VECTORS, Decoder, columns_of, fields_of, item_of, same_array
-from trinity_es.events.json_values import NotPlain, plain
+from trinity_es.events.experience_encoding import (
+    JSON,
+    TEXTS,
+    VECTORS,
+    Decoder,
+    columns_of,
+    fields_of,
+    item_of,
+    same_array,
+)
 from trinity_es.events.flat_columns import Array
+from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.payload_format import DTYPES, Payload, decoding, encode
 from trinity_es.events.token_versions import listed, model_versions, version_spans
 from trinity_es.events.values import shown

@@ -38,8 +38,8 @@ class ArrayDict(dict[str, Array]):
 class ExperienceColumns(Sequence[Experience]):
     """N experiences as columns.
 
-    It is also a sequence of Experience, for code that takes a list: `len`, iteration and `columns[i]` work, and make the
-    objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns the columns of these rows.
+    It is also a sequence of Experience, for code that takes a list: `len`, iteration and `columns[i]` work, and make
+    the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns these rows' columns.
 
     Vectors are FlatColumn: `values` flat, `offsets` int64 [N + 1], `present` bool [N]. All arrays are writable. An
     experience of S tokens, the first P of which are its prompt, has a response of R = S - P.
@@ -70,8 +70,9 @@ class ExperienceColumns(Sequence[Experience]):
     @overload
     def __getitem__(self, rows: slice | Array | Sequence[int]) -> Self: ...
     def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> Experience | Self:
-        """Return one experience, or the columns of a slice, of a bool mask [N] or of integers, with arrays of their own.
+        """Return one experience, or the columns of a slice, of a bool mask [N] or of integers.
 
+        Their arrays are copies, unless all rows are chosen in order.
         Raises DataError for a mask of another length and for other things, IndexError for a number beyond the end.
         """
         if isinstance(rows, int | np.integer) and not isinstance(rows, bool | np.bool_):
@@ -148,8 +149,8 @@ class ExperienceColumns(Sequence[Experience]):
     def field(self, name: str) -> list[Any]:
         """Return a field of each experience that is no array, such as `info`, `metrics`, `messages` or `response_text`.
 
-        It is None where an experience lacks it ({} for `info` and `metrics`). Don't change the values, which experiences
-        may share. Raises DataError for another name.
+        It is None where an experience lacks it ({} for `info` and `metrics`). Don't change the values, since
+        experiences may share them. Raises DataError for another name.
         """
         if name not in _FIELDS:
             raise DataError(f"{shown(name)} is not a field without arrays: use {', '.join(_FIELDS)}")
@@ -219,9 +220,9 @@ class ExperienceColumns(Sequence[Experience]):
         """Return rows of one length L, the longest S rounded up to `multiple_of`, filled up on one side.
 
         - `tokens` int32 [N, L], filled with `pad_id`; `attention_mask` bool [N, L]
-        - those of `logprobs, token_level_reward, advantages, returns, action_mask, teacher_logprobs` that any experience
-          has, [N, L]: the value of a response token stands at the place of that token, 0 elsewhere and in preference
-          pairs
+        - those of `logprobs, token_level_reward, advantages, returns, action_mask, teacher_logprobs` that any
+          experience has, [N, L]: the value of a response token stands at the place of that token, 0 elsewhere and in
+          preference pairs
 
         Raises DataError for other arguments.
         """

@@ -139,8 +139,8 @@ class Decoder:
             raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
                                  "from the payload store with `read_experiences`")
         if source.sources:
-            raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, and "
-                                 "a further payload refers to it", digest=digest)
+            raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, "
+                                 "and a further payload refers to it", digest=digest)
         return self._first(source), source.items
 
     def _first(self, payload: Payload) -> int:

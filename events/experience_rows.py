@@ -63,8 +63,8 @@ def _arrow(pa: Any, name: str, values: Any, type_: Any) -> Any:
     """Return a column as an array of arrow."""
     if isinstance(values, FlatColumn):
         if values.offsets[-1] > LARGEST_COLUMN:
-            raise DataError(f"{name} have {values.offsets[-1]:,} values, and a column of arrow holds {LARGEST_COLUMN:,}: "
-                            "take slices")
+            raise DataError(f"{name} have {values.offsets[-1]:,} values, and a column of arrow holds "
+                            f"{LARGEST_COLUMN:,}: take slices")
         return pa.ListArray.from_arrays(pa.array(values.offsets, pa.int32()), pa.array(values.values, type_.value_type),
                                         mask=pa.array(~values.present))
     if name in ("messages", "metrics", "info"):

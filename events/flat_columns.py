@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +17,8 @@ LONG_RUN: Final = 64
 """Mean length of runs from which a slice for each is faster than `np.repeat`."""
 
 
-class FlatColumn(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatColumn:
     """One array for each of N experiences: `column[i]` is the array of experience `i`, None if it has none."""
 
     values: Array
@@ -32,7 +35,7 @@ class FlatColumn(NamedTuple):
         """int64 [N]: number of values of each experience."""
         return np.diff(self.offsets)
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: int) -> Array | None:
         """Return the array of one experience as a view of `values`, or None."""
         if not self.present[number]:
             return None
@@ -42,12 +45,10 @@ class FlatColumn(NamedTuple):
     def arrays(self) -> list[Array | None]:
         """Return the array of each experience as a view of `values`, or None."""
         ends, values = self.offsets.tolist(), self.values
-        out: list[Array | None] = [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        out = [values[a:b] for a, b in pairwise(ends)]
         if self.shapes is not None:
-            out = [None if s is None else a.reshape(s) for a, s in zip(out, self.shapes, strict=True)]
-        elif not self.present.all():
-            out = [a if is_there else None for a, is_there in zip(out, self.present.tolist(), strict=True)]
-        return out
+            return [None if s is None else a.reshape(s) for a, s in zip(out, self.shapes, strict=True)]
+        return [a if is_there else None for a, is_there in zip(out, self.present.tolist(), strict=True)]
 
     @classmethod
     def empty(cls, rows: int, dtype: np.dtype[Any]) -> FlatColumn:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from mmap import mmap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -134,7 +136,7 @@ class Payload:
     Raises CorruptPayload for an unknown version or a wrong checksum. Other bytes may raise any error: use `decoding`.
     """
 
-    def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
+    def __init__(self, data: bytes | bytearray | mmap, *, checked: bool = False) -> None:
         """Open the payload; `checked` skips the checksum, because the SHA-256 of the bytes was compared before."""
         mark, self._tensors = _open_file(data)
         if mark["version"] not in _VERSIONS:
@@ -151,7 +153,7 @@ class Payload:
         in_order: list[FlatColumn] = []
         for number, (name, key, dtype, shapes) in enumerate(header["columns"]):
             column = in_order[shapes] if isinstance(shapes, int) else FlatColumn.of_shapes(_NONE, shapes)
-            column = column._replace(values=self._values(str(number), int(column.offsets[-1])))
+            column = replace(column, values=self._values(str(number), int(column.offsets[-1])))
             in_order.append(column)
             self.columns[name, key, dtype] = column
         if any(len(column.present) != len(self.items) for column in in_order):
@@ -176,7 +178,7 @@ class Payload:
         return values
 
 
-def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
+def _open_file(data: bytes | bytearray | mmap) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes may raise any error."""
     begin = 8 + int.from_bytes(data[:8], "little")
     head = orjson.loads(memoryview(data)[8:begin])

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = [
     "EID", "REWARD_FUNCTIONS", "WORKFLOWS", "AsyncSimpleWorkflow", "BatchLifecycleState", "BatchState", "Candidate",
     "Config", "Experience", "ExperienceColumns", "ExperienceOperator", "ExperienceOperatorV1", "Explorer", "Log",
-    "Monitor", "MultiTurnWorkflow", "Operator", "Output", "RewardFn", "RolloutClient", "RolloutCoordinator", "Scheduler",
-    "SimpleWorkflow", "SingleTurnWorkflow", "Status", "Task", "TaskWrapper", "Trainer", "TrinityError", "Workflow",
-    "WorkflowRunner", "__version__", "connect", "errors", "from_hf_datasets", "load_config", "open_log", "running",
-    "sort_batch_id", "to_hf_datasets",
+    "Monitor", "MultiTurnWorkflow", "Operator", "Output", "RewardFn", "RolloutClient", "RolloutCoordinator",
+    "Scheduler", "SimpleWorkflow", "SingleTurnWorkflow", "Status", "Task", "TaskWrapper", "Trainer", "TrinityError",
+    "Workflow", "WorkflowRunner", "__version__", "connect", "errors", "from_hf_datasets", "load_config", "open_log",
+    "running", "sort_batch_id", "to_hf_datasets",
 ]
 
 _HOMES = {

@@ -92,7 +92,7 @@ class RolloutClient(SystemClient):
         ref_list = argument_checks.listed("refs", refs, "PayloadRef")
         if wrong := [ref for ref in ref_list if not isinstance(ref, PayloadRef)]:
             raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
-        return read_columns(self._payloads, ref_list)
+        return read_columns(self._payloads, ref_list, mapped=True)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Return tasks encoded for a request. Raises TaskNotSerializable, UnknownWorkflow, DataError with the task."""
@@ -232,7 +232,7 @@ class RolloutClient(SystemClient):
         return self._columns(batch_id, self._delivered(batch_id))
 
     def _delivered(self, batch_id: BatchId) -> list[PayloadRef]:
-        """Return references to a finalized batch's experiences; reads one event, since a fold reads all of the batch."""
+        """Return references to a finalized batch's experiences, from one event: a fold would read all of the batch."""
         try:
             row = self.log.batch_row(batch_id)
         except errors.BatchNotFound:
@@ -246,7 +246,7 @@ class RolloutClient(SystemClient):
 
     def _columns(self, batch_id: BatchId, refs: Sequence[PayloadRef]) -> ExperienceColumns:
         try:
-            return read_columns(self._payloads, refs)
+            return read_columns(self._payloads, refs, mapped=True)
         except errors.PayloadNotFound as e:
             if not self.log.was_freed(batch_id):
                 raise
@@ -276,7 +276,7 @@ class RolloutClient(SystemClient):
             step=None if step is None else argument_checks.whole("step", step),
         ))
         taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
-        columns = read_columns(self._payloads, [ref for ref, _ in taken])
+        columns = read_columns(self._payloads, [ref for ref, _ in taken], mapped=True)
         return columns.with_info("use_count", [count for ref, count in taken for _ in range(ref.count)])
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:

@@ -78,7 +78,8 @@ def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
 
 def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
     """Return the tokens of an experience, with what belongs to each."""
-    tokens, prompt_length = experiences.tokens[row].tolist(), experiences.prompt_lengths[row]
+    begin, end = experiences.tokens.offsets[row : row + 2]
+    tokens, prompt_length = experiences.tokens.values[begin:end].tolist(), experiences.prompt_lengths[row]
     prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
     if not ids:  # TRL reads the last token of each completion, so there has to be one
         return _failed(prompt, eos)

@@ -42,12 +42,16 @@ def read_experiences(
 
 
 def read_columns(
-    payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None
+    payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None, *, mapped: bool = False
 ) -> ExperienceColumns:
-    """Return the experiences of these refs as columns; otherwise as `read_experiences`."""
-    opened, decoder = _Opened(payloads), Decoder()
+    """Return the experiences of these refs as columns; otherwise as `read_experiences`.
+
+    `mapped`: files are mapped into memory as `PayloadStore.view` says, and checked by several threads.
+    """
+    opened, decoder = _Opened(payloads, mapped), Decoder()
+    opened.open([ref.digest for ref in refs], kept)
     for ref in refs:
-        opened.add(decoder, ref.digest, opened.payload(ref.digest, kept), ref.first, ref.count)
+        opened.add(decoder, ref.digest, opened.payloads[ref.digest], ref.first, ref.count)
     return ExperienceColumns(decoder.decoded())
 
 
@@ -62,7 +66,8 @@ class ExperienceReader:
         """Return `count` experiences of a payload from `first` on. Raises PayloadNotFound, CorruptPayload."""
         opened, decoder = _Opened(self._payloads), Decoder()
         if self._last is None or self._last[0] != digest:
-            self._last = digest, opened.payload(digest)
+            opened.open([digest])
+            self._last = digest, opened.payloads[digest]
         payload = self._last[1]
         if count >= len(payload.items):  # the caller gets the payload's own arrays, which works once
             self._last = None
@@ -73,19 +78,19 @@ class ExperienceReader:
 class _Opened:
     """Payloads that are opened once."""
 
-    def __init__(self, payloads: PayloadStore) -> None:
-        self._store = payloads
-        self._payloads: dict[str, Payload] = {}
+    def __init__(self, store: PayloadStore, mapped: bool = False) -> None:
+        self._store, self._mapped = store, mapped
+        self.payloads: dict[str, Payload] = {}
 
-    def payload(self, digest: str, kept: dict[str, bytes] | None = None) -> Payload:
-        """Return this payload, open; `kept` gets its bytes. Raises PayloadNotFound, CorruptPayload."""
-        if digest not in self._payloads:
-            data = self._store.get(digest)
+    def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
+        """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
+        new = [digest for digest in dict.fromkeys(digests) if digest not in self.payloads]
+        every = self._store.views(new) if self._mapped else [self._store.get(digest) for digest in new]
+        for digest, data in zip(new, every, strict=True):
             if kept is not None:
-                kept[digest] = data
+                kept[digest] = bytes(data)
             with _name_payload(digest):
-                self._payloads[digest] = Payload(data, checked=True)  # the store compared its digest
-        return self._payloads[digest]
+                self.payloads[digest] = Payload(data, checked=True)  # the store compared its digest
 
     def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
         """Add experiences of an open payload, completed from its sources."""
@@ -95,11 +100,11 @@ class _Opened:
         with _name_payload(digest):
             names = {source: payload.sources[source] for source in sorted(source_numbers(payload, numbers))}
         try:
-            sources = {source: self.payload(name) for source, name in names.items()}
+            self.open(list(names.values()))
         except PayloadNotFound as e:
             raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", **e.details) from e
         with _name_payload(digest):
-            decoder.add(payload, numbers, sources)
+            decoder.add(payload, numbers, {source: self.payloads[name] for source, name in names.items()})
 
 
 def sources_of(data: bytes) -> list[str]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -27,10 +29,17 @@ from trinity_es.events.store.database.disk_errors import refusal
 from trinity_es.events.store.database.retry import once
 from trinity_es.events.store.database.urls import parse_url
 
-__all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
+__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
 T = TypeVar("T")
 
+Bytes = TypeVar("Bytes", bytes, mmap.mmap)
+Buffer = bytes | mmap.mmap
+
+LEAST_MAPPED = 2**18
+"""Minimum bytes of a file that is mapped: a smaller one is read faster."""
+THREADS = min(4, os.cpu_count() or 1)
+"""Threads that read several payloads."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -45,6 +54,13 @@ class PayloadStore(Protocol):
 
     def get(self, digest: str) -> bytes:
         """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
+
+    def views(self, digests: Sequence[str]) -> list[Buffer]:
+        """Return the same as `get` for each, faster: large files are mapped into memory, private to this process.
+
+        If the disk fails later, while mapped bytes are used, the process ends by SIGBUS.
+        """
+        return [self.get(digest) for digest in digests]
 
     def exists(self, digest: str) -> bool:
         """Return True if a payload has this digest; only `get` checks its bytes."""
@@ -78,7 +94,7 @@ class PayloadStore(Protocol):
         """Close connections."""
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: Buffer) -> str:
     """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -195,6 +211,22 @@ class _Files(PayloadStore):
             raise _not_found(digest, self._root) from None
         except OSError as e:
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
+        return _require_digest(digest, data, self._root)
+
+    def views(self, digests: Sequence[str]) -> list[Buffer]:
+        if len(digests) < 2:
+            return [self._view(digest) for digest in digests]
+        with ThreadPoolExecutor(THREADS) as threads:  # hashing takes most of the time, and needs no lock of Python
+            return list(threads.map(self._view, digests))
+
+    def _view(self, digest: str) -> Buffer:
+        try:
+            with self._path(digest).open("rb") as file:
+                if os.fstat(file.fileno()).st_size < LEAST_MAPPED:
+                    return self.get(digest)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError:  # missing, or it can't be mapped
+            return self.get(digest)
         return _require_digest(digest, data, self._root)
 
     def exists(self, digest: str) -> bool:
@@ -316,7 +348,7 @@ def _not_found(digest: str, place: object) -> PayloadNotFound:
     return PayloadNotFound(f"no payload {str(digest)[:80]} in {place}", digest=digest)
 
 
-def _require_digest(digest: str, data: bytes, place: object) -> bytes:
+def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest

@@ -9,13 +9,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import create_engine, text
 
+from tests.helpers.any_experience import small
 from tests.helpers.paths import ROOT
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.payloads.experiences import read_columns, read_experiences, write_delivered
 from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, patient
+from trinity_es.events.vocabulary import PayloadRef
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def test_what_is_not_there_is_told(store: PayloadStore, digest: str) -> None:
     assert not _exists(store, digest)
     with pytest.raises(PayloadNotFound) as caught:
         store.get(digest)
-        assert isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, KeyError)
 
 
 def _exists(store: PayloadStore, digest: str) -> bool:
@@ -206,3 +211,44 @@ def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
     assert not store.exists(digest_of(b"half"))
     assert list(store.digests()) == []
     assert store.get(store.put(b"half")) == b"half"
+
+
+def test_columns_of_a_delivered_payload_are_completed_from_the_raw_ones(store: PayloadStore) -> None:
+    groups = [[small(reward=float(run), info={"run": run}) for run in range(3)] for _ in range(2)]
+    for task, group in enumerate(groups):
+        for run, e in enumerate(group):
+            e.eid = EID(1, task, run, 0, "s")
+    refs = [PayloadRef(digest=store.put(Experience.serialize_many(group)), first=0, count=3) for group in groups]
+    raw: dict[str, bytes] = {}
+    found = read_experiences(store, refs, raw)
+    for e in found:
+        e.advantages = np.full(2, e.reward, np.float32)
+    written = write_delivered(store, found[::-1], raw)
+    assert read_columns(store, written).experiences() == found[::-1]
+    columns = read_columns(store, written, mapped=True)
+    assert columns.experiences() == found[::-1]
+    assert columns.advantages.values.tolist() == [2.0, 2.0, 1.0, 1.0, 0.0, 0.0] * 2
+    assert columns.tokens.values.tolist() == [1, 2, 3, 4] * 6
+
+
+def test_several_payloads_are_read_together_and_checked(store: PayloadStore, store_url: str) -> None:
+    data = [bytes([n]) * size for n, size in enumerate((0, 10, 300_000, 1_000_000, 400_000))]
+    digests = [store.put(d) for d in data]
+    assert [bytes(view) for view in store.views(digests)] == data
+    assert [bytes(view) for view in store.views(digests[3:4])] == data[3:4]
+    assert store.views([]) == []
+    with pytest.raises(PayloadNotFound, match="0" * 64):
+        store.views([*digests, "0" * 64])
+    change(store_url, digests[3], b"x" * 1_000_000)
+    with pytest.raises(CorruptPayload, match=f"{digests[3]}.* was changed"):
+        store.views(digests)
+
+
+def test_a_mapped_file_is_written_by_nobody_and_outlives_its_name(tmp_path: Path) -> None:
+    store = open_payloads(f"sqlite:///{tmp_path}/log.sqlite")
+    digest = store.put(b"x" * 300_000)
+    [view] = store.views([digest])
+    np.frombuffer(view, np.uint8)[:] = 0
+    assert store.get(digest) == b"x" * 300_000
+    store.delete(digest)
+    assert bytes(view) == bytes(300_000)

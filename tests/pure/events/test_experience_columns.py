@@ -150,7 +150,8 @@ def test_each_value_of_a_row_stands_at_its_token(found: list[Experience], side: 
     width = rows["tokens"].shape[1]
     assert width % multiple == 0
     assert longest <= width < longest + multiple
-    assert set(rows) - {"tokens", "attention_mask"} == {n for n in RESPONSES for e in found if getattr(e, n) is not None}
+    names = {name for name in RESPONSES for e in found if getattr(e, name) is not None}
+    assert set(rows) == {"tokens", "attention_mask"} | names
     for number, e in enumerate(found):
         size = len(e.tokens)
         begin = width - size if side == "left" else 0
@@ -158,7 +159,7 @@ def test_each_value_of_a_row_stands_at_its_token(found: list[Experience], side: 
         expected = np.full(width, pad)
         expected[begin : begin + size] = e.tokens
         assert rows["tokens"][number].tolist() == expected.tolist()
-        for name in set(rows) & set(RESPONSES):
+        for name in names:
             values = np.zeros(width, VECTORS[name][0])
             vector = getattr(e, name)
             if vector is not None and e.experience_type != "dpo":
@@ -194,9 +195,9 @@ def test_what_can_t_be_padded_or_packed_is_named() -> None:
     with pytest.raises(DataError, match=r"experience 7/0/1/0/s has 5 tokens, more than max_tokens=4"):
         columns.packed(4)
     for wrong in (0, -1, 1.5, True, "8"):
-        with pytest.raises(DataError, match="max_tokens is .*: it is a whole number from 1"):
+        with pytest.raises(DataError, match=r"max_tokens is .*: it is a whole number from 1"):
             columns.packed(wrong)  # type: ignore[arg-type]
-        with pytest.raises(DataError, match="multiple_of is .*: it is a whole number from 1"):
+        with pytest.raises(DataError, match=r"multiple_of is .*: it is a whole number from 1"):
             columns.padded(multiple_of=wrong)  # type: ignore[arg-type]
     with pytest.raises(DataError, match='side is \'up\': use "left" or "right"'):
         columns.padded(side="up")  # type: ignore[arg-type]
