@@ -170,8 +170,8 @@ class ExperienceColumns(Sequence[Experience]):
     @cached_property
     def versions(self) -> Array:
         """int64 [N, 2]: oldest and newest version of the weights that made any of its tokens, -1 where unknown."""
-        versions = [model_versions(info) for info in self.field("info")]
-        return np.array([[v if type(v) is int else -1 for v in pair] for pair in versions], np.int64).reshape(-1, 2)
+        versions = [version for info in self.field("info") for version in model_versions(info)]
+        return np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2)
 
     @cached_property
     def groups(self) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 __all__ = ["Array", "FlatColumn", "Rows", "expanded", "offsets_of", "presence"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-LONG_RUN: Final = 64
+LONG_RUN: Final = 512
 """Mean length of runs from which a slice for each is faster than `np.repeat`."""
 
 

@@ -13,8 +13,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -38,8 +37,6 @@ Buffer = bytes | mmap.mmap
 
 LEAST_MAPPED = 2**18
 """Minimum bytes of a file that is mapped: a smaller one is read faster."""
-THREADS = min(4, os.cpu_count() or 1)
-"""Threads that read several payloads."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -55,12 +52,12 @@ class PayloadStore(Protocol):
     def get(self, digest: str) -> bytes:
         """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
 
-    def views(self, digests: Sequence[str]) -> list[Buffer]:
-        """Return the same as `get` for each, faster: large files are mapped into memory, private to this process.
+    def view(self, digest: str) -> Buffer:
+        """Return the same as `get`; a large file is mapped into memory, private to this process, instead of read.
 
-        If the disk fails later, while mapped bytes are used, the process ends by SIGBUS.
+        If the disk fails while mapped bytes are used, the process ends by SIGBUS.
         """
-        return [self.get(digest) for digest in digests]
+        return self.get(digest)
 
     def exists(self, digest: str) -> bool:
         """Return True if a payload has this digest; only `get` checks its bytes."""
@@ -213,13 +210,7 @@ class _Files(PayloadStore):
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
         return _require_digest(digest, data, self._root)
 
-    def views(self, digests: Sequence[str]) -> list[Buffer]:
-        if len(digests) < 2:
-            return [self._view(digest) for digest in digests]
-        with ThreadPoolExecutor(THREADS) as threads:  # hashing takes most of the time, and needs no lock of Python
-            return list(threads.map(self._view, digests))
-
-    def _view(self, digest: str) -> Buffer:
+    def view(self, digest: str) -> Buffer:
         try:
             with self._path(digest).open("rb") as file:
                 if os.fstat(file.fileno()).st_size < LEAST_MAPPED:
