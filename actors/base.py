@@ -41,12 +41,13 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
     def __init__(self) -> None:
         super().__init__()
         faulthandler.disable()  # a forked process inherits "enabled", and enabling it again would do nothing
-        for sig in _FATAL:
-            signal.signal(sig, signal.SIG_DFL)
+        for signal_number in _FATAL:
+            signal.signal(signal_number, signal.SIG_DFL)
         faulthandler.enable()
         self.log = logging.getLogger(f"trinity_es.{type(self).__name__}")
         self._posted: deque[Callable[[], None]] = deque()
         self._pair: tuple[socket.socket, socket.socket] | None = None
+        """Sockets by which `post` wakes the actor: the first is read here, threads write to the second."""
         self._timers: dict[str, int] = {}
         self._timer_number = 0
         self._timer_calls: dict[str, Callable[[], None]] = {}
@@ -56,7 +57,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         """Decide what to do after a handler raised. The error is logged already."""
 
     def accepts(self, message: Any) -> bool:
-        """Return True to handle this message now. Its sender repeats a message that is not accepted."""
+        """Return True to have this message handled. One that is not accepted is dropped, and its sender repeats it."""
         return True
 
     def after_message(self) -> None:
@@ -78,8 +79,8 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         handler = logging.FileHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         root = logging.getLogger()
-        for old in list(root.handlers):  # Thespian's handler sends every record as a message
-            logging.Logger.removeHandler(root, old)
+        for existing in list(root.handlers):  # Thespian's handler sends every record as a message
+            logging.Logger.removeHandler(root, existing)
         logging.Logger.addHandler(root, handler)
         _FIRST_ROOT.handlers[:] = [handler]
         root.setLevel(logging.WARNING)
@@ -117,6 +118,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
     def receiveMessage(self, message: Any, sender: Any) -> ThespianWatch | None:
+        """Handle a message and run what was posted: Thespian's entry. Returns the watch that `post` needs."""
         try:
             self._handle(message, sender)
             self._drain()
@@ -126,11 +128,12 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
 
     def _handle(self, message: Any, sender: Any) -> None:
+        """Run a timer's call, `on_exit` or `on_child_exit`, or the message's handler if it is accepted."""
         if isinstance(message, WatchMessage):
-            return  # _drain does it
+            return  # a call was posted, which _drain runs
         if isinstance(message, WakeupMessage):
             name, number = message.payload
-            if self._timers.get(name) == number:
+            if self._timers.get(name) == number:  # otherwise it was cancelled or replaced
                 del self._timers[name]
                 self._timer_calls.pop(name)()
             return
@@ -148,6 +151,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
             handler(message, sender)
 
     def _drain(self) -> None:
+        """Run the posted calls."""
         if self._pair is not None:
             try:
                 while self._pair[0].recv(4096):
@@ -162,11 +166,12 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 self._report(e)
 
     def _report(self, error: BaseException) -> None:
+        """Log an exception and call `crashed`."""
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
             self.crashed(error)
-        except BaseException as second:
-            self.log.critical("crashed() itself failed", exc_info=second)
+        except BaseException as e:
+            self.log.critical("crashed() itself failed", exc_info=e)
 
     def on_exit(self) -> None:
         """End this actor, at the request of the actor system."""

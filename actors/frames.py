@@ -45,6 +45,7 @@ def frame(key: bytes, port: int, payload: bytes) -> bytes:
 
 
 def _seal(key: bytes, port: int, size: int, head: bytes) -> bytes:
+    """Return the HMAC of a frame; `head` is its header without this seal."""
     return hmac.digest(key, b"trinity-es %d %d " % (port, size) + head, "sha256")
 
 
@@ -62,8 +63,10 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
         """Return how many bytes to read next: not past the header before its seal fits, never past the frame."""
         if self._size is None:
             return _LENGTH
-        have = len(self._buf)
-        return HEADER - have if have < HEADER else int(min(_CHUNK, self._size - have))
+        received = len(self._buf)
+        if received < HEADER:
+            return HEADER - received
+        return int(min(_CHUNK, self._size - received))
 
     def addMore(self, data: bytes) -> None:
         """Add bytes from the connection. Raises ValueError as soon as they can't be a frame for one of the ports."""
@@ -78,10 +81,10 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
             raise ValueError("these bytes are not a frame")
         elif self.port is None and len(self._buf) >= HEADER:
             head, seal = self._buf[: HEADER - 32], self._buf[HEADER - 32 : HEADER]
-            fits = [p for p in self._ports if hmac.compare_digest(seal, _seal(self._key, p, self._size, head))]
-            if not fits or head[0] != PROTOCOL:
+            ports = [p for p in self._ports if hmac.compare_digest(seal, _seal(self._key, p, self._size, head))]
+            if not ports or head[0] != PROTOCOL:
                 raise ValueError("its seal does not fit")
-            self.port = fits[0]
+            self.port = ports[0]
 
     def payload(self) -> bytes:
         """Return the payload of a complete frame. Raises ValueError if the header names another payload."""
@@ -92,7 +95,8 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return True if the process behind this port has the same key, None if none answers within `timeout` s.
+    """Return True if the process behind this port has the same key, False if it has another one, None if no answer
+    comes within `timeout` seconds.
 
     The loop that handles messages sends the answer, so a process that answers does not hang.
     """

@@ -33,7 +33,7 @@ from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
 from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.system_key import read_key
-from trinity_es.events.processes import open_files
+from trinity_es.events.processes import raise_file_limit
 from trinity_es.events.store.checks.log_end import claims_of
 
 __all__ = ["main"]
@@ -45,6 +45,7 @@ SILENT_SECONDS = 20.0
 
 
 def main(setup_path: str) -> int:
+    """Start the actor system of a setup file, and return the exit status."""
     _save_memory()
     # Unbuffered. A buffer that a full disk did not take would be kept, and each fork would fail to write it first.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
@@ -57,7 +58,7 @@ def main(setup_path: str) -> int:
     # Thespian gives its admin 5 s, which is too short on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     _end_with_guardian(multiprocCommon.MultiProcAdmin)
-    open_files()
+    raise_file_limit()
     setup = json.loads(Path(setup_path).read_text())
     # Only this user may read the system's files. Runners restore the umask for the user's own code.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
@@ -99,7 +100,7 @@ def main(setup_path: str) -> int:
 
 
 def _end_with_guardian(admin_class: Any) -> None:
-    """Make the admin exit when the guardian dies: it would seem to run, and do nothing."""
+    """Make the admin exit when the guardian dies. Otherwise it would seem to run, and do nothing."""
     original = admin_class.h_ChildActorExited
 
     def child_exited(admin: Any, envelope: Any) -> Any:
@@ -111,7 +112,7 @@ def _end_with_guardian(admin_class: Any) -> None:
 
 
 def _save_memory() -> None:
-    """Share memory between the actors: an idle runner takes 16 MB so, and 22 without."""
+    """Import ahead what forked actors share, and limit malloc's heaps: an idle runner then takes 16 MB, not 22."""
     import_ahead()
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; programs that engines start are not affected
     if set_option is not None:
@@ -119,6 +120,7 @@ def _save_memory() -> None:
 
 
 def _exit_when_gone(address: str, port: int) -> None:
+    """Check the admin's port until no process listens there; then exit this process with status 1. For a thread."""
     while not _refuses_connections(address, port):
         time.sleep(0.2)
     print("the actor system died while it started", file=sys.stderr, flush=True)
@@ -126,7 +128,7 @@ def _exit_when_gone(address: str, port: int) -> None:
 
 
 def _refuses_connections(address: str, port: int) -> bool:
-    """Return True if no process listens on this port any more. One that is only busy still does."""
+    """Return True if no process listens on this port. A busy process still listens."""
     try:
         socket.create_connection((address, port), 1.0).close()
     except ConnectionRefusedError:

@@ -2,8 +2,8 @@
 
 The run that takes a lease builds its provider. If that run can't release it, another process builds the provider again
 from the log alone. `create(key, ttl)` returns the handle of the lease. `release(key, handle)` ends it; the handle is
-None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` is optional. All
-three may be async.
+None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` and
+`attach(key, handle, ttl)`, by which the next attempt takes over what a lost one held, are optional. All may be async.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHAPE = "a class with create(key, ttl) and release(key, handle)"
 
 
 def build_provider(path: str, args: Mapping[str, Any]) -> Any:
-    """Return the provider, built with `args`. Raises ConfigError, which names it."""
+    """Return a provider of the class at `path`, built with `args`. Raises ConfigError, which names the class."""
     provider = build("lease provider", path, args, {}, _SHAPE)
     missing = [name for name in ("create", "release") if not callable(getattr(provider, name, None))]
     if missing:
@@ -61,5 +61,5 @@ def _secrets_in(value: Any) -> list[str]:
         secrets.append(secret)
         return ""
 
-    replaced(value, collect)
+    replaced(value, collect)  # calls `collect` for each
     return secrets

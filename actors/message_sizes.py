@@ -25,18 +25,18 @@ _T = TypeVar("_T")
 
 
 def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Split items into groups below the size limit of a message; at least one group, perhaps empty.
+    """Return items in groups below the size limit of a message; without items, one empty group.
 
     `size` returns the bytes of an item as JSON.
     """
     groups: list[list[_T]] = [[]]
-    total = 0
+    group_size = 0
     for item in items:
-        own = size(item)
-        if total + own > LIMIT and groups[-1]:
+        item_size = size(item)
+        if group_size + item_size > LIMIT and groups[-1]:
             groups.append([])
-            total = 0
-        total += own
+            group_size = 0
+        group_size += item_size
         groups[-1].append(item)
     return groups
 
@@ -47,14 +47,15 @@ def shortened(message: str) -> str:
 
 
 def outcome_size(outcome: UnitOutcome) -> int:
-    """Return the bytes of JSON of an outcome in a message. Raises TypeError for what JSON can't hold."""
+    """Return how many bytes an outcome takes as JSON in a message. Raises TypeError for what JSON can't hold."""
     return len(orjson.dumps([outcome.results, outcome.failures])) + 200
 
 
 def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
     """Return an outcome that fits in a message. If its results are too large, they go to the payload store.
 
-    The payload belongs to this attempt alone, so it can be deleted once the results are in the log. Raises as `put`.
+    The payload belongs to this attempt alone, so it can be deleted once the results are in the log. Raises what
+    `PayloadStore.put` raises.
     """
     if outcome_size(outcome) <= LIMIT:
         return outcome
@@ -64,7 +65,7 @@ def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
 
 
 def unpack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
-    """Return the outcome that `pack_results` took. Raises as `get`."""
+    """Return the outcome that `pack_results` got. Raises what `PayloadStore.get` raises."""
     if not outcome.results_digest:
         return outcome
     _, results, failures = orjson.loads(payloads.get(outcome.results_digest))

@@ -298,11 +298,13 @@ class LeaseChange:
     unit: Unit
     run: int
     provider: str = ""
-    """With `taken`, as the next three."""
+    """With `taken`, as the next five."""
     args: dict[str, Any] = field(default_factory=dict)
     ttl: float = 0.0
     """Also with `renewed`."""
     creation_timeout: float = 0.0
+    attachable: bool = False
+    number: int = 0
     handle: Any = None
     """With `held`."""
     reason: str = ""
@@ -403,6 +405,8 @@ class LeaseReply:
     number: int
     refused: dict[str, str]
     """Lease -> reason, for leases that may not be taken."""
+    attaches: dict[str, Any] = field(default_factory=dict)
+    """Lease -> handle of the resource that it takes over."""
 
 
 @dataclass(frozen=True, slots=True)

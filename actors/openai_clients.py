@@ -25,18 +25,18 @@ class Endpoint:
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """Return a blocking client that calls `check` in its own thread before each request.
+    """Return a blocking client that calls `check` before each request, in the thread that sends it.
 
     Raises WorkflowError if openai can't be imported.
     """
-    package = _package()
+    package = _import_openai()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
     return _client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     """Return a client for an event loop. Raises WorkflowError if openai can't be imported."""
-    package = _package()
+    package = _import_openai()
     return _client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
@@ -51,20 +51,23 @@ def from_openai(error: BaseException) -> bool:
 
 
 _OPTIONS: dict[str, Any] = {
-    "trust_env": False,  # the endpoint is inside the system, where a proxy would only get in the way
+    "trust_env": False,  # no proxy: the endpoint is inside the system
     "verify": False,  # there is no TLS here, and loading the certificates takes 20 ms
     "timeout": None,  # the attempt's own timeout holds
 }
 
 
-def _client(cls: Any, http: Any, endpoint: Endpoint) -> Any:
+def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
     # No retries: the engine would refuse the same request again, and the runner attempts a failed run again.
-    made = cls(http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None)
-    made.model_path = endpoint.model  # workflows written for Trinity-RFT read it
-    return made
+    client = client_class(
+        http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None
+    )
+    client.model_path = endpoint.model  # workflows written for Trinity-RFT read it
+    return client
 
 
-def _package() -> Any:
+def _import_openai() -> Any:
+    """Return the package openai. Raises WorkflowError."""
     try:
         import openai
     except ImportError as e:

@@ -40,13 +40,15 @@ def load(path: str) -> Any:
 
 
 def lacking(path: str) -> str:
-    """Return the attribute that the imported module of "module:Class" lacks, as a sentence; "" if it lacks none."""
+    """Return a sentence about the attribute of "module:Class" that the module, if imported, lacks; "" if none."""
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
+    if module is None:
+        return ""
     value = module
-    for piece in attribute.split(".") if module is not None else ():
+    for piece in attribute.split("."):
         if not hasattr(value, piece):
-            hint = did_you_mean(piece, (known for known in dir(value) if not known.startswith("__")))
+            hint = did_you_mean(piece, (other for other in dir(value) if not other.startswith("__")))
             return f"{name} ({getattr(module, '__file__', None) or name}) has no {piece}{hint}"
         value = getattr(value, piece)
     return ""
@@ -54,17 +56,17 @@ def lacking(path: str) -> str:
 
 @cache
 def registered(kind: str) -> Mapping[str, str]:
-    """Return "module:Class" by name for all that installed packages, this one too, register as this kind.
+    """Return "module:Class" by name for everything that installed packages, this one too, register as this kind.
 
-    `kind`: workflow, reward, monitor, engine, environment or command; the entry points of the group `trinity_es.` and
-    its plural. Raises ConfigError if two packages give one name to different things.
+    `kind`: workflow, reward, monitor, engine, environment or command. Its entry points are in the group of its plural,
+    such as `trinity_es.workflows`. Raises ConfigError if two packages give one name to different things.
     """
     points: dict[str, EntryPoint] = {}
     for point in _entry_points().select(group=f"trinity_es.{kind}s"):
         other = points.setdefault(point.name, point)
         if other.value != point.value:
-            raise ConfigError(f"two packages register the {kind} {point.name!r}: {_package(other)} and "
-                              f"{_package(point)}. Uninstall one of them", **{kind: point.name})
+            raise ConfigError(f"two packages register the {kind} {point.name!r}: {_package_name(other)} and "
+                              f"{_package_name(point)}. Uninstall one of them", **{kind: point.name})
     return {name: point.value for name, point in points.items()}
 
 
@@ -73,14 +75,15 @@ def _entry_points() -> Any:  # of another type before Python 3.12. Reading those
     return entry_points()
 
 
-def _package(point: EntryPoint) -> str:
+def _package_name(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.module
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], shape: str) -> Callable[..., Any]:
-    """Return the factory of the `kind` with this name. `known` has callables, or their paths, by name.
+    """Return the class or function of the `kind` with this name: one of `known`, or the user's own "module:Class".
 
-    `shape` describes a user's own. Raises ConfigError.
+    `known` has callables, or their paths, by name. `shape` says in errors what the user's own must be like. Raises
+    ConfigError.
     """
     path = known.get(name, name)
     if not isinstance(path, str):
@@ -94,7 +97,8 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
     try:
         factory = load(path)
     except Exception as e:  # importing runs a user's module, which may raise anything
-        if missing := isinstance(e, AttributeError) and lacking(path):
+        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        if missing:
             raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
         raise ConfigError(
             f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): install {module!r} "
@@ -108,7 +112,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
 def build(
     kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str
 ) -> Any:
-    """Return the `kind` of this name, built with `args`. Raises ConfigError, which names it, for any failure."""
+    """Return an object of the class that `find` returns, built with `args`. Raises ConfigError for any failure."""
     factory = find(kind, name, known, shape)
     try:
         return factory(**args)
@@ -117,7 +121,7 @@ def build(
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name: a registered one, or "module:Class". Raises UnknownWorkflow."""
+    """Return the class of this name, registered or "module:Class". Raises UnknownWorkflow, which calls it a `what`."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
@@ -125,7 +129,8 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
-        if missing := isinstance(e, AttributeError) and lacking(path):
+        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        if missing:
             raise UnknownWorkflow(f"{what} {name!r}: {missing}") from e
         raise UnknownWorkflow(
             f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "

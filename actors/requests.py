@@ -59,6 +59,8 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class WhereReply:
+    """Guardian to client: the answer to the `Where` with this id."""
+
     id: str
     coordinator: Any
     """An ActorAddress; None while there is none."""

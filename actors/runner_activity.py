@@ -55,17 +55,18 @@ class RunActivity:
             self.last = {**row, "end_time": self.clock()}
 
     def waits(self) -> str:
-        """Return how many runs wait for something outside of the system, and what the longest waits for.
+        """Return how many runs wait for something outside of the system, and what the one that began first waits for.
 
         A workflow says so by a text `waits_for` in its state. Empty if none waits.
         """
         rows = list(self._running.values())  # a copy, since another thread changes the dict
         rows.sort(key=lambda row: row["begin_time"])
-        texts = [text for row in rows if isinstance(text := row.get("state", {}).get("waits_for"), str) and text]
+        values = [row.get("state", {}).get("waits_for") for row in rows]
+        texts = [value for value in values if isinstance(value, str) and value]
         if not texts:
             return ""
-        how_many = "1 of its runs waits" if len(texts) == 1 else f"{len(texts)} of its runs wait"
-        return f"{how_many} for {texts[0][:300]}"
+        runs_wait = "1 of its runs waits" if len(texts) == 1 else f"{len(texts)} of its runs wait"
+        return f"{runs_wait} for {texts[0][:300]}"
 
     def running(self) -> list[Row]:
         """Return the runs that play, the longest first."""
@@ -74,21 +75,23 @@ class RunActivity:
         return sorted(rows, key=lambda row: -row["running_time"])
 
 
-def runner_state(played: RunActivity | None, **fields: Any) -> dict[str, Any]:
-    """Return a runner's state, as described above: `fields`, and its runs. `played` is None if it did not answer."""
-    running = [] if played is None else played.running()
-    last = None if played is None else played.last
-    row: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}
-    shown: Row = running[0] if running else last or {}
+def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
+    """Return a runner's state (module docs): `fields`, and its runs. `activity` is None if it did not answer."""
+    running = [] if activity is None else activity.running()
+    last = None if activity is None else activity.last
+    run: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}
+    workflow_state: Mapping[str, Any] = {}
     if running:
-        row |= {key: running[0][key] for key in ("workflow_id", "begin_time", "running_time")}
+        run |= {key: running[0][key] for key in ("workflow_id", "begin_time", "running_time")}
+        workflow_state = running[0].get("state", {})
     elif last is not None:
-        row |= {key: last[key] for key in ("workflow_id", "begin_time", "end_time")}
-        row["running_time"] = max(0.0, last["end_time"] - last["begin_time"])
-    row |= {"terminate_time": row["end_time"], "workflow_state": dict(shown.get("state", {}))}
-    rows = [{key: value for key, value in r.items() if key != "state"} for r in running[:SHOWN_RUNS]]
-    counts = {"answered": played is not None, "running_count": len(running), "running": rows}
-    return {**fields, **row, **counts}
+        run |= {key: last[key] for key in ("workflow_id", "begin_time", "end_time")}
+        run["running_time"] = max(0.0, last["end_time"] - last["begin_time"])
+        workflow_state = last.get("state", {})
+    run |= {"terminate_time": run["end_time"], "workflow_state": dict(workflow_state)}
+    rows = [{key: value for key, value in row.items() if key != "state"} for row in running[:SHOWN_RUNS]]
+    runs = {"answered": activity is not None, "running_count": len(running), "running": rows}
+    return {**fields, **run, **runs}
 
 
 def table(states: Mapping[str, Mapping[str, Any]]) -> str:
@@ -105,4 +108,5 @@ def table(states: Mapping[str, Mapping[str, Any]]) -> str:
             str(state["running_count"]), state["workflow_id"] if has_runs else "-", seconds,
         ))
     widths = [max(len(row[i]) for row in rows) for i in range(len(headings))]
-    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -27,6 +27,7 @@ import select
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from trinity_es.actors.system_key import read_key
-from trinity_es.events.processes import end_with_parent, open_files
+from trinity_es.events.processes import end_with_parent, raise_file_limit
 
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
@@ -97,11 +98,20 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def listens_at(pid: int, port: int) -> str:
-    """Return the address on which a process of this user listens on this port, whatever the config says now."""
-    return next((host for host, its in listening(pid) if its == port), "127.0.0.1")
+    """Return the address on which a process of this user listens on this port; 127.0.0.1 if it does not listen."""
+    return next((host for host, other_port in listening(pid) if other_port == port), "127.0.0.1")
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Untaken:
+    """Messages to one peer that it has not taken yet."""
+
+    last_taken_at: float
+    """Time at which the peer last took one; at first, when its first message came."""
+    count: int = 0
+
+
 class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is untyped
     """Thespian's TCP transport, on one address and with sealed frames.
 
@@ -136,10 +146,10 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._last_warning, self._refused_count = -WARN_SECONDS, 0
-        files = open_files()  # also raises the limit in a trainer and in each command
+        files = raise_file_limit()  # also raises the limit in a trainer and in each command
         self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
-        self._untaken: dict[Any, list[float]] = {}
+        self._untaken: dict[Any, _Untaken] = {}
         # attributes that Thespian's __init__ sets
         self._transmitIntents: dict[int, Any] = {}
         self._waitingTransmits: list[Any] = []
@@ -162,6 +172,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     # --- out ---
     def serializer(self, intent: Any) -> bytes:
+        """Return the frame of a message under way. Raises ValueError if it is too large."""
         payload = pickle.dumps((self.myAddress, intent.message))  # first: raises for a receiver without an address
         if len(payload) > MAX_FRAME - HEADER:
             raise ValueError(f"a {type(intent.message).__name__} of {len(payload)} bytes is too large to be sent")
@@ -173,19 +184,19 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
         """Extend Thespian's: drop messages to a peer that takes nothing, and let none wait for long."""
         peer, now = intent.targetAddr.addressDetails, time.monotonic()
-        untaken = self._untaken.setdefault(peer, [0, now])  # number of messages, and time of the last one taken
-        if untaken[0] >= MAX_UNTAKEN and now - untaken[1] > SILENT_SECONDS:
+        untaken = self._untaken.setdefault(peer, _Untaken(now))
+        if untaken.count >= MAX_UNTAKEN and now - untaken.last_taken_at > SILENT_SECONDS:
             intent.tx_done(SendStatus.Failed)
             return
 
         def done(result: Any, _: Any) -> None:
-            untaken[0] -= 1
+            untaken.count -= 1
             if result is SendStatus.Sent:
-                untaken[1] = time.monotonic()
-            if untaken[0] == 0 and self._untaken.get(peer) is untaken:
+                untaken.last_taken_at = time.monotonic()
+            if untaken.count == 0 and self._untaken.get(peer) is untaken:
                 del self._untaken[peer]
 
-        untaken[0] += 1
+        untaken.count += 1
         self._close_idle()
         intent.addCallback(done, done)
         intent._quitTime = ExpirationTimer(TRANSMIT_SECONDS)
@@ -193,25 +204,29 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     def _next_XMIT_2(self, intent: Any) -> bool:
         """Extend Thespian's: once all is sent, wait for the answer at once, not after another turn of the loop."""
-        going_on = bool(super()._next_XMIT_2(intent))
-        return self._next_XMIT_3(intent) if going_on and intent.stage == self._XMITStepShutdownWrite else going_on
+        continues = bool(super()._next_XMIT_2(intent))
+        if continues and intent.stage == self._XMITStepShutdownWrite:
+            return self._next_XMIT_3(intent)
+        return continues
 
     def _processIntentTimeouts(self) -> None:
-        """Extend Thespian's: it goes through all messages under way after each turn, here only if one is due."""
+        """Extend Thespian's, which goes through all messages under way after each turn: do that only if one is due."""
         now = currentTime()
         if any(map(partial(self._is_due, now), (*self._transmitIntents.values(), *self._waitingTransmits))):
             super()._processIntentTimeouts()
 
     def _is_due(self, now: float, intent: Any) -> bool:
+        """Return True if a message waits to be tried again, has expired, or may use a connection that is free now."""
         return (
             "_pauseUntil" in intent.__dict__ or "_retryTime" in intent.__dict__
             or intent._quitTime._time_to_quit <= now or opsKey(intent.targetAddr) in self._openSockets
         )
 
     def _next_XMIT_3(self, intent: Any) -> bool:
-        going_on = bool(super()._next_XMIT_3(intent))
+        """Extend Thespian's: receive the answer into a buffer of ours."""
+        continues = bool(super()._next_XMIT_3(intent))
         intent.ackbuf = Frame(self._key, ANSWER, self._port)
-        return going_on
+        return continues
 
     def _check_XMIT_4_done(self, intent: Any, received: bytes) -> bool:
         """Handle the answer to a frame. After a wrong answer the frame is sent again, on another connection."""
@@ -230,13 +245,13 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's: it accepts one connection a turn, and a stranger's many connections would delay ours."""
-        waiting = select.poll()
-        waiting.register(self.socket, select.POLLIN)
+        """Extend Thespian's: accept several connections a turn, and refuse the oldest of too many without a seal."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
             super()._acceptNewIncoming()
             self._close_idle()
-            if not waiting.poll(0):
+            if not poll.poll(0):
                 break
         strangers = []
         for descriptor, incoming in self._incomingSockets.items():
@@ -248,13 +263,14 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
     def _close_idle(self) -> None:
         """Close the connections unused for longest if there are too many: without free files a process ends."""
-        if (over := len(self._openSockets) - self._max_idle) > 0:
-            self.close_oldest_idle_sockets(over)
+        excess = len(self._openSockets) - self._max_idle
+        if excess > 0:
+            self.close_oldest_idle_sockets(excess)
 
     def close_oldest_idle_sockets(self, num_to_close: int = 1) -> None:
         """Replace Thespian's, which can't compare two connections of one age."""
-        ages = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
-        for key in sorted(ages, key=ages.__getitem__)[:num_to_close]:
+        expiries = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
+        for key in sorted(expiries, key=expiries.__getitem__)[:num_to_close]:
             _safeSocketShutdown(self._openSockets.pop(key))
 
     def _begin(self, incoming: Any) -> None:
@@ -266,18 +282,19 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _handlePossibleIncoming(
         self, incoming: Any, fileno: int, closed: bool = False, has_exclusive_flag: bool = False
     ) -> Any:
+        """Extend Thespian's: refuse a connection whose time is over and that has nothing to read now."""
         readable = incoming.socket is not None and incoming.socket.fileno() == fileno
         if not closed and not readable and incoming._expires.view().expired():
             return self._refuse(incoming, "it did not come in time")
         return super()._handlePossibleIncoming(incoming, fileno, closed, has_exclusive_flag)
 
     def _handleReadableIncoming(self, incoming: Any, has_exclusive_flag: bool = False) -> Any:
-        """Read what there is of a frame, its header first. Refuse a frame for others as soon as it shows."""
+        """Read what has come of a frame, its header first. Refuse a wrong frame as soon as its header shows that."""
         self._begin(incoming)
         buffer = incoming._rData
         while not buffer.isDone():
-            stranger = buffer.port is None
-            if not stranger and self._unfinished(buffer) > MAX_UNFINISHED:
+            was_stranger = buffer.port is None
+            if not was_stranger and self._unfinished(buffer) > MAX_UNFINISHED:
                 return self._refuse(incoming, "too many bytes of incomplete frames")
             try:
                 data = incoming.socket.recv(buffer.remainingAmount())
@@ -293,13 +310,14 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
                 buffer.addMore(data)
             except ValueError as e:
                 return self._refuse(incoming, str(e))
-            if stranger and buffer.port is not None:
+            if was_stranger and buffer.port is not None:
                 incoming._expires = ExpirationTimer(FRAME_SECONDS)
         return self._addedDataToIncoming(incoming, has_exclusive_flag=has_exclusive_flag)
 
-    def _unfinished(self, this: Frame) -> int:
-        """Return the number of bytes received of incomplete frames."""
-        return len(this._buf) + sum(len(i._rData._buf) for i in self._incomingSockets.values() if i._rData is not this)
+    def _unfinished(self, buffer: Frame) -> int:
+        """Return the number of bytes received of incomplete frames: this one, and those that wait for more."""
+        others = [i._rData for i in self._incomingSockets.values() if i._rData is not buffer]
+        return len(buffer._buf) + sum(len(other._buf) for other in others)
 
     def _addedDataToIncoming(self, incoming: Any, skip_finish: bool = False, has_exclusive_flag: bool = False) -> Any:
         """Replace Thespian's: check the seal before the frame is unpickled, and answer with a sealed frame."""
@@ -333,6 +351,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         incoming.close()
 
     def _refuse(self, incoming: Any, why: str) -> None:
+        """Close a connection because of what came on it, and log that."""
         self._warn(incoming.socket, why)
         incoming.close()
 
@@ -350,15 +369,16 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
 
 
 def _brief(self: Any) -> str:
-    """Return the name of a message under way. Thespian's own prints all of it, at each step, for no reader."""
+    """Return the type of a message under way. Thespian's `identify` writes all of it at each step, for no reader."""
     return f"{type(self).__name__} of a {type(self.message).__name__}"
 
 
 def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta:
-    """Return how long a message needs no attention. Thespian's own creates a dozen objects for each message."""
+    """Return how long a message needs no attention. Thespian's own `delay` makes a dozen objects for each message."""
     now, until = current_time or currentTime(), self._quitTime._time_to_quit
     if getattr(self, "_awaitingTXSlot", False):
-        return timedelta(seconds=max(0.01, (until - now) / 2) if until > now else 0.0)
+        seconds = max(0.01, (until - now) / 2) if until > now else 0.0
+        return timedelta(seconds=seconds)
     for name in ("_retryTime", "_pauseUntil"):
         if (timer := self.__dict__.get(name)) is not None:
             until = min(until, timer._time_to_quit)
@@ -374,7 +394,7 @@ def _address(host: str, port: int) -> ActorAddress:
 
 
 def _give_up_inherited() -> None:
-    """Release what a fork inherits: above all ports, which would stay open after their owner's end.
+    """Release what a fork inherits, above all ports, which would stay open after the end of their owner.
 
     Each descriptor becomes one of /dev/null and is not closed: objects of the parent, still in this process's memory,
     would later close the number again, when it may belong to another file.
@@ -383,12 +403,12 @@ def _give_up_inherited() -> None:
         return  # the endpoint of a test
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # or all forks would draw the same numbers; `random` seeds itself
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/dev/fd"):
-        if int(name) > 2 and int(name) != nowhere:
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2 and descriptor != null:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself, closed by now
-                os.fstat(int(name))
-                os.dup2(nowhere, int(name), inheritable=False)
+                os.fstat(descriptor)
+                os.dup2(null, descriptor, inheritable=False)
 
 
 def _warn_on_stderr() -> None:

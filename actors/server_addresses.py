@@ -19,7 +19,7 @@ def checked_url(value: str) -> str:
     """
     if "@" in value:
         raise ValueError("contains credentials, which would be written to the log: give a key by servers.key_variable")
-    shown = re.split(r"[\s?#]", value, maxsplit=1)[0]
+    shown = re.split(r"[\s?#]", value, maxsplit=1)[0]  # what follows may be a credential
     error = ValueError(f"must be like http://host:8000, not {shown if shown == value else shown + '...'!r}")
     try:
         parts = urlsplit(value)
@@ -31,7 +31,8 @@ def checked_url(value: str) -> str:
     path = parts.path.rstrip("/")
     if path.endswith("/v1"):
         raise ValueError(f"must be like http://host:8000: leave /v1 out of {shown!r}")
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port or _PORTS[parts.scheme]}{path}"
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}:{port or _PORTS[parts.scheme]}{path}"
 
 
 def is_loopback(address: str) -> bool:
@@ -49,7 +50,9 @@ def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str
     """
     settings = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
-        hosts = [part.strip() for part in (variables.get(name) or variables.get(other, "")).split(",") if part.strip()]
-        added = [] if "*" in hosts else ["127.0.0.1", "localhost", *addresses]  # with more than "*" Python reads none
-        settings[name] = ",".join(dict.fromkeys([*hosts, *added]))
+        setting = variables.get(name) or variables.get(other, "")
+        hosts = [host.strip() for host in setting.split(",") if host.strip()]
+        if "*" not in hosts:  # which Python ignores if it is not alone
+            hosts += ["127.0.0.1", "localhost", *addresses]
+        settings[name] = ",".join(dict.fromkeys(hosts))
     return settings

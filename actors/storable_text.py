@@ -22,9 +22,10 @@ def clean_text(text: str) -> str:
 
 
 def clean_report(message: _T) -> _T:
-    changed = {
-        f.name: clean_text(value)
-        for f in fields(message)  # type: ignore[arg-type]  # every message is a dataclass
-        if isinstance(value := getattr(message, f.name), str) and (len(value) > TEXT_LENGTH or not is_storable(value))
-    }
-    return replace(message, **changed) if changed else message  # type: ignore[type-var]  # a dataclass
+    """Return the message with `clean_text` applied to each of its fields that is a text."""
+    changes: dict[str, str] = {}
+    for field in fields(message):  # type: ignore[arg-type]  # every message is a dataclass
+        value = getattr(message, field.name)
+        if isinstance(value, str) and (len(value) > TEXT_LENGTH or not is_storable(value)):
+            changes[field.name] = clean_text(value)
+    return replace(message, **changes) if changes else message  # type: ignore[type-var]  # a dataclass

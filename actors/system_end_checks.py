@@ -24,7 +24,7 @@ __all__ = ["StoreWatch", "end_processes", "owner_gone", "printing_to", "store_go
 LOOK_SECONDS = 5.0
 """Interval between two checks of the store."""
 
-LOOKS = 3
+MISSES = 3
 """Number of checks in a row that must miss the store, since restoring a copy removes it for a moment."""
 
 
@@ -60,24 +60,25 @@ def store_gone(url: str) -> str:
 
 
 class StoreWatch:
-    """Thread that checks the store of a running system, and calls `gone(reason)` once if it is gone."""
+    """Thread that checks the store of a running system, and calls `on_gone(reason)` once if it is gone."""
 
-    def __init__(self, url: str, gone: Callable[[str], None]) -> None:
-        self._url, self._gone = url, gone
-        self._over = threading.Event()
+    def __init__(self, url: str, on_gone: Callable[[str], None]) -> None:
+        self._url, self._on_gone = url, on_gone
+        self._is_stopped = threading.Event()
         threading.Thread(target=self._run, name="store-watch", daemon=True).start()
 
     def _run(self) -> None:
-        missed = 0
-        while not self._over.wait(LOOK_SECONDS):
+        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row have missed it."""
+        miss_count = 0
+        while not self._is_stopped.wait(LOOK_SECONDS):
             reason = store_gone(self._url)
-            missed = missed + 1 if reason else 0
-            if missed == LOOKS:
-                self._gone(reason)
+            miss_count = miss_count + 1 if reason else 0
+            if miss_count == MISSES:
+                self._on_gone(reason)
                 return
 
     def stop(self) -> None:
-        self._over.set()
+        self._is_stopped.set()
 
 
 def end_processes(admin: int, runners: list[int]) -> None:
@@ -96,9 +97,9 @@ def end_processes(admin: int, runners: list[int]) -> None:
 
 
 def printing_to(output: str) -> list[int]:
-    """Return the processes of this user whose standard output or error is this file (Linux)."""
+    """Return the ids of this user's processes whose standard output or error is the file `output` (Linux)."""
     pids = set()
-    for link in (link for fd in (1, 2) for link in Path("/proc").glob(f"[0-9]*/fd/{fd}")):
+    for link in Path("/proc").glob("[0-9]*/fd/[12]"):
         with contextlib.suppress(OSError):  # the process is gone, a zombie, or another user's
             if os.readlink(link) == output:
                 pids.add(int(link.parts[2]))

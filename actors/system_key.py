@@ -30,17 +30,17 @@ def make_key(path: str) -> None:
     if os.environ.get(KEY_VARIABLE):
         return
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return
     except OSError as e:
         raise WrongKey(f"the key file {path} can't be made ({e.strerror}): set system.key_file to another place") from e
-    with os.fdopen(handle, "w") as f:
-        f.write(secrets.token_hex(32) + "\n")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
 
 
 def key_place(path: str) -> str:
-    """Return a description of the place where `read_key` looks."""
+    """Return a description, for errors, of the place from which `read_key(path)` takes the key."""
     return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
 
 
@@ -50,15 +50,16 @@ def read_key(path: str | None = None) -> bytes:
     Raises WrongKey if there is no key, or if another user could have read it.
     """
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
-    return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _OWN), key_place(path))
+    return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _NO_SYSTEM_KEY), key_place(path))
 
 
 def host_key(path: str) -> bytes:
-    """Return the key that head and hosts share: that of `hosts.key_file`, or else the system's. Raises WrongKey."""
-    return _checked(_read(path, _SHARED), f"the file {path}") if path else read_key()
+    """Return the key of head and hosts: from `path` (`hosts.key_file`), else the system's. Raises WrongKey."""
+    return _checked(_read(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()
 
 
 def _checked(text: str, place: str) -> bytes:
+    """Return the key from the text at `place`. Raises WrongKey if it is too short or has control characters."""
     key = text.strip()
     if len(key) < KEY_CHARACTERS:
         raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
@@ -68,11 +69,11 @@ def _checked(text: str, place: str) -> bytes:
     return key.encode()
 
 
-_OWN = (
+_NO_SYSTEM_KEY = (
     "no key to the actor system: {path} can't be read ({why}), and " + KEY_VARIABLE + " is not set. The system "
     "makes that file when it starts: give its config (system.log_dir, system.key_file), or set the variable"
 )
-_SHARED = (
+_NO_HOST_KEY = (
     "no key to the other hosts: {path} can't be read ({why}). All hosts share the head's: give a file with it "
     "(hosts.key_file, --key-file of `join`), or the key itself in " + KEY_VARIABLE
 )

@@ -31,17 +31,18 @@ def dotted(path: Path_, *, any_index: bool = False) -> str:
 
 
 def error_path(error: ErrorDetails) -> Path_:
-    """Return the path of the wrong value or key."""
+    """Return the path of the wrong value or key that one of pydantic's errors is about."""
     return tuple(piece for piece in error["loc"] if piece != "[key]")
 
 
 def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
-    """Return one sentence about an error.
+    """Return one sentence about one of pydantic's errors.
 
     `whole` names the outermost value. `shown` is the value as it was written, and `as_text` its spelling as text.
     """
     path = error_path(error)
-    kind, key, value = error["type"], dotted(path) or whole, error["input"]
+    key = dotted(path) or whole
+    kind, value = error["type"], error["input"]
     if isinstance(value, Secret) and kind == "value_error":  # the validator's message may quote it
         return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
     if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):

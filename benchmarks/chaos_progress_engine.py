@@ -86,18 +86,18 @@ class Counting(ScriptedEngine):
             note.write(f"{0:>6} {kept:>6} {began:.4f} {asked}".encode())
             while count < len(whole.token_ids):
                 count = min(len(whole.token_ids), int((time.monotonic() - began) / pace))
-                self._open[request] = began, pace, count, [whole]
+                self._open_requests[request] = began, pace, count, [whole]
                 note.seek(0)
                 note.write(f"{count:>6}".encode())
                 await asyncio.sleep(TICK)
-        del self._open[request]
+        del self._open_requests[request]
         return [replace(whole, text=self.tokenizer.decode(whole.token_ids))]
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
         """Return the tokens given since the last look, which are never more than the engine has noted."""
-        if request not in self._open:
+        if request not in self._open_requests:
             return {}
-        _, _, count, [whole] = self._open[request]
+        _, _, count, [whole] = self._open_requests[request]
         first, spans = start.get(0, 0), ((self.model_version, 0, count),)
         if not first < count < len(whole.token_ids):
             return {}

@@ -1,22 +1,25 @@
-"""What does the journal of unfinished runs cost? The same batches on a system with it and on one without, in turn.
+"""What does the journal of unfinished runs cost? The same batches with it and without it, in turn.
 
-Both systems run side by side, and the one that is not measured is stopped. Measured are tokens/s on a real vLLM engine
-with a tiny model, for a single turn and for a conversation (`benchmarks.overhead`), and no-op tasks on the
-ScriptedEngine (E1 and E2 of `benchmarks.dispatch`), which have nothing to record. CPU time is that of all processes of
-the system but vLLM's own, which wait busily. The interval holds 95 % of the medians of resampled pairs.
+On a real vLLM engine with a tiny model, one system plays both: two engines differ by more than the journal costs.
+"Without" is a workflow that takes the journal from its model. Measured are tokens/s of a single turn and of a
+conversation (`benchmarks.overhead`). No-op tasks on the ScriptedEngine (E1 and E2 of `benchmarks.dispatch`) record
+nothing. Two systems play them side by side, one with `explorer.progress.seconds: 0`, and the one that is not measured
+is stopped. CPU time is that of all processes of a system but vLLM's own, which wait busily. The interval holds 95 % of
+the medians of resampled pairs.
 
 `python -m benchmarks.journal_cost [--pairs 24] [--quick] [--json FILE]`: 24 pairs take about ten minutes on two cores.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -33,15 +36,36 @@ from benchmarks.compared import (
     resting,
 )
 from benchmarks.dispatch import Bench
-from benchmarks.overhead import AIM, CASES, LOWER_AIM, pin, prompts, spread, through_system
+from benchmarks.overhead import AIM, CASES, LOWER_AIM, Conversation, pin, prompts, spread, through_system
 from examples.grpo.tiny_model import make_tiny_model
+from trinity_es import Experience
+from trinity_es.workflows import SingleTurnWorkflow
 
 SECONDS = {"with": 1.0, "without": 0.0}
-"""`explorer.progress.seconds` of the two systems."""
+"""`explorer.progress.seconds` of the two systems for no-op tasks."""
 TASKS, RUNS, TOKENS = 48, 8, 96
 """Of a batch on vLLM."""
-Work = Callable[[Bench], tuple[float, int]]
-"""Plays batches on a system, and returns the figure and the number of tokens or tasks."""
+Work = Callable[[str], tuple[float, int]]
+"""Plays batches "with" or "without" the journal, and returns the figure and the number of tokens or tasks."""
+
+
+class Single(SingleTurnWorkflow):
+    """Workflow `single_turn` without the journal."""
+
+    async def run_async(self) -> list[Experience]:
+        self.model.journal = None
+        return await super().run_async()
+
+
+class Turns(Conversation):
+    """Conversation without the journal."""
+
+    async def run_async(self) -> list[Experience]:
+        self.model.journal = None
+        return await super().run_async()
+
+
+UNRECORDED = {"single": "benchmarks.journal_cost:Single", "conversation": "benchmarks.journal_cost:Turns"}
 
 
 def cpu_seconds(bench: Bench) -> float:
@@ -57,19 +81,22 @@ def cpu_seconds(bench: Bench) -> float:
 def compared(
     what: str, unit: str, each: str, benches: dict[str, Bench], work: Work, repeats: int, id: str
 ) -> list[Row]:
-    """Return the rows of one kind of work on both systems, with the CPU time of `each` token or task."""
+    """Return the rows of one kind of work with and without the journal, with the CPU time of `each` token or task.
+
+    `benches` are the systems that play "with" and "without", which may be the same one.
+    """
     cpu: dict[str, list[float]] = {name: [] for name in benches}
 
     def turn(name: str) -> float:
-        [other] = [bench for key, bench in benches.items() if key != name]
-        with resting(*other.pids):
-            before = cpu_seconds(benches[name])
-            figure, count = work(benches[name])
-            cpu[name].append(1e6 * (cpu_seconds(benches[name]) - before) / count)
+        bench = benches[name]
+        with resting(*(pid for other in {*benches.values()} - {bench} for pid in other.pids)):
+            before = cpu_seconds(bench)
+            figure, count = work(name)
+            cpu[name].append(1e6 * (cpu_seconds(bench) - before) / count)
             print(f"\r  {what}: {len(cpu[name])} of {repeats + 1} pairs ", end="", file=sys.stderr, flush=True)
             return figure
 
-    figures = alternate({name: lambda name=name: turn(name) for name in benches}, repeats + 1)  # the first warms up
+    figures = alternate({name: partial(turn, name) for name in benches}, repeats + 1)  # the first warms up
     ours, theirs = figures["with"][1:], figures["without"][1:]
     slower = unit == "ms"
     ratio = spread([b / a if slower else a / b for a, b in zip(ours, theirs, strict=True)])
@@ -82,40 +109,41 @@ def compared(
     ]
 
 
-def on_vllm(case: str, numbers: dict[int, int]) -> Work:
-    """Return the work of one batch on vLLM; `numbers` counts the batches of each system."""
-    def work(bench: Bench) -> tuple[float, int]:
-        batch = numbers[id(bench)] = numbers.get(id(bench), 0) + 1
-        return through_system(bench.client, case, batch, prompts(TASKS, batch), TOKENS, RUNS), TASKS * RUNS * TOKENS
+def on_vllm(bench: Bench, case: str, numbers: Iterator[int]) -> Work:
+    """Return the work of one batch on vLLM; `numbers` are those of the system's batches."""
+    def work(name: str) -> tuple[float, int]:
+        batch, workflow = next(numbers), "" if name == "with" else UNRECORDED[case]
+        texts = prompts(TASKS, batch)
+        return through_system(bench.client, case, batch, texts, TOKENS, RUNS, workflow), TASKS * RUNS * TOKENS
 
     return work
 
 
-def latency(bench: Bench) -> tuple[float, int]:
-    return statistics.median(1e3 * bench.one(1) for _ in range(20)), 20
+def measure_vllm(model: str, repeats: int) -> list[Row]:
+    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
+    with Bench(TASKS, "power", [{"name": "grpo"}], rollout=rollout) as bench:
+        pin(*family_of(coordinator_of(bench.client)))
+        numbers, rows = itertools.count(1), list[Row]()
+        for case in UNRECORDED:
+            work = on_vllm(bench, case, numbers)
+            rows += compared(CASES[case], "tokens/s", "a token", dict.fromkeys(SECONDS, bench), work, repeats, "K5")
+        bench.check_all()
+    return rows
 
 
-def rate(bench: Bench) -> tuple[float, int]:
-    return 256 / bench.one(256), 256
-
-
-def measure(rollout: dict[str, Any] | None, repeats: int) -> list[Row]:
-    """Measure two systems with these engines, or on the ScriptedEngine."""
+def measure_no_ops(repeats: int) -> list[Row]:
     with ExitStack() as systems:
-        benches = {
-            name: systems.enter_context(
-                Bench(TASKS if rollout else 8, "power", [{"name": "grpo"}], rollout=rollout, journal=seconds))
-            for name, seconds in SECONDS.items()
-        }
-        if rollout is None:
-            rows = [*compared("submit -> finalize, 1 no-op task", "ms", "a task", benches, latency, repeats, "E1"),
-                    *compared("batches of 256 tasks", "tasks/s", "a task", benches, rate, repeats, "E2")]
-        else:
-            pin(*(p for bench in benches.values() for p in family_of(coordinator_of(bench.client))))
-            rows, numbers = list[Row](), dict[int, int]()
-            for case in ("single", "conversation"):
-                work = on_vllm(case, numbers)
-                rows += compared(CASES[case], "tokens/s", "a token", benches, work, repeats, "K5")
+        benches = {name: systems.enter_context(Bench(8, "power", [{"name": "grpo"}], journal=seconds))
+                   for name, seconds in SECONDS.items()}
+
+        def latency(name: str) -> tuple[float, int]:
+            return statistics.median(1e3 * benches[name].one(1) for _ in range(20)), 20
+
+        def rate(name: str) -> tuple[float, int]:
+            return 256 / benches[name].one(256), 256
+
+        rows = [*compared("submit -> finalize, 1 no-op task", "ms", "a task", benches, latency, repeats, "E1"),
+                *compared("batches of 256 tasks", "tasks/s", "a task", benches, rate, repeats, "E2")]
         for bench in benches.values():
             bench.check_all()
     return rows
@@ -126,8 +154,7 @@ def main() -> int:
     watch, repeats = Watch(), 2 if options.quick else options.pairs
     with tempfile.TemporaryDirectory(prefix="journal-cost-") as folder:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))
-        vllm: dict[str, Any] = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
-        rows = [*measure(None, repeats), *measure(vllm, repeats)]
+        rows = [*measure_no_ops(repeats), *measure_vllm(model, repeats)]
     print(file=sys.stderr)
     return report(f"with the journal, {TASKS} tasks of {RUNS} runs of {TOKENS} tokens on vLLM", rows, watch, [],
                   options.json, {"pairs": repeats})

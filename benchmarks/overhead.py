@@ -178,13 +178,14 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
 
 
 def through_system(
-    client: trinity_es.RolloutClient, case: str, batch: int, texts: list[str], max_tokens: int, runs: int
+    client: trinity_es.RolloutClient, case: str, batch: int, texts: list[str], max_tokens: int, runs: int,
+    workflow: str = "",
 ) -> float:
-    """Return tokens per second from submit to the return of finalize."""
+    """Return tokens per second from submit to the return of finalize; `workflow` replaces the one of the case."""
     each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
-            workflow=WORKFLOWS[case],
+            workflow=workflow or WORKFLOWS[case],
             repeat_times=runs,
             raw_task={"prompt": text},
             format_args={"system_prompt": SYSTEM},

@@ -32,7 +32,7 @@ STANDING = ("beats", "timers")
 def sizes(live: Any) -> int:
     """Return the bytes of the coordinator's live state."""
     seen: set[int] = set()
-    total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended]
+    total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended_batches]
     while todo:
         value = todo.pop()
         if id(value) in seen or isinstance(value, type):

@@ -44,9 +44,9 @@ def pages(log: Log) -> dict[str, str]:
 
 
 def _rollout(log: Log, batch_id: BatchId) -> str:
-    from trinity_es.projections.history.attempts import tell
+    from trinity_es.projections.history.attempts import fold_timeline
 
-    longest = max(tell(log.events(batch_id)).rows, key=lambda row: row.response_tokens)
+    longest = max(fold_timeline(log.events(batch_id)).rows, key=lambda row: row.response_tokens)
     return rollout_url(batch_id, longest.task, longest.run)
 
 

@@ -16,11 +16,11 @@ __all__ = ["sync", "whole_file"]
 def whole_file(
     path: Path, *, durable: bool = False, mode: int | None = None, prefix: str = ".unfinished-"
 ) -> Iterator[IO[bytes]]:
-    """Give a file to write, which gets its name when it is complete. On any error no file remains.
+    """Yield a file to write; it is renamed to `path` when the block ends. On any error no file remains.
 
-    `durable` also brings file and name to the disk. `mode` is 0600 by default; `prefix` begins its temporary name.
+    `durable` also brings file and name to the disk. `mode` is 0600 by default; the temporary name begins with `prefix`.
     """
-    handle, unfinished = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    handle, temporary_path = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -28,11 +28,11 @@ def whole_file(
             if durable:
                 os.fsync(handle)
         if mode is not None:
-            os.chmod(unfinished, mode)
-        os.replace(unfinished, path)
+            os.chmod(temporary_path, mode)
+        os.replace(temporary_path, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(unfinished)
+            os.unlink(temporary_path)
         raise
     if durable:
         sync(path.parent)

@@ -40,17 +40,17 @@ def check(event: Event) -> tuple[bytes, Event]:
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError
         raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
     try:
-        back = decode(cls.__name__, event.schema_version, data)
+        read_back = decode(cls.__name__, event.schema_version, data)
     except InvalidEvent:
         _require_finite(event, data)  # if this is the reason, its message says more
         raise
-    if b"null" in data and back != event:  # an event that reads back equal held no NaN
+    if b"null" in data and read_back != event:  # an event that reads back equal held no NaN
         _require_finite(event, data)
-    return data, back
+    return data, read_back
 
 
 def _require_finite(event: Event, data: bytes) -> None:
-    # orjson silently writes NaN and infinities as null, so only an event with a null in it can hold one.
+    """Raise InvalidEvent for NaN and infinities. orjson writes them as null into `data`, the event's JSON."""
     if b"null" in data:
         name = type(event).__name__
         try:
@@ -95,21 +95,23 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     try:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
-        first = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
-        path = ".".join(map(str, first["loc"]))
-        raise InvalidEvent(f"{type_name}.{path}: {first['msg']}", type=type_name, field=path) from e
+        problem = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
+        path = ".".join(map(str, problem["loc"]))
+        raise InvalidEvent(f"{type_name}.{path}: {problem['msg']}", type=type_name, field=path) from e
 
 
 @cache
 def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
-    """Return the names of an event's fields, as keys, and a function that gives all their values."""
+    """Return an event class's field names (keys of a dict, in order), and a function from an event to its values."""
     names = [f.name for f in fields(cls)]
+    # attrgetter returns a tuple only for several names.
     values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
     return dict.fromkeys(names), values
 
 
 @cache
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
+    """Return the function that makes a checked event of this class from a dict of its fields."""
     from pydantic import TypeAdapter  # local, since it is a third of this room's import time
 
     return TypeAdapter(cls).validator.validate_python  # a sixth faster than through the wrapper

@@ -256,8 +256,8 @@ class GraderError(TrinityError):
 
 def _classes_by_name(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
     classes = {cls.__name__: cls}
-    for sub in cls.__subclasses__():
-        classes |= _classes_by_name(sub)
+    for subclass in cls.__subclasses__():
+        classes |= _classes_by_name(subclass)
     return classes
 
 
@@ -287,10 +287,13 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def split_error(error: str) -> tuple[str, str]:
-    """Split an error's text into the error and the last frame of its traceback, as `(code.py:12 in run)`, or ""."""
-    message, _, frames = error.partition("\n")
-    places = _FRAME.findall(frames)
-    if not places:
+    """Return an error's first line, and the last frame of the traceback below it, as `(code.py:12 in run)`.
+
+    Without a traceback: the whole text and "".
+    """
+    message, _, traceback = error.partition("\n")
+    frames = _FRAME.findall(traceback)
+    if not frames:
         return error, ""
-    file, line, function = places[-1]
+    file, line, function = frames[-1]
     return message, f"({file.rpartition('/')[2]}:{line} in {function})"

@@ -16,19 +16,20 @@ __all__ = ["documented_fields", "fields_table", "markdown"]
 
 def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
     """Return (name, type, doc) of each field; the doc is the string under the field."""
-    out: list[tuple[str, str, str]] = []
+    documented: list[tuple[str, str, str]] = []
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             if not ast.unparse(node.annotation).startswith("ClassVar"):
-                out.append((node.target.id, ast.unparse(node.annotation), ""))
-        elif out and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            name, kind, _ = out[-1]
-            out[-1] = (name, kind, " ".join(str(node.value.value).split()))
-    return out
+                documented.append((node.target.id, ast.unparse(node.annotation), ""))
+        elif documented and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            name, type_text, _ = documented[-1]
+            documented[-1] = (name, type_text, " ".join(str(node.value.value).split()))
+    return documented
 
 
 def fields_table(fields: list[tuple[str, str, str]]) -> list[str]:
-    rows = [f"| `{name}` | `{kind.replace('|', chr(92) + '|')}` | {doc} |" for name, kind, doc in fields]
+    """Return a Markdown table of these (name, type, doc), line by line; no line without fields."""
+    rows = [f"| `{name}` | `{text.replace('|', chr(92) + '|')}` | {doc} |" for name, text, doc in fields]
     return ["| field | type | |", "|---|---|---|", *rows] if rows else []
 
 
@@ -64,6 +65,7 @@ def markdown() -> str:
 
 
 def _entry(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
+    """Return the lines on one class: heading, docstring and table of its fields."""
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]

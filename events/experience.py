@@ -126,6 +126,7 @@ class Experience:
 
     # --- checks -----------------------------------------------------------------------------------------------------
     def _error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
+        """Return an error about a field: its name, `place` (an index in it) and `problem` (what is wrong)."""
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
         # Until its runner sets batch and task, the id of an experience says nothing.
         is_new = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
@@ -161,6 +162,7 @@ class Experience:
             raise self._error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
+        """Return a value as a numpy array of a dtype that payloads hold. Raises DataError."""
         try:
             if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
                 value = value.detach().cpu()
@@ -175,6 +177,7 @@ class Experience:
         return array.astype(dtype, copy=False)
 
     def _json(self, name: str, value: Any, kind: type) -> Any:
+        """Return a value of this type, with all parts in Python's own types. Raises DataError if it is not JSON."""
         if not isinstance(value, kind) or isinstance(value, str):
             raise self._error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
@@ -239,6 +242,7 @@ class Experience:
             self._finite(f"multi_modal_inputs.{key}", array)
 
     def _finite(self, name: str, array: Array) -> None:
+        """Raise NotFinite, naming the index, if an array holds NaN or an infinity."""
         if array.dtype.kind != "f" or bool(np.isfinite(array).all()):
             return
         index = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
@@ -254,6 +258,7 @@ class Experience:
             raise self._error("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
+        """Check the lengths of prompt and vectors, after cutting vectors to the response. Add a missing action mask."""
         seq = len(self.tokens)
         prompt: Any = self.prompt_length
         if isinstance(prompt, np.integer):
@@ -291,7 +296,8 @@ class Experience:
             if array is not None and len(array) != seq - prompt and len(array) in lengths:
                 warning = "Experience: %s given for more tokens than the response has: the part of the response is kept"
                 _warn_once(warning, name)
-                fields[name] = array[prompt - (seq - len(array)) :]
+                covered_from = seq - len(array)  # token at which the vector begins
+                fields[name] = array[prompt - covered_from :]
 
     # --- as values --------------------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
@@ -306,14 +312,14 @@ class Experience:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON, without arrays and without fields that are None."""
-        out: dict[str, Any] = {
+        data: dict[str, Any] = {
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
         }
         for name in ("prompt_text", "response_text", *JSON, "reward", "truncate_status"):
             if self.__dict__[name] is not None:
-                out[name] = self.__dict__[name]
-        return out
+                data[name] = self.__dict__[name]
+        return data
 
     # --- as bytes ---------------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
@@ -354,8 +360,7 @@ class Experience:
 
     @property
     def splices(self) -> list[int]:
-        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] if there are none.
-        """
+        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] without any."""
         return [n for n in listed(self.info, "splices") if type(n) is int]
 
     @property
@@ -380,12 +385,12 @@ class Experience:
     @classmethod
     def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:
         """Return experiences with these fields unchecked, since they were checked when they were written."""
-        out = []
+        experiences = []
         for fields in all_fields:
             experience = cls.__new__(cls)
             experience.__dict__ = fields
-            out.append(experience)
-        return out
+            experiences.append(experience)
+        return experiences
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:

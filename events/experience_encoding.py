@@ -46,29 +46,32 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
             yield Column(name, None, arrays)
-    inputs = [f["multi_modal_inputs"] or {} for f in fields]
-    for key in dict.fromkeys(key for of_one in inputs for key in of_one):
-        yield Column("multi_modal_inputs", key, [of_one.get(key) for of_one in inputs])
+    inputs = [f["multi_modal_inputs"] or {} for f in fields]  # one dict of arrays per experience
+    for key in dict.fromkeys(key for arrays_by_key in inputs for key in arrays_by_key):
+        yield Column("multi_modal_inputs", key, [arrays_by_key.get(key) for arrays_by_key in inputs])
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return the fields that are no arrays. None and empty are left out; `fields_of` restores them."""
-    out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
-    out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
-    out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
+    """Return the item: all fields but the arrays, and but None and empty ones, which `fields_of` restores."""
+    item = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
+    item |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
+    item |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
     if fields["custom_fields"]:
-        out["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
+        item["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in fields["custom_fields"]]
     if fields["multi_modal_inputs"] is not None:
-        out["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
-    return out
+        item["multi_modal_inputs"] = list(fields["multi_modal_inputs"])
+    return item
 
 
 # --- differences ----------------------------------------------------------------------------------------------------
 def difference(
-    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
+    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], base_place: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base."""
-    changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
+    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base.
+
+    `base_place`: index of the base's source in the new payload, and number of the base there.
+    """
+    new_item = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
     for name in ARRAYS:
@@ -77,11 +80,11 @@ def difference(
         elif not same_array(fields[name], base[name]):
             arrays[name] = fields[name]
     inputs, base_inputs = fields["multi_modal_inputs"] or {}, base["multi_modal_inputs"] or {}
-    if "multi_modal_inputs" in changed or any(not same_array(a, base_inputs.get(key)) for key, a in inputs.items()):
+    if "multi_modal_inputs" in new_item or any(not same_array(a, base_inputs.get(key)) for key, a in inputs.items()):
         if "multi_modal_inputs" in item:
-            changed["multi_modal_inputs"] = item["multi_modal_inputs"]
+            new_item["multi_modal_inputs"] = item["multi_modal_inputs"]
         arrays["multi_modal_inputs"] = inputs
-    return {"of": of, **({"without": without} if without else {}), **changed}, arrays
+    return {"of": base_place, **({"without": without} if without else {}), **new_item}, arrays
 
 
 def same_array(a: Array, b: Array | None) -> bool:
@@ -120,15 +123,16 @@ class Decoder:
         complete = {source: self._complete(payload.sources[source], sources.get(source))
                     for source in sorted(source_numbers(payload, numbers))}
         for number, item in enumerate(items if complete else ()):
-            if (of := item.get("of")) is not None:
-                source, place = of
+            base = item.get("of")
+            if base is not None:
+                source, base_number = base
                 first, source_items = complete[source]
-                if not 0 <= place < len(source_items):
+                if not 0 <= base_number < len(source_items):
                     digest = payload.sources[source]
                     raise CorruptPayload(f"payload {digest} holds {len(source_items)} experiences, and another payload "
-                                         f"refers to number {place}", digest=digest)
-                bases[number] = first + place
-                items[number] = self._completed(item, source_items[place], len(self._items) + number)
+                                         f"refers to number {base_number}", digest=digest)
+                bases[number] = first + base_number
+                items[number] = self._completed(item, source_items[base_number], len(self._items) + number)
         self._own.append(np.arange(numbers.start, numbers.stop) + self._first(payload))
         self._bases.append(np.array(bases, np.int64))
         self._items += items
@@ -144,6 +148,7 @@ class Decoder:
         return self._first(source), source.items
 
     def _first(self, payload: Payload) -> int:
+        """Return the row of the first experience of a payload, after giving rows to a new one."""
         if id(payload) not in self._firsts:
             self._firsts[id(payload)] = self._rows
             self._payloads.append(payload)

@@ -35,6 +35,7 @@ def json_lines(columns: Mapping[str, Any]) -> bytes:
 
 
 def require_parquet() -> Any:
+    """Return the module pyarrow, with its parquet part imported. Raises ConfigError if it is missing."""
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -49,13 +50,14 @@ def arrow_table(columns: Mapping[str, Any]) -> Any:
     Raises ConfigError if pyarrow is not installed.
     """
     pa = require_parquet()
-    text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
+    text_type, integer, floats = pa.string(), pa.int64(), pa.list_(pa.float32())
     types = {
-        "run": whole, "step": whole, "tokens": pa.list_(pa.int32()), "prompt_length": whole,
-        "action_mask": pa.list_(pa.bool_()), "logprobs": real, "reward": pa.float64(), "advantages": real,
-        "returns": real, "oldest_version": whole, "newest_version": whole, "attempt": whole, "trained_step": whole,
+        "run": integer, "step": integer, "tokens": pa.list_(pa.int32()), "prompt_length": integer,
+        "action_mask": pa.list_(pa.bool_()), "logprobs": floats, "reward": pa.float64(), "advantages": floats,
+        "returns": floats, "oldest_version": integer, "newest_version": integer, "attempt": integer,
+        "trained_step": integer,
     }
-    schema = pa.schema([(name, types.get(name, text)) for name in COLUMNS])
+    schema = pa.schema([(name, types.get(name, text_type)) for name in COLUMNS])
     return pa.Table.from_arrays([_arrow(pa, f.name, columns[f.name], f.type) for f in schema], schema=schema)
 
 
@@ -82,6 +84,7 @@ class ParquetTable:
         self._writer = require_parquet().parquet.ParquetWriter(file, schema, compression=compression)
 
     def write(self, columns: Mapping[str, Any]) -> None:
+        """Append these COLUMNS to the file, converted as by `arrow_table`."""
         self._writer.write_table(arrow_table(columns))
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,6 @@ __all__ = [
     "MOST_SPLICES", "KeptAnswer", "KeptRun", "KeptStep", "Run", "attempt", "chunk", "fingerprint", "frames",
     "kept_runs", "run_of", "step", "without_open_steps",
 ]
-
-MOST_SPLICES = 8
-"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
 
 Run = tuple[BatchId, str, int, int]
 """Identity of a run: batch, submission, task, run."""
@@ -65,7 +63,6 @@ class KeptAnswer:
     model: str = ""
     max_tokens: int = 0
     """Maximum number of tokens of the whole; 0 if it is unknown."""
-
 
     @property
     def refusal(self) -> str:
@@ -113,9 +110,9 @@ def fingerprint(*parts: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def _frame(head: dict[str, Any], *arrays: np.ndarray[Any, Any]) -> bytes:
+def _frame(head: dict[str, Any], arrays: bytes = b"") -> bytes:
     text = orjson.dumps(head)
-    body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)])
+    body = b"".join((_LENGTH.pack(len(text)), text, arrays))
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
@@ -134,10 +131,10 @@ def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int
     optional = {"spans": new.spans, "splices": new.splices, "end": new.finish, "text": new.text, "by": new.adapter,
                 "prompt": new.prompt, "forbids": new.forbids, "model": new.model, "most": new.max_tokens}
     head |= {name: value for name, value in optional.items() if value}
-    tokens = np.asarray(new.tokens, dtype=np.int32)
+    tokens = array("i", new.tokens).tobytes()
     if new.logprobs is None:
         return _frame(head, tokens)
-    return _frame({**head, "lp": 1}, tokens, np.asarray(new.logprobs, dtype=np.float32))
+    return _frame({**head, "lp": 1}, tokens + array("f", new.logprobs).tobytes())
 
 
 def step(

@@ -45,16 +45,16 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     if depth == 0:
         raise NotPlain("is nested too deeply")
     if isinstance(value, dict):
-        out = {}
+        copied = {}
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise NotPlain(f"has the key {key!r} of type {type(key).__name__}: JSON wants text")
             try:
-                out[plain(str.__str__(key), depth)] = plain(inner, depth - 1)
+                copied[plain(str.__str__(key), depth)] = plain(inner, depth - 1)
             except NotPlain as e:
                 e.path.append(f".{key}")
                 raise
-        return out
+        return copied
     if isinstance(value, list | tuple):
         items = []
         for i, inner in enumerate(value):

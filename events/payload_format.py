@@ -37,8 +37,8 @@ ColumnKey = tuple[str, str | None, str]
 _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)
 _METADATA: Final = "trinity_es"
-_RUNS_COST: Final = 80
-"""Bytes of one more tensor's entry."""
+_TENSOR_ENTRY_BYTES: Final = 80
+"""Bytes that one more tensor's entry takes in the file's header."""
 
 _CODES: Final = {
     "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -64,44 +64,46 @@ class Column(NamedTuple):
 # --- writing --------------------------------------------------------------------------------------------------------
 def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequence[str] = ()) -> bytes:
     """Return the file of these items (one per experience), arrays, and digests of sources."""
-    written: list[list[Any]] = []
+    entries: list[list[Any]] = []
     all_shapes: list[list[Any]] = []
     tensors: dict[str, Array] = {}
     for name, key, arrays in columns:
         for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
-            of_dtype = [a if a is not None and a.dtype == dtype else None for a in arrays]
-            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in of_dtype]
-            flat = np.concatenate([a.ravel() for a in of_dtype if a is not None])
-            number, shapes_or_index = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
-            tensors |= _as_runs(number, flat) or {number: flat}
-            written.append([name, key, DTYPES[dtype], shapes_or_index])
+            arrays_of_dtype = [a if a is not None and a.dtype == dtype else None for a in arrays]
+            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in arrays_of_dtype]
+            flat_array = np.concatenate([a.ravel() for a in arrays_of_dtype if a is not None])
+            tensor_name = str(len(entries))
+            tensors |= _as_runs(tensor_name, flat_array) or {tensor_name: flat_array}
+            shapes_or_column = all_shapes.index(shapes) if shapes in all_shapes else shapes
+            entries.append([name, key, DTYPES[dtype], shapes_or_column])
             all_shapes.append(shapes)
-    header = {"items": items, "columns": written} | ({"sources": list(sources)} if sources else {})
+    header = {"items": items, "columns": entries} | ({"sources": list(sources)} if sources else {})
     tensors["header"] = np.frombuffer(orjson.dumps(header), np.uint8)
     return _file(tensors, orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors)}).decode())
 
 
-def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
-    """Return an array as its runs' values and lengths, or None if that is not smaller."""
-    if not flat.size or flat.size >= 2**32:
+def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
+    """Return a flat array as two tensors, values and lengths of its runs of equal values; None if not smaller."""
+    if not flat_array.size or flat_array.size >= 2**32:
         return None
-    bits = flat.view(f"u{flat.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
-    begins = np.flatnonzero(bits[1:] != bits[:-1]) + 1
-    if (len(begins) + 1) * (flat.itemsize + 4) + _RUNS_COST >= flat.nbytes:
+    bits = flat_array.view(f"u{flat_array.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
+    later_starts = np.flatnonzero(bits[1:] != bits[:-1]) + 1
+    if (len(later_starts) + 1) * (flat_array.itemsize + 4) + _TENSOR_ENTRY_BYTES >= flat_array.nbytes:
         return None
-    begins = np.concatenate([[0], begins, [flat.size]])
-    return {number: flat[begins[:-1]], f"{number}.lengths": np.diff(begins).astype(np.uint32)}
+    bounds = np.concatenate([[0], later_starts, [flat_array.size]])
+    return {name: flat_array[bounds[:-1]], f"{name}.lengths": np.diff(bounds).astype(np.uint32)}
 
 
-def _file(tensors: dict[str, Array], mark: str) -> bytes:
+def _file(tensors: dict[str, Array], metadata: str) -> bytes:
     """Return a safetensors file, the widest numbers first, so that each lies at a multiple of its width."""
-    head: dict[str, Any] = {"__metadata__": {_METADATA: mark}}
-    at, parts = 0, list[Any]()
+    header: dict[str, Any] = {"__metadata__": {_METADATA: metadata}}
+    parts = list[Any]()
+    end = 0
     for name, tensor in sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0])):
-        offsets = [at, at := at + tensor.nbytes]
-        head[name] = {"dtype": _CODES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": offsets}
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, end]}
         parts.append(tensor.view(np.uint8).data)
-    text = orjson.dumps(head)
+    text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
@@ -138,13 +140,13 @@ class Payload:
 
     def __init__(self, data: bytes | bytearray | mmap, *, checked: bool = False) -> None:
         """Open the payload; `checked` skips the checksum, because the SHA-256 of the bytes was compared before."""
-        mark, self._tensors = _open_file(data)
-        if mark["version"] not in _VERSIONS:
+        metadata, self._tensors = _open_file(data)
+        if metadata["version"] not in _VERSIONS:
             raise CorruptPayload(
-                f"this payload has format version {mark['version']!r}, and this software reads up to {_VERSION}: "
+                f"this payload has format version {metadata['version']!r}, and this software reads up to {_VERSION}: "
                 "upgrade trinity-es"
             )
-        if not checked and mark["crc32"] != _checksum(self._tensors):
+        if not checked and metadata["crc32"] != _checksum(self._tensors):
             raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
         header = orjson.loads(self._tensors["header"].data)
         self.items: list[dict[str, Any]] = header["items"]
@@ -153,7 +155,7 @@ class Payload:
         in_order: list[FlatColumn] = []
         for number, (name, key, dtype, shapes) in enumerate(header["columns"]):
             column = in_order[shapes] if isinstance(shapes, int) else FlatColumn.of_shapes(_NONE, shapes)
-            column = replace(column, values=self._values(str(number), int(column.offsets[-1])))
+            column = replace(column, values=self._flat_array(str(number), int(column.offsets[-1])))
             in_order.append(column)
             self.columns[name, key, dtype] = column
         if any(len(column.present) != len(self.items) for column in in_order):
@@ -166,28 +168,28 @@ class Payload:
             raise CorruptPayload(f"this payload holds {len(self.items)} experiences, not {last}, as its reader expects")
         return range(first, last)
 
-    def _values(self, name: str, size: int) -> Array:
-        """Return a column's values; runs are expanded."""
-        values, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
+    def _flat_array(self, name: str, size: int) -> Array:
+        """Return a column's flat tensor of `size` numbers, expanded if it was stored as runs."""
+        flat_array, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
                 raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
-            return expanded(values, lengths, size)
-        if values.size != size:
+            return expanded(flat_array, lengths, size)
+        if flat_array.size != size:
             raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
-        return values
+        return flat_array
 
 
 def _open_file(data: bytes | bytearray | mmap) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes may raise any error."""
-    begin = 8 + int.from_bytes(data[:8], "little")
-    head = orjson.loads(memoryview(data)[8:begin])
-    mark = orjson.loads(head.pop("__metadata__")[_METADATA])
-    body = np.frombuffer(data, np.uint8)[begin:]
+    """Return our metadata and the tensors (views) of a safetensors file. Bad bytes may raise any error."""
+    body_start = 8 + int.from_bytes(data[:8], "little")
+    header = orjson.loads(memoryview(data)[8:body_start])
+    metadata = orjson.loads(header.pop("__metadata__")[_METADATA])
+    body = np.frombuffer(data, np.uint8)[body_start:]
     tensors = {}
-    for name, entry in head.items():
-        first, last = entry["data_offsets"]
-        tensors[name] = body[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    if max(entry["data_offsets"][1] for entry in head.values()) != len(body):
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        tensors[name] = body[start:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    if max(entry["data_offsets"][1] for entry in header.values()) != len(body):
         raise CorruptPayload("this payload is not as long as its header says: it was cut, or data was added")
-    return mark, tensors
+    return metadata, tensors

@@ -21,7 +21,7 @@ from trinity_es.events.atomic_file import sync
 
 __all__ = ["create_private", "holder", "make_private_folder", "open_private", "require_regular", "take_lock"]
 
-LOOK_SECONDS = 0.02
+RETRY_SECONDS = 0.02
 """Interval between two tries for a lock."""
 
 TELL_SECONDS = 2.0
@@ -55,23 +55,23 @@ def create_private(path: str | Path) -> None:
 
 
 def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None = None) -> str | None:
-    """Take the lock of an open file. Return None, or after `seconds` a description of its holder.
+    """Take the lock of an open file, and return None. If it is not free in `seconds`, describe its holder instead.
 
     `tell` gets that description after TELL_SECONDS, once. The lock ends with its process.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
-            waited = time.monotonic() - began
-            if waited >= seconds:
+            waited_seconds = time.monotonic() - started_at
+            if waited_seconds >= seconds:
                 return holder(handle)
-            if tell is not None and waited >= TELL_SECONDS:
+            if tell is not None and waited_seconds >= TELL_SECONDS:
                 tell(holder(handle))
                 tell = None
-        time.sleep(LOOK_SECONDS)
+        time.sleep(RETRY_SECONDS)
 
 
 def holder(handle: int) -> str:
@@ -84,20 +84,24 @@ def holder(handle: int) -> str:
         return "another process"
     # "1: FLOCK  ADVISORY  WRITE 3012 fd:01:131189 0 EOF"; waiting processes have "->" before it. On layered file
     # systems the device there differs from stat's.
-    held = re.compile(rf"\d+: FLOCK +\S+ +\S+ +(\d+) +(\S+):{status.st_ino} ")
-    pids = [(m[2] == device, int(m[1])) for line in lines if (m := held.match(line))]
-    return _description(max(pids)[1]) if pids else "another process, which can't be seen from here"
+    holder_line = re.compile(rf"\d+: FLOCK +\S+ +\S+ +(\d+) +(\S+):{status.st_ino} ")
+    matches = [match for line in lines if (match := holder_line.match(line))]
+    if not matches:
+        return "another process, which can't be seen from here"
+    best = max(matches, key=lambda match: (match[2] == device, int(match[1])))  # preferably with stat's device
+    return _description(int(best[1]))
 
 
 def _description(pid: int) -> str:
+    """Describe a process by its pid, its user, and the beginning of its command if it is of this user."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        owner = os.stat(f"/proc/{pid}").st_uid
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        user_id = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return f"process {pid}"
     try:
-        name = pwd.getpwuid(owner).pw_name
+        user = pwd.getpwuid(user_id).pw_name
     except KeyError:
-        name = str(owner)
-    command = f" ({words[:60]})" if words and owner == os.geteuid() else ""
-    return f"process {pid}{command} of user {name}"
+        user = str(user_id)
+    command = f" ({command_line[:60]})" if command_line and user_id == os.geteuid() else ""
+    return f"process {pid}{command} of user {user}"

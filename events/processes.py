@@ -11,9 +11,11 @@ import resource
 import signal
 from pathlib import Path
 
-__all__ = ["LEAST_FILES", "end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here"]
+__all__ = [
+    "LEAST_FILES", "end_with_parent", "process_lives", "process_start_time", "raise_file_limit", "seen_from_here",
+]
 
-OPEN_FILES = 65536
+WANTED_FILES = 65536
 """Number of files that each process of ours may open, if this user may open that many."""
 LEAST_FILES = 128
 """Number of files that a process of a small system may need: a runner that plays 16 units has 70 open."""
@@ -27,7 +29,7 @@ _ENDED = "ZX"
 def process_start_time(pid: int) -> str | None:
     """Return the start of a process, which identifies it together with its pid; None if it has ended.
 
-    A zombie has ended. Without an init that reaps orphans, as in some containers, it stays for ever.
+    A zombie counts as ended. Without an init that reaps orphans, as in some containers, it stays for ever.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
@@ -39,15 +41,15 @@ def process_start_time(pid: int) -> str | None:
     return f"{fields[19]}@{_boot_and_namespace()}"
 
 
-def open_files() -> int:
+def raise_file_limit() -> int:
     """Raise this process's limit of open files, since each client needs some, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    target = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft == resource.RLIM_INFINITY:
-        return OPEN_FILES
-    if soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return max(soft, limit)
+        return WANTED_FILES
+    if soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return max(soft, target)
 
 
 def process_lives(pid: int, started: object) -> bool:
@@ -69,13 +71,15 @@ def seen_from_here(started: object) -> bool | None:
 
     False: its boot is over, or it runs on another machine. Only its host name shows which.
     """
-    place, own_place = str(started).partition("@")[2], _boot_and_namespace()
-    if place == own_place:
+    boot_and_namespace, own = str(started).partition("@")[2], _boot_and_namespace()
+    if boot_and_namespace == own:
         return True
-    return None if place.partition("/")[0] == own_place.partition("/")[0] else False
+    is_same_boot = boot_and_namespace.partition("/")[0] == own.partition("/")[0]
+    return None if is_same_boot else False
 
 
 def _boot_and_namespace() -> str:
+    """Return the id of the machine's boot and of this pid namespace, as `boot/namespace`; "-" for an unreadable one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 def quickly_pickled(cls: type[T]) -> type[T]:
     """Make a frozen dataclass with slots and at least two fields pickle by the values of its fields, in order."""
-    patched: Any = cls
+    patched: Any = cls  # the same class, for mypy
     names = [f.name for f in fields(patched)]
     setters = [vars(patched)[name].__set__ for name in names]
-    values = attrgetter(*names)
+    get_values = attrgetter(*names)
 
     def set_state(self: T, values: tuple[Any, ...]) -> None:
         for setter, value in zip(setters, values, strict=True):
             setter(self, value)
 
-    patched.__getstate__, patched.__setstate__ = lambda self: values(self), set_state
+    patched.__getstate__, patched.__setstate__ = lambda self: get_values(self), set_state
     return cls

@@ -36,9 +36,10 @@ SECRET_KEYS = (
 )
 """Keys of secrets, alone or after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
 
-_MANY = tuple(f"{key}s" for key in SECRET_KEYS if key not in ("token", "auth", "pwd", "authorization", "credentials"))
-"""Keys of several secrets: `api_keys`. Plain `tokens` is not one of them, since those are a model's."""
-_TOKENS = tuple(f"{kind}_tokens" for kind in ("api", "auth", "access", "refresh", "bearer", "hf"))
+_WITHOUT_PLURAL = ("token", "auth", "pwd", "authorization", "credentials")
+_PLURALS = tuple(f"{key}s" for key in SECRET_KEYS if key not in _WITHOUT_PLURAL)
+"""Keys of several secrets, such as `api_keys`. Plain `tokens` is not one of them, since those are a model's."""
+_TOKENS_KEYS = tuple(f"{kind}_tokens" for kind in ("api", "auth", "access", "refresh", "bearer", "hf"))
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_KEYS?")
 """Name of an environment variable that holds a key: `OPENAI_KEY`."""
 
@@ -48,15 +49,15 @@ NO_SECRETS = re.compile(
 )
 """Keys that end with `token` and mean a token of a vocabulary."""
 
-_LOOKS = re.compile(
+_SECRET_FORM = re.compile(
     r"(?i:bearer |basic )\S{8,}|(sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
     r"github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"
 )
-_WITHIN = re.compile(
+_SECRET_IN_TEXT = re.compile(
     r"(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?i:bearer|basic)\s+(?P<value>[^\s'\"]{8,})|"
     r"(?P<key>\b(sk|rk)-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b)"
 )
-"""Secret inside a longer text. It is stricter than `_LOOKS`, since a prompt may speak of tokens and bearers."""
+"""Secret inside a longer text. It is stricter than `_SECRET_FORM`, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
 _URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
 """Passwords of URLs inside a longer text."""
@@ -76,11 +77,13 @@ class Secret(str):
 
 @lru_cache(4096)  # tasks have the same keys, thousands of times
 def is_secret_key(key: str) -> bool:
+    """Return True if this is a secret's key in any spelling: `hf_token`, `hfToken`, `X-Api-Key`, `OPENAI_KEY`."""
     if _VARIABLE.fullmatch(key):
         return True
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
-    fits = any(name == secret or name.endswith(f"_{secret}") for secret in (*SECRET_KEYS, *_MANY, *_TOKENS))
-    return fits and not NO_SECRETS.search(name)
+    secret_keys = (*SECRET_KEYS, *_PLURALS, *_TOKENS_KEYS)
+    is_secret_name = any(name == secret or name.endswith(f"_{secret}") for secret in secret_keys)
+    return is_secret_name and not NO_SECRETS.search(name)
 
 
 def is_secret(key: str, value: Any) -> bool:
@@ -89,20 +92,22 @@ def is_secret(key: str, value: Any) -> bool:
         return True
     if not isinstance(value, str) or not value or value == MASK or is_reference(value):
         return False
-    named = is_secret_key(key) and not re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value)
-    return named or bool(_LOOKS.fullmatch(value) or _URL_PASSWORD.match(value) or _WITHIN.search(value))
+    is_placeholder = re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value) is not None
+    if is_secret_key(key) and not is_placeholder:
+        return True
+    return bool(_SECRET_FORM.fullmatch(value) or _URL_PASSWORD.match(value) or _SECRET_IN_TEXT.search(value))
 
 
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
-    """Return a JSON value with every secret in it replaced.
+    """Return a JSON value in which `by(secret)` replaces every secret. `key`: the key of the value.
 
     Values in a list, or under a secret's key (`api_keys: {openai: ...}`), count as under that key.
     """
     if isinstance(value, Mapping):
         if (text := marked_text(value)) is not None:
             return by(text)
-        several = is_secret_key(key)
-        return {k: replaced(v, by, key if several else str(k)) for k, v in value.items()}
+        is_all_secret = is_secret_key(key)
+        return {k: replaced(v, by, key if is_all_secret else str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [replaced(v, by, key) for v in value]
     return by(str(value)) if is_secret(key, value) else value
@@ -124,8 +129,8 @@ def unmarked(value: Any) -> Any:
         return {k: unmarked(v) for k, v in value.items()} if text is None else Secret(text)
     if isinstance(value, list | tuple):
         return [unmarked(v) for v in value]
-    get = getattr(value, "get_secret_value", None)
-    return value if get is None else Secret(get())
+    get_secret = getattr(value, "get_secret_value", None)
+    return value if get_secret is None else Secret(get_secret())
 
 
 def marked_text(value: Any) -> str | None:
@@ -145,7 +150,8 @@ def mask(value: Any) -> Any:
 
 
 def _mask_text(value: str) -> str:
-    if type(value) is not str or _LOOKS.fullmatch(value):
+    """Mask a secret: only the password of a URL, only the secrets in a longer text, otherwise all of it."""
+    if type(value) is not str or _SECRET_FORM.fullmatch(value):  # a `Secret`, or one by its form
         return MASK
     if password := _URL_PASSWORD.search(value):
         return value[: password.start(1)] + MASK + value[password.end(1) :]
@@ -154,7 +160,7 @@ def _mask_text(value: str) -> str:
 
 
 def _mask_within(text: str) -> str:
-    return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
+    return _SECRET_IN_TEXT.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
 
 
 def masked_text(text: str, environment: Mapping[str, str]) -> str:
@@ -166,12 +172,14 @@ def masked_text(text: str, environment: Mapping[str, str]) -> str:
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:
-    """Return the keys whose values `mask` changed."""
+    """Return the paths of the values that `mask` changed, such as `servers[0].api_key`. `path`: that of the value."""
     if isinstance(value, Mapping):
-        return [k for key, v in value.items() for k in masked_keys(v, f"{path}.{key}" if path else str(key))]
-    if isinstance(value, list):
-        return [k for i, v in enumerate(value) for k in masked_keys(v, f"{path}[{i}]")]
-    return [path] if isinstance(value, str) and MASK in value else []
+        parts = [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+    else:
+        return [path] if isinstance(value, str) and MASK in value else []
+    return [masked_path for part_path, inner in parts for masked_path in masked_keys(inner, part_path)]
 
 
 class SecretFile:
@@ -183,7 +191,7 @@ class SecretFile:
 
     def hide(self, value: Any) -> Any:
         """Return a task's fields with names in place of its secrets. Raises DataError if they can't be stored."""
-        return replaced(value, self._keep)
+        return replaced(value, self._store)
 
     def reveal(self, value: Any) -> Any:
         """Return a task's fields with its secrets restored. Raises DataError for a secret that this machine lacks."""
@@ -191,8 +199,8 @@ class SecretFile:
             return {k: self.reveal(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.reveal(v) for v in value]
-        name = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        return value if name is None else self._look_up(name[1])
+        reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        return value if reference is None else self._look_up(reference[1])
 
     def scrubbed(self, text: str) -> str:
         """Return a text, such as a workflow's error, with `***` for every secret that was revealed here."""
@@ -201,15 +209,16 @@ class SecretFile:
                 text = text.replace(value, MASK)
         return text
 
-    def stands_in(self, value: Any) -> bool:
+    def holds_secret(self, value: Any) -> bool:
         """Return True if a JSON value holds a secret that was revealed here."""
         if isinstance(value, Mapping):
-            return any(self.stands_in(part) for pair in value.items() for part in pair)
+            return any(self.holds_secret(part) for pair in value.items() for part in pair)
         if isinstance(value, list | tuple):
-            return any(self.stands_in(part) for part in value)
+            return any(self.holds_secret(part) for part in value)
         return isinstance(value, str) and self.scrubbed(value) != value
 
     def _look_up(self, name: str) -> str:
+        """Return a secret by its name, reading the file again if the name is new. Raises DataError."""
         if name not in self._values:
             self._read()
         try:
@@ -232,25 +241,26 @@ class SecretFile:
                 continue  # cut off by a crash, before any task referred to it
             self._values[name] = value
 
-    def _keep(self, value: str) -> str:
+    def _store(self, value: str) -> str:
+        """Write a secret into the file unless it is there, and return its name, `${secret:...}`."""
         try:
             make_private_folder(self._path.parent)
             handle = open_private(self._path, os.O_RDWR | os.O_APPEND)
             try:
-                if (other := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
-                    raise DataError(f"the secret of a task can't be kept: {other} holds {self._path}")
+                if (lock_holder := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
+                    raise DataError(f"the secret of a task can't be kept: {lock_holder} holds {self._path}")
                 self._read()
-                fresh = []
+                new_lines = []
                 if "salt" not in self._values:  # without it a reader of the log could guess passwords by their names
-                    fresh.append(("salt", randomness.token_hex(16)))
-                salt = self._values.setdefault("salt", fresh[0][1] if fresh else "")
+                    new_lines.append(("salt", randomness.token_hex(16)))
+                salt = self._values.setdefault("salt", new_lines[0][1] if new_lines else "")
                 name = hmac.digest(salt.encode(), value.encode(), "sha256").hex()[:24]
                 if self._values.get(name) != value:
-                    fresh.append((name, value))
-                if fresh:
-                    os.write(handle, b"\n" + b"\n".join(map(orjson.dumps, fresh)) + b"\n")
+                    new_lines.append((name, value))
+                if new_lines:
+                    os.write(handle, b"\n" + b"\n".join(map(orjson.dumps, new_lines)) + b"\n")
                     os.fsync(handle)
-                    self._values.update(fresh)
+                    self._values.update(new_lines)
             finally:
                 os.close(handle)
         except OSError as e:

@@ -56,7 +56,8 @@ class BatchLifecycleState(StrEnum):
 
 _LEADING_INT = re.compile(r"\d+")
 _BATCH_ID_LENGTH = 200
-_LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
+_AMBIGUOUS_TEXT_ID = re.compile(r"-?\d+\Z|'")
+"""Text id that looks like a number or begins with a quote, so that its stream's name needs quotes."""
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
@@ -97,6 +98,7 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
 
 
 def shown(value: Any) -> str:
+    """Return a value as ASCII text for an error message, cut to 80 characters."""
     try:
         text = ascii(value)
     except Exception:  # of a number with too many digits, of a list that holds itself
@@ -130,7 +132,7 @@ def batch_stream(batch_id: BatchId) -> str:
     """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError."""
     if not isinstance(batch_id, str):
         return f"batch/{require_batch_id(batch_id)}"
-    return f"batch/'{batch_id}'" if _LOOKS_OTHER.match(batch_id) else f"batch/{batch_id}"
+    return f"batch/'{batch_id}'" if _AMBIGUOUS_TEXT_ID.match(batch_id) else f"batch/{batch_id}"
 
 
 class Args(dict[str, Any]):
@@ -276,9 +278,9 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 def task_to_dict(task: Task) -> dict[str, Any]:
     """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the type."""
-    out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
+    data: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:
-        out["reward_fn"] = class_path(task.reward_fn)
+        data["reward_fn"] = class_path(task.reward_fn)
     for name in _ENCODED:
         value = getattr(task, name)
         if value is None or value is False or (value == {} and name != "raw_task"):
@@ -299,8 +301,8 @@ def task_to_dict(task: Task) -> dict[str, Any]:
                 f"task field {culprit} can't be written as JSON; put plain values there "
                 "(numbers, text, lists, dicts) and load heavy objects inside the workflow"
             )
-        out[name] = value
-    return out
+        data[name] = value
+    return data
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
@@ -308,21 +310,22 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Return the place of a value that is not plain JSON. orjson would silently convert dates, dataclasses and NaN."""
+    """Return path and type of the first part that is not plain JSON, or None. orjson would convert dates and NaN."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{path} is {value}, which"
     if isinstance(value, dict):
-        for k, v in value.items():
-            if not isinstance(k, str):
-                return f"{path}[{k!r}] (key of type {type(k).__name__})"
-            culprit = _not_plain(v, f"{path}.{k}")
-            if culprit:
-                return culprit
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return f"{path}[{key!r}] (key of type {type(key).__name__})"
+            place = _not_plain(inner, f"{path}.{key}")
+            if place is not None:
+                return place
         return None
     if isinstance(value, list | tuple):
-        return next((c for i, v in enumerate(value) if (c := _not_plain(v, f"{path}[{i}]"))), None)
+        places = (_not_plain(inner, f"{path}[{i}]") for i, inner in enumerate(value))
+        return next((place for place in places if place is not None), None)
     return f"{path} (a {type(value).__name__})"
 
 
@@ -332,12 +335,12 @@ def require_finite(value: Any, path: str = "value") -> None:
         if not math.isfinite(value):
             raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)
     elif isinstance(value, dict):
-        for k, v in value.items():
-            require_finite(v, f"{path}.{k}")
+        for key, inner in value.items():
+            require_finite(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            require_finite(v, f"{path}[{i}]")
+        for i, inner in enumerate(value):
+            require_finite(inner, f"{path}[{i}]")
     elif is_dataclass(value):
-        for f in fields(value):
-            require_finite(getattr(value, f.name), f"{path}.{f.name}")
+        for field_ in fields(value):
+            require_finite(getattr(value, field_.name), f"{path}.{field_.name}")
 

@@ -24,6 +24,7 @@ def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterR
 
 
 def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
+    """Return the newest version of each adapter that is not removed, by name."""
     return {name: event for name, event in sorted(adapters.items()) if isinstance(event, ev.AdapterPublished)}
 
 
@@ -55,6 +56,7 @@ class AdapterVersion:
 
 
 def adapter_history(recorded: Iterable[Recorded]) -> list[AdapterVersion]:
+    """Return every published version of the adapters, in order, with its loads and its removal."""
     versions: dict[tuple[str, int], AdapterVersion] = {}
     for item in recorded:
         event, at = item.event, item.recorded_at

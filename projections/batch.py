@@ -51,7 +51,9 @@ class Flight:
 class TaskState:
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
+    """Result of each completed run, by run."""
     failed: dict[int, str] = field(default_factory=dict)
+    """Message of the last failure of each run that failed for good, by run."""
     payloads: list[ev.PayloadRef] = field(default_factory=list)
     seconds: float = 0.0
     """Duration of its longest successful attempt."""
@@ -61,13 +63,16 @@ class TaskState:
     is_eval: bool = False
     """An eval task, whose experiences are not kept."""
     attempts: int = 0
+    """Highest number of an attempt so far."""
     reopened: str = ""
+    """Id of the request that had the task run again; empty if none had."""
 
     @property
     def settled(self) -> bool:
         return len(self.done) + len(self.failed) == self.total_runs
 
     def status(self) -> Status:
+        """Return the outcome so far: completed runs with their metrics, and a message if runs failed or are open."""
         message = None
         if len(self.done) < self.total_runs:
             message = f"{len(self.done)}/{self.total_runs} runs completed."
@@ -155,9 +160,10 @@ class BatchState:
     def has_enough(self) -> bool:
         """True if the batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
         total = self.expected_task_count
-        needed = total if self.min_wait_num is None else min(self.min_wait_num, total)
-        added = range(total - self.added_task_count, total)
-        return len(self.statuses) >= needed and all(t in self.statuses or t in self.dropped for t in added)
+        needed_count = total if self.min_wait_num is None else min(self.min_wait_num, total)
+        added_tasks = range(total - self.added_task_count, total)
+        has_added = all(task in self.statuses or task in self.dropped for task in added_tasks)
+        return len(self.statuses) >= needed_count and has_added
 
     @property
     def is_complete(self) -> bool:
@@ -174,9 +180,10 @@ class BatchState:
 
     @property
     def failed_whole(self) -> bool:
-        """The batch is finalized, and no run of its delivered tasks succeeded."""
-        settled = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
-        return settled and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
+        """True if the batch is finalized, and no run of its delivered tasks succeeded."""
+        if self.state is not BatchLifecycleState.FINALIZED or not self.statuses:
+            return False
+        return not any(self.tasks[task].done for task in self.statuses.keys() | self.partial)
 
     def task_status(self, task: int) -> Status:
         """Return a task's status as a Scheduler gives it: one dict of metrics over all runs, and each run's own."""
@@ -205,6 +212,7 @@ def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
+    """Apply these events to `state`, or from the batch's first event on. None: there is no event."""
     for event in events:
         state = evolve(state, event)
     return state
@@ -249,9 +257,9 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             state.partial.update(event.kept)
             state.cut.update(event.cut)
             tasks = set(event.tasks)
-            state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
-            state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
-            state.lost = {k: life for k, life in state.lost.items() if k[0] not in tasks}
+            state.pending = OrderedDict((key, unit) for key, unit in state.pending.items() if key[0] not in tasks)
+            state.flights = {key: flight for key, flight in state.flights.items() if key[0] not in tasks}
+            state.lost = {key: life for key, life in state.lost.items() if key[0] not in tasks}
         case ev.TaskReopened():
             _reopen(state, event)
         case ev.ResultsTaken():
@@ -282,6 +290,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
 
 
 def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
+    """Return the state of a batch just submitted. `version`: stream version before this event."""
     state = BatchState(
         batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=0, min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
@@ -295,22 +304,24 @@ def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
 def _add_tasks(state: BatchState, event: ev.BatchSubmitted | ev.TasksAdded) -> None:
     """Add the tasks of an event, numbered after the earlier ones, and their units in dispatch order."""
     evals = set(event.evals)
-    for number, runs in enumerate(event.repeat_times, len(state.tasks)):
-        state.tasks.append(TaskState(total_runs=runs, is_eval=number in evals))
-        step = min(event.runs_per_unit or runs, runs)
-        for base in range(0, runs, step):
-            unit = ev.Unit(task=number, run_id_base=base, runs=min(step, runs - base), attempt=1)
-            state.pending[number, base] = unit
+    for task, runs in enumerate(event.repeat_times, len(state.tasks)):
+        state.tasks.append(TaskState(total_runs=runs, is_eval=task in evals))
+        runs_per_unit = min(event.runs_per_unit or runs, runs)
+        for first_run in range(0, runs, runs_per_unit):
+            unit = ev.Unit(task=task, run_id_base=first_run, runs=min(runs_per_unit, runs - first_run), attempt=1)
+            state.pending[task, first_run] = unit
     state.expected_task_count = len(state.tasks)
 
 
 def _count_seconds(state: BatchState, task: TaskState, seconds: float) -> None:
+    """Count an attempt in the mean attempt time, unless it is of an eval."""
     if state.batch_type != "eval" and not task.is_eval:
         state.timed_attempts += 1
         state.timed_seconds += seconds
 
 
 def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
+    """Count runs of the unit `key` (task, first run) as ended; after its last run, remove it from `flights`."""
     flight = state.flights.get(key)
     if flight is not None:
         flight.open_runs -= runs
@@ -319,6 +330,7 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
 
 
 def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
+    """Add the results of finished runs, and the task's status if it is settled now."""
     task = state.tasks[event.task]
     for run in event.runs:
         task.done[run.run] = run
@@ -334,6 +346,7 @@ def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
 
 
 def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
+    """Put failed runs back into `pending`, or record them as failed for good."""
     task = state.tasks[event.task]
     state.failed_attempts += 1
     if task.first_error is None:
@@ -344,16 +357,16 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     strikes = (0 if flight is None else flight.strikes) + event.blamed  # one attempt may fail in several events
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
     if event.retry:
-        for base, runs in contiguous(event.failed_runs):
-            state.pending[event.task, base] = ev.Unit(
-                task=event.task, run_id_base=base, runs=runs, attempt=event.attempt + 1
+        for first_run, runs in contiguous(event.failed_runs):
+            state.pending[event.task, first_run] = ev.Unit(
+                task=event.task, run_id_base=first_run, runs=runs, attempt=event.attempt + 1
             )
-            state.avoid[event.task, base] = event.runner
+            state.avoid[event.task, first_run] = event.runner
             if event.kind in ("runner_lost", "infra"):  # its workflow did nothing wrong and may go on
-                state.lost[event.task, base] = event.runner, event.incarnation
+                state.lost[event.task, first_run] = event.runner, event.incarnation
                 if flight is not None and flight.kept is not None:
-                    state.kept[event.task, base] = flight.kept
-            state.strikes[event.task, base] = strikes
+                    state.kept[event.task, first_run] = flight.kept
+            state.strikes[event.task, first_run] = strikes
     else:
         task.ended_by = task.ended_by or f"{event.kind}: {event.message}"
         task.failed |= dict.fromkeys(event.failed_runs, event.message)
@@ -364,8 +377,8 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
     """Note what was kept of a lost attempt. Its strike is taken back if it got further than the attempts before it."""
     key = event.task, event.run_id_base
-    before = state.kept.get(key)
-    if (event.tokens, event.steps) > ((0, 0) if before is None else (before.tokens, before.steps)):
+    earlier = state.kept.get(key)
+    if (event.tokens, event.steps) > ((0, 0) if earlier is None else (earlier.tokens, earlier.steps)):
         state.strikes[key] = max(0, state.strikes.get(key, 0) - 1)
     state.lost.pop(key, None)
     state.kept[key] = event
@@ -373,9 +386,9 @@ def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
 
 def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     """Reset a task to its submitted state, but keep its attempt count, and the batch's times and oldest weights."""
-    before = state.tasks[event.task]
+    task = state.tasks[event.task]
     state.tasks[event.task] = TaskState(
-        total_runs=before.total_runs, is_eval=before.is_eval, attempts=before.attempts, reopened=event.request
+        total_runs=task.total_runs, is_eval=task.is_eval, attempts=task.attempts, reopened=event.request
     )
     state.statuses.pop(event.task, None)
     state.dropped.pop(event.task, None)

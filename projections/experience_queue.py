@@ -57,9 +57,9 @@ class Delivery:
         """Undo the takes for steps after this one."""
         takes, self.takes = self.takes, []
         self.use_counts[:], self.taken_at[:] = 0, -math.inf
-        for item, at, for_step in takes:
-            if for_step is None or for_step <= step:
-                self.take(item, at, for_step)
+        for item, at, step_of_take in takes:
+            if step_of_take is None or step_of_take <= step:
+                self.take(item, at, step_of_take)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,12 +104,15 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
 
 
 def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
+    """Add the delivery of a finalized batch as the newest."""
     import numpy as np
 
     count = event.selected
-    versions = np.zeros(count, np.int64)
-    recorded = [v for times, v in event.model_versions for v in [v] * times][:count]
-    versions[: len(recorded)] = recorded
+    versions = np.zeros(count, np.int64)  # 0 if the event does not have the version
+    recorded: list[int] = []
+    for repeats, version_of_weights in event.model_versions:
+        recorded += [version_of_weights] * repeats
+    versions[: len(recorded)] = recorded[:count]  # a slice beyond the end is as long as the array
     state.deliveries[stream, version] = Delivery(
         batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,
         use_counts=np.zeros(count, np.int32), taken_at=np.full(count, -np.inf),
@@ -118,6 +121,7 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
 
 
 def _trim(state: QueueState) -> None:
+    """Remove the oldest deliveries beyond the capacity, but never the newest, and count what was not used of them."""
     while state.size > state.capacity and len(state.deliveries) > 1:
         _, oldest = state.deliveries.popitem(last=False)
         state.size -= len(oldest.use_counts)
@@ -158,22 +162,22 @@ def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorde
         if room <= 0:
             break
         if freed.get(stream, 0) < first:
-            last = log.last(stream, "BatchFinalized", after=first)
-            assert last is not None
-            assert isinstance(last.event, ev.BatchFinalized)
-            deliveries.append(last)
-            room -= last.event.selected
+            last_finalized = log.last(stream, "BatchFinalized", after=first)
+            assert last_finalized is not None
+            assert isinstance(last_finalized.event, ev.BatchFinalized)
+            deliveries.append(last_finalized)
+            room -= last_finalized.event.selected
     return deliveries
 
 
 def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
     """Add the deliveries that `find_older` returned, without batches that were submitted again or freed meanwhile."""
     unread = state.unread
-    newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
+    newer_deliveries, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(deliveries, key=lambda r: r.position):
         if item.stream in unread and isinstance(item.event, ev.BatchFinalized) and item.event.selected:
             _add(state, item.stream, item.version, item.event)
-    state.deliveries |= newer
+    state.deliveries |= newer_deliveries
     unused = state.unused
     _trim(state)
     state.unused = unused  # a delivery that does not fit was counted when it left
@@ -181,11 +185,11 @@ def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:
     """Return the references to `count` experiences, from index `first` of all that `refs` name in order."""
-    out = []
+    sliced = []
     for ref in refs:
-        skipped = min(first, ref.count)
-        taken = min(ref.count - skipped, count)
-        if taken:
-            out.append(ev.PayloadRef(digest=ref.digest, first=ref.first + skipped, count=taken))
-        first, count = first - skipped, count - taken
-    return out
+        skip_count = min(first, ref.count)
+        take_count = min(ref.count - skip_count, count)
+        if take_count:
+            sliced.append(ev.PayloadRef(digest=ref.digest, first=ref.first + skip_count, count=take_count))
+        first, count = first - skip_count, count - take_count
+    return sliced

@@ -36,7 +36,8 @@ def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
     for item in recorded:
         match item.event:
             case ev.RunsFinished() as event:  # or its subclass TaskFinished
-                digests |= {event.payload.digest} if event.payload is not None else set()
+                if event.payload is not None:
+                    digests.add(event.payload.digest)
             case ev.BatchFinalized() | ev.ExperiencesProcessed() as event:
                 digests |= {ref.digest for ref in event.experiences}
             case ev.AttemptKept() as event:

@@ -47,6 +47,7 @@ Hosts = dict[str, Host]
 
 
 def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
+    """Apply one event in place. Events of an earlier epoch of a host change nothing."""
     if isinstance(event, ev.HostJoined):
         hosts[event.host] = Host(
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
@@ -69,7 +70,7 @@ def left_reason(host: str, why: str) -> str:
 
 
 def went_with_host(runner: str, reason: str) -> bool:
-    """Return whether a runner that ended for this reason went with its host, so that the runner is not at fault."""
+    """Return True if a runner that ended for this reason ended with its host, so that the runner is not at fault."""
     host = host_of(runner)
     return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))
 

@@ -27,9 +27,9 @@ class KeptFold(Generic[T]):
         """Fold the new events. `read(position)` gives the stream's events after that position."""
         value, self.value = self.value, None
         if value is not None:
-            events = iter(read(self._position - 1))
-            last = next(events, None)
-            if last is None or (last.position, last.hash) != (self._position, self._hash):
+            events = iter(read(self._position - 1))  # with the last folded event, to compare its hash
+            last_folded = next(events, None)
+            if last_folded is None or (last_folded.position, last_folded.hash) != (self._position, self._hash):
                 value = None
         if value is None:
             events = iter(read(0))
@@ -37,6 +37,7 @@ class KeptFold(Generic[T]):
         return self.value
 
     def _remember_last(self, events: Iterator[Recorded]) -> Iterator[Recorded]:
+        """Yield these events, remembering position and hash of the last one."""
         for item in events:
             self._position, self._hash = item.position, item.hash
             yield item

@@ -11,7 +11,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 
-__all__ = ["OpenLease", "OpenLeases", "evolve_leases"]
+__all__ = ["OpenLease", "OpenLeases", "check_attachment", "evolve_leases"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class OpenLease:
         return self.taken.expires - self.taken.ttl
 
     @property
-    def made_by(self) -> float:
+    def creation_deadline(self) -> float:
         """Unix seconds after which the provider can no longer create the resource."""
         return self.taken_at + self.taken.creation_timeout
 
@@ -58,7 +58,7 @@ OpenLeases = dict[str, OpenLease]
 
 
 def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
-    """Apply one event in place. Raises LogCorrupt if the event can't follow."""
+    """Apply one event in place. Raises LogCorrupt if it can't follow those before."""
     if isinstance(event, ev.LeaseTaken):
         if event.lease in leases:
             raise LogCorrupt(f"lease {event.lease} is taken twice")
@@ -77,7 +77,17 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
             leases[key] = replace(lease, orphaned=event.reason)
         case ev.LeaseReleaseFailed() if lease.orphaned:
             leases[key] = replace(lease, error=event.error, tries=event.tries)
-        case ev.LeaseReleased() if event.by == "owner" or lease.orphaned:
+        case ev.LeaseReleased() if event.by != "coordinator" or lease.orphaned:
             del leases[key]
         case _:
             raise LogCorrupt(f"{type(event).__name__} of lease {key}, which is {lease.state}")
+
+
+def check_attachment(leases: OpenLeases, event: ev.Event) -> None:
+    """Raise LogCorrupt if a lease takes over the resource of another run, or of a lease that has none."""
+    if isinstance(event, ev.LeaseTaken) and event.attaches:
+        earlier, of = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
+        if earlier is None or not earlier.held or earlier.orphaned or of != (
+            earlier.taken.submission, earlier.taken.unit.task, earlier.taken.run
+        ):
+            raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run")

@@ -43,7 +43,7 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
     """Aggregate the metrics of a run's experiences, in order. Names keep suffixes except `:mean`. Raises DataError."""
-    return {key: _REDUCTIONS[how](values) for key, (how, values) in _by_key(experiences).items()}
+    return {key: _REDUCTIONS[statistic](values) for key, (statistic, values) in _by_key(experiences).items()}
 
 
 def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) -> Metrics:
@@ -58,18 +58,18 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) 
     """
     if not is_eval:
         return aggregate_run(runs)
-    out: Metrics = {}
-    for key, (how, values) in _by_key(runs).items():
-        if how != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
-            out[key] = _REDUCTIONS[how](values)
+    aggregated: Metrics = {}
+    for key, (statistic, values) in _by_key(runs).items():
+        if statistic != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
+            aggregated[key] = _REDUCTIONS[statistic](values)
             continue
         n = max(total_runs, len(values))
-        out[f"{key}/mean@{n}"] = _mean(values)
-        out[f"{key}/std@{n}"] = _std(values)
+        aggregated[f"{key}/mean@{n}"] = _mean(values)
+        aggregated[f"{key}/std@{n}"] = _std(values)
         powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
         for k in (*powers, n) if n > 1 else ():
-            out[f"{key}/best@{k}"], out[f"{key}/worst@{k}"] = _best_and_worst(values, k)
-    return out
+            aggregated[f"{key}/best@{k}"], aggregated[f"{key}/worst@{k}"] = _best_and_worst(values, k)
+    return aggregated
 
 
 def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
@@ -91,46 +91,48 @@ def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_st
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
     """Return the number of runs that lack a metric, for each averaged metric that other runs have. Raises DataError."""
-    count, having = 0, Counter[str]()
+    run_count, counts_by_name = 0, Counter[str]()
     for metrics in runs:
-        count += 1
-        having.update(key for key, (how, _) in _by_key([metrics]).items() if how == "mean")
-    return {name: count - present for name, present in having.items() if present < count}
+        run_count += 1
+        counts_by_name.update(key for key, (statistic, _) in _by_key([metrics]).items() if statistic == "mean")
+    return {name: run_count - count for name, count in counts_by_name.items() if count < run_count}
 
 
 def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
-    out: Metrics = {}
-    for key, (how, values) in _by_key(tasks).items():
+    """Compute `stats` of each metric over the tasks; if they are empty, only the mean, as `<prefix>/<name>`."""
+    aggregated: Metrics = {}
+    for key, (statistic, values) in _by_key(tasks).items():
         name = f"{prefix}/{_parse(key)[0]}" if prefix else _parse(key)[0]
-        if how == "mean" and not stats:
-            out[name] = _mean(values)
-        for stat in stats if how == "mean" else (how,):
-            out[f"{name}/{stat}"] = _REDUCTIONS[stat](values)
-    return out
+        if statistic == "mean" and not stats:
+            aggregated[name] = _mean(values)
+        for stat in stats if statistic == "mean" else (statistic,):
+            aggregated[f"{name}/{stat}"] = _REDUCTIONS[stat](values)
+    return aggregated
 
 
 @lru_cache(maxsize=4096)
 def _parse(key: str) -> tuple[str, str]:
     """Return (name, aggregation): ("a", "sum") for "a:sum", ("a:b", "mean") for "a:b"."""
-    name, colon, how = key.rpartition(":")
-    return (name, how) if colon and how in _REDUCTIONS and how != "std" else (key, "mean")
+    name, colon, suffix = key.rpartition(":")
+    return (name, suffix) if colon and suffix in _REDUCTIONS and suffix != "std" else (key, "mean")
 
 
 def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
     """Return (aggregation, values) by name, with suffix but without `:mean`. "a" and "a:mean" are one metric."""
-    grouped: dict[str, tuple[str, list[float]]] = {}
+    values_by_name: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
             number = _number(key, value)
             if number is None:
                 continue
-            name, how = _parse(key)
-            canonical = name if how == "mean" else f"{name}:{how}"
-            grouped.setdefault(canonical, (how, []))[1].append(number)
-    return grouped
+            name, statistic = _parse(key)
+            full_name = name if statistic == "mean" else f"{name}:{statistic}"
+            values_by_name.setdefault(full_name, (statistic, []))[1].append(number)
+    return values_by_name
 
 
 def _number(key: str, value: Any) -> float | None:
+    """Return a metric's value as a float; None if it is no number. Raises DataError if it is not finite."""
     if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
         return None
     number = float(value)
@@ -175,9 +177,9 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
-    drawn = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
+    indices = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
     contains = np.zeros((n, _DRAWS), dtype=np.bool_)
-    contains[drawn.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
+    contains[indices.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
     return tuple(int.from_bytes(np.packbits(row).tobytes(), "big") for row in contains)
 
 
@@ -193,14 +195,15 @@ def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
 
 
 def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
-    remaining = (1 << _DRAWS) - 1
+    """Return the mean over the draws of the first value in `order` that each contains. `draws`: see `_draws`."""
+    open_draws = (1 << _DRAWS) - 1
     terms = []
     for i in order:
-        hits = remaining & draws[i]
-        if hits:
-            terms.append(_clamp(values[i] * hits.bit_count()))
-            remaining ^= hits
-            if not remaining:
+        settled_draws = open_draws & draws[i]
+        if settled_draws:
+            terms.append(_clamp(values[i] * settled_draws.bit_count()))
+            open_draws ^= settled_draws
+            if not open_draws:
                 break
     return _total(terms, _DRAWS)
 

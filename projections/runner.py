@@ -88,7 +88,7 @@ def newest_life(lives: Lives, name: str) -> RunnerLife | None:
 
     If two systems compete for the log, an earlier life may be the one that serves.
     """
-    return max((life for (runner, _), life in lives.items() if runner == name), key=lambda x: x.incarnation,
+    return max((life for (runner, _), life in lives.items() if runner == name), key=lambda life: life.incarnation,
                default=None)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["Server", "Servers", "evolve_servers", "leaving"]
+__all__ = ["Server", "Servers", "evolve_servers", "leaving_runners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,6 @@ def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -
     servers[event.url] = Server(event.url, event.runner, wanted, event.by)
 
 
-def leaving(servers: Mapping[str, Server]) -> frozenset[str]:
+def leaving_runners(servers: Mapping[str, Server]) -> frozenset[str]:
     """Return the runners of removed servers, which get no more units."""
     return frozenset(s.runner for s in servers.values() if not s.wanted)

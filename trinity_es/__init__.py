@@ -48,7 +48,7 @@ __all__ = [
     "running", "sort_batch_id", "to_hf_datasets",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "actors.coordinator.delivery.operators": "ExperienceOperator ExperienceOperatorV1 Operator",
     "actors.coordinator.delivery.outputs": "Output",
     "actors.coordinator.handlers.experience_queue": "Candidate",
@@ -73,20 +73,21 @@ _HOMES = {
     "workflows.simple": "AsyncSimpleWorkflow SimpleWorkflow",
     "workflows.workflow": "MultiTurnWorkflow SingleTurnWorkflow Workflow",
 }
-_HOME = {name: f"trinity_es.{home}" for home, names in _HOMES.items() for name in names.split()}
+_MODULE_BY_NAME = {name: f"trinity_es.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
+    """Return a public name on its first use, after importing the module that holds it."""
     if name == "__version__":
         from trinity_es.events.software_version import VERSION
 
         return VERSION
     if name == "errors":
         return importlib.import_module("trinity_es.errors")
-    home = _HOME.get(name)
-    if home is None:
+    module = _MODULE_BY_NAME.get(name)
+    if module is None:
         raise AttributeError(f"module 'trinity_es' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

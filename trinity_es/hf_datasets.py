@@ -62,6 +62,7 @@ _FIELDS = frozenset((*inspect.signature(Experience).parameters, "experience_type
 
 
 def _row(experience: Experience) -> dict[str, Any]:
+    """Return the experience's fields as plain lists and dicts. Raises DataError if the experience is not valid."""
     experience.validate()
     row = {name: _with_lists(value) for name, value in experience.__dict__.items()}
     row["eid"] = experience.eid.to_dict()
@@ -70,16 +71,19 @@ def _row(experience: Experience) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
+    """Return a value with each array in it as a list; also arrays in dicts."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return {key: _with_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _experience(row: Mapping[str, Any]) -> Experience:
+    """Return the experience that `_row` made this row of."""
     fields = {name: _without_nones(value) for name, value in row.items() if name in _FIELDS and value is not None}
-    kind, mask = fields.pop("experience_type", None), fields.pop("action_mask", None)
+    experience_type = fields.pop("experience_type", None)
+    mask = fields.pop("action_mask", None)
     fields["custom_fields"] = [CustomField(**field) for field in fields.get("custom_fields", ())]
-    if kind == "multi_turn":
+    if experience_type == "multi_turn":
         return Experience(**fields, action_mask=mask)
     experience = Experience(**fields)  # passing the mask would make it multi-turn
     experience.action_mask = None if mask is None else np.asarray(mask, dtype=np.bool_)

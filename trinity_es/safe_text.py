@@ -12,7 +12,7 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, split_error
 from trinity_es.events.values import BatchId, batch_stream, local_time
-from trinity_es.projections.event_texts import kept_text, missing_text
+from trinity_es.projections.event_texts import counted, kept_text, missing_text
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-_OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+_INVISIBLE = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
 
 class _Printable(dict[int, str]):
@@ -44,25 +44,25 @@ def plain(text: object, width: int | None = None, *, lines: bool = False) -> str
 
     Only the first `width` characters are looked at, so a long text costs no more than what is shown of it.
     """
-    whole = str(text)
-    line = whole[:width].translate(_PRINTABLE_LINES if lines else _PRINTABLE)
-    if width is None or max(len(line), len(whole)) <= width:
+    full_text = str(text)
+    line = full_text[:width].translate(_PRINTABLE_LINES if lines else _PRINTABLE)
+    if width is None or max(len(line), len(full_text)) <= width:
         return line
     return line[: width - 1] + "…"
 
 
 def error_line(text: object, width: int) -> str:
     """Return an error's text as `plain` does; of a traceback only the message and the last frame."""
-    message, where = split_error(str(text))
-    where = plain(where and f" {where}", 100)
-    return plain(message, max(1, width - len(where))) + where
+    message, frame = split_error(str(text))
+    frame = plain(f" {frame}" if frame else "", 100)
+    return plain(message, max(1, width - len(frame))) + frame
 
 
 def harmless_json(document: bytes) -> bytes:
     """Return the JSON with escapes for characters that a terminal may obey or hide: DEL, C1 controls, bidi marks."""
     if document.isascii():
         return document.replace(b"\x7f", b"\\u007f")
-    return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
+    return _INVISIBLE.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
 
 
 def name_of(batch_id: BatchId) -> str:
@@ -76,6 +76,7 @@ def batch_named(log: Log, name: str) -> BatchId | None:
     3 is the number if there is a batch 3, else the text. '3' and 003 are always the text.
     """
     candidates: list[BatchId] = [name]
+    # A number: no leading zeros, and at most 19 digits, since larger ones are no batch ids.
     if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20 and str(int(name)) == name:
         candidates.insert(0, int(name))
     if len(name) > 2 and name[0] == name[-1] == "'":
@@ -113,15 +114,17 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     """Return a curve of block characters, scaled from minimum to maximum; above `width` values it shows group means."""
     if not values:
         return ""
-    size = max(1, -(-len(values) // width))
-    means = [sum(g) / len(g) for g in (values[i : i + size] for i in range(0, len(values), size))]
-    least, most = min(means), max(means)
-    if least == most:
+    group_size = max(1, -(-len(values) // width))  # rounded up
+    groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+    means = [sum(group) / len(group) for group in groups]
+    lowest, highest = min(means), max(means)
+    if lowest == highest:
         return "▄" * len(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - least) / (most - least))] for v in means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - lowest) / (highest - lowest))] for mean in means)
 
 
 def event_line(recorded: Recorded) -> str:
+    """Return an event as a line of columns: position, time, stream, type, summary."""
     return (
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {error_line(summary(recorded.event), 150)}"
@@ -144,6 +147,7 @@ def event_document(recorded: Recorded) -> bytes:
 
 
 def summary(event: ev.Event) -> str:
+    """Return the main content of an event as one line; empty for a type that has none."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"
@@ -220,7 +224,7 @@ def summary(event: ev.Event) -> str:
         case ev.BatchSubmitted():
             return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
         case ev.TasksAdded():
-            return f"{len(event.repeat_times)} more tasks, {sum(event.repeat_times)} runs"
+            return f"{counted(len(event.repeat_times), 'more task')}, {counted(sum(event.repeat_times), 'run')}"
         case ev.ResultsTaken():
             return f"results of {len(event.tasks)} tasks"
         case ev.PaceMeasured():
@@ -247,7 +251,7 @@ def summary(event: ev.Event) -> str:
         case ev.StallDetected():
             return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"
         case ev.TaskDropped():
-            return f"{len(event.tasks)} tasks: {event.reason}"
+            return f"{counted(len(event.tasks), 'task')}: {event.reason}"
         case ev.TaskReopened():
             return f"task {event.task} is run again: {event.reason}"
         case ev.FinalizeFailed():
@@ -291,5 +295,5 @@ def shown(text: object) -> str:
 
 def cut(text: object, length: int) -> tuple[str, int]:
     """Return the first `length` characters as `shown` returns them, and the number of characters left out."""
-    whole = str(text)
-    return shown(whole[:length]), max(0, len(whole) - length)
+    full_text = str(text)
+    return shown(full_text[:length]), max(0, len(full_text) - length)

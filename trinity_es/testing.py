@@ -44,18 +44,19 @@ class ByteTokenizer:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files from which transformers loads this tokenizer, for clients that make token ids themselves."""
-        shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
-        others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
-        bytes_alone: dict[str, Any] = {
+        # GPT-2's byte-level BPE writes a printable byte as its Latin-1 character, any other as one from 256 on.
+        printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+        stand_ins = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)}
+        tokenizer: dict[str, Any] = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
                                                 "use_regex": True},
-            "model": {"type": "BPE", "vocab": {others.get(b, chr(b)): b for b in range(256)}, "merges": []},
+            "model": {"type": "BPE", "vocab": {stand_ins.get(b, chr(b)): b for b in range(256)}, "merges": []},
         }
         template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
         files = {
-            "tokenizer": bytes_alone, "config": {"model_type": "gpt2"},
+            "tokenizer": tokenizer, "config": {"model_type": "gpt2"},
             "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template},
         }
         for name, content in files.items():
@@ -112,8 +113,10 @@ class ScriptedEngine:
         self.version = f"script {script}"
         self.adapters: dict[str, int] = {}
         self.tokenizer = ByteTokenizer()
-        self._used: dict[int, int] = {}
-        self._open: dict[str, tuple[float, float, int, list[Completion]]] = {}
+        self._use_counts: dict[int, int] = {}
+        """How often each rule of the script was used, by its index."""
+        self._open_requests: dict[str, tuple[float, float, int, list[Completion]]] = {}
+        """Start, seconds per token, weights version and whole answers of each open request, by its name."""
         self._stopped = False
 
     @staticmethod
@@ -123,64 +126,69 @@ class ScriptedEngine:
     async def start(self) -> None:
         await asyncio.sleep(self.script["load_seconds"])
 
-    def _rule(self, text: str) -> dict[str, Any]:
+    def _use_rule(self, prompt: str) -> dict[str, Any]:
+        """Return the first rule for this prompt that is not used up, and count its use; empty if there is none."""
         for index, rule in enumerate(self.script["rules"]):
-            if rule.get("prompt", "") in text:
-                used = self._used.get(index, 0)
-                if "times" in rule and used >= rule["times"]:
+            if rule.get("prompt", "") in prompt:
+                use_count = self._use_counts.get(index, 0)
+                if "times" in rule and use_count >= rule["times"]:
                     continue
-                self._used[index] = used + 1
+                self._use_counts[index] = use_count + 1
                 return dict(rule)
         return {}
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """Return `sampling.n` answers after the script's times; until then `partial` returns what there is of them."""
         answers, token_seconds = await self._play(prompt, sampling)
         if token_seconds:
             request = REQUEST_NAME.get()
-            self._open[request] = time.monotonic(), token_seconds, self.model_version, answers
+            self._open_requests[request] = time.monotonic(), token_seconds, self.model_version, answers
             try:
-                await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
+                await asyncio.sleep(token_seconds * max(len(answer.token_ids) for answer in answers))
             finally:
-                self._open.pop(request, None)  # requests outside of a journal have no name
+                self._open_requests.pop(request, None)  # requests outside of a journal have no name
         return answers
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
         """Return the new part of each answer so far; see `KeepsProgress`."""
-        if request not in self._open:
+        if request not in self._open_requests:
             return {}
-        began, token_seconds, version, answers = self._open[request]
-        count = int((time.monotonic() - began) / token_seconds)
+        started_at, token_seconds, version, answers = self._open_requests[request]
+        count = int((time.monotonic() - started_at) / token_seconds)
         spans = ((version, 0, count),) if version == self.model_version else ()
-        return {
-            i: replace(
-                a, token_ids=a.token_ids[first:count], version_spans=spans, text="", finish_reason="",
-                logprobs=None if a.logprobs is None else a.logprobs[first:count], top_logprobs=None,
-            )
-            for i, a in enumerate(answers) if (first := start.get(i, 0)) < count < len(a.token_ids)
-        }
+        parts = {}
+        for i, answer in enumerate(answers):
+            first = start.get(i, 0)
+            if first < count < len(answer.token_ids):
+                logprobs = None if answer.logprobs is None else answer.logprobs[first:count]
+                parts[i] = replace(answer, token_ids=answer.token_ids[first:count], version_spans=spans, text="",
+                                   finish_reason="", logprobs=logprobs, top_logprobs=None)
+        return parts
 
     def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids)
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        [whole], token_seconds = await self._play(prompt, replace(sampling, n=1))
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        count = len(whole.token_ids)
+        """Yield the answer token by token, at least one part; a character of several bytes comes with its last one."""
+        [answer], token_seconds = await self._play(prompt, replace(sampling, n=1))
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        count = len(answer.token_ids)
         for i in range(max(count, 1)):
             if token_seconds:
                 await asyncio.sleep(token_seconds)
-            new = whole.token_ids[i : i + 1]
-            last = i + 1 >= count
+            token = answer.token_ids[i : i + 1]  # empty for an empty answer
+            is_last = i + 1 >= count
             yield replace(
-                whole,
-                token_ids=new,
-                logprobs=None if whole.logprobs is None else whole.logprobs[i : i + 1],
-                top_logprobs=None if whole.top_logprobs is None else whole.top_logprobs[i : i + 1],
-                text=text.decode(bytes(t for t in new if t < 256), final=last),
-                finish_reason=whole.finish_reason if last else "",
+                answer,
+                token_ids=token,
+                logprobs=None if answer.logprobs is None else answer.logprobs[i : i + 1],
+                top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs[i : i + 1],
+                text=decoder.decode(bytes(t for t in token if t < 256), final=is_last),
+                finish_reason=answer.finish_reason if is_last else "",
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
+        """Wait for the script's latency, or act out its fault; return the answers and the seconds for each token."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)
@@ -194,7 +202,7 @@ class ScriptedEngine:
                 )
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         text = self.tokenizer.decode(ids)
-        rule = {**self.script, **self._rule(text)}
+        rule = {**self.script, **self._use_rule(text)}
         if rule.get("exit"):
             os._exit(9)
         if rule.get("block"):
@@ -210,18 +218,21 @@ class ScriptedEngine:
         return [replace(answer, adapter=adapter) for answer in answers], rule["token_seconds"]
 
     def _adapter(self, name: str) -> tuple[str, int] | None:
+        """Return name and version of an adapter; None for the empty name. Raises EngineError if it is not loaded."""
         if name and name not in self.adapters:
             adapters = ", ".join(self.adapters) or "none"
             raise EngineError(f"there is no adapter {name!r}: this engine serves {adapters}", refused=True)
         return (name, self.adapters[name]) if name else None
 
     def _rng(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
+        """Return a random generator that depends on seeds, weights version, prompt and adapter only."""
         key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
         return random.Random(hashlib.sha256(key.encode()).digest())
 
     def _completion(
         self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, rng: random.Random
     ) -> Completion:
+        """Return an answer with the rule's text, or with random letters, as many as its `tokens`."""
         if rule["response"] is not None:
             tokens = self.tokenizer.encode(rule["response"])[: sampling.max_tokens]
         else:
@@ -237,7 +248,7 @@ class ScriptedEngine:
         )
 
     def _top_logprobs(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
-        """Return for each token itself with logprob 0, and others with -9."""
+        """Return for each position the token itself with logprob 0, and tokens from 1 on with -9, as many as asked."""
         return [
             [(t, 0.0), *((other, -9.0) for other in range(1, sampling.top_logprobs + 1) if other != t)]
             [: sampling.top_logprobs] for t in tokens
@@ -289,6 +300,7 @@ class SleepWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
+        """Append to `count_file`, sleep, then fail or return the experiences, as the `workflow_args` say."""
         args = self.task.workflow_args
         if "count_file" in args:
             with open(args["count_file"], "a") as f:
@@ -297,16 +309,17 @@ class SleepWorkflow(Workflow):
         if "fail" in args:
             raise RuntimeError(args["fail"])
         size = args.get("tokens", 8)
-        prompt = size // 2
+        prompt_length = size // 2
         reward = float(args.get("reward", 1.0))
-        tokens, logprobs = np.arange(size, dtype=np.int32), np.full(size - prompt, -0.5, dtype=np.float32)
+        tokens = np.arange(size, dtype=np.int32)
+        logprobs = np.full(size - prompt_length, -0.5, dtype=np.float32)
         if args.get("sampled"):
             tokens, logprobs = sampled(int(self.task.task_id), size)
         return [
             Experience(
                 eid=EID(step=step),
                 tokens=tokens,
-                prompt_length=prompt,
+                prompt_length=prompt_length,
                 logprobs=logprobs,
                 reward=reward,
                 metrics={"reward": reward},
@@ -335,10 +348,10 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -
     """
     deadline = time.monotonic() + timeout
     while True:
-        began = time.monotonic()
+        check_began_at = time.monotonic()
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout} s for {what}; last: {value!r}")
-        time.sleep(min(max(0.01, 9 * (time.monotonic() - began)), 0.25))
+        time.sleep(min(max(0.01, 9 * (time.monotonic() - check_began_at)), 0.25))

@@ -16,7 +16,7 @@ C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Command(Generic[A]):
-    """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`.
+    """Base of all commands: a frozen dataclass whose fields have types of `fields.py`.
 
     `name` is its name in messages and errors. `writes`: it is recorded in the log. `waits`: it is answered only after
     runners or other clients have acted. While the log can't be written for a reason that may pass, clients of a command
@@ -51,10 +51,12 @@ _PLAIN = frozenset({str, int, float, bool, type(None), Parcel, dict})
 
 
 def _plain(value: Any) -> Any:
+    """Return a list or a dataclass as plain JSON; parcels stay as they are."""
     if isinstance(value, list):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     return {name: item if type(item) in _PLAIN else _plain(item) for name, item in _fields(value).items()}
 
 
 def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as a dict, without the deep copy of `dataclasses.asdict`."""
     return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -33,45 +33,50 @@ a command that waits go on waiting; other commands that write fail at once with 
 
 
 def markdown() -> str:
-    lines, values = [_HEAD], []
+    """Return the text of docs/COMMANDS.md."""
+    lines = [_HEAD]
+    value_lines: list[str] = []
     for module in (batches, trainer, serve, servers_and_hosts):
         source = inspect.getsource(module)
-        titles = dict(_titles(source))
+        titles = _titles(source)
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
-            for line in [line for line in titles if line < node.lineno]:
-                lines += ["", f"## {titles.pop(line)}"]
+            for line_number in [number for number in titles if number < node.lineno]:
+                lines += ["", f"## {titles.pop(line_number)}"]
             cls = getattr(module, node.name)
             if cls in commands.COMMANDS.values():
-                lines += _command(node, cls)
+                lines += _command_section(node, cls)
             else:
-                values += _entry(node.name, node)
-    lines += ["", "## Values inside commands and answers", *values]
+                value_lines += _section(node.name, node)
+    lines += ["", "## Values inside commands and answers", *value_lines]
     lines += ["", "## Types of fields", "", "| type | |", "|---|---|"]
-    lines += [f"| `{name}` | {doc} |" for name, doc in _kinds()]
+    lines += [f"| `{name}` | {doc} |" for name, doc in _field_types()]
     return "\n".join(lines) + "\n"
 
 
-def _titles(source: str) -> list[tuple[int, str]]:
+def _titles(source: str) -> dict[int, str]:
+    """Return the titles of a module's parts (`# --- a title ---`) by line number."""
     matches = [(n, re.match(r"# --- (.+?) -+$", line)) for n, line in enumerate(source.splitlines(), 1)]
-    return [(n, match[1][0].upper() + match[1][1:]) for n, match in matches if match]
+    return {n: match[1][0].upper() + match[1][1:] for n, match in matches if match}
 
 
-def _entry(title: str, node: ast.ClassDef) -> list[str]:
+def _section(title: str, node: ast.ClassDef) -> list[str]:
+    """Return the lines about a class: title, documentation, and a table of its fields."""
     table = fields_table(documented_fields(node))
     return ["", f"### {title}", "", (ast.get_docstring(node) or "").strip(), *(["", *table] if table else [])]
 
 
-def _command(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[str]:
+def _command_section(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[str]:
+    """Return the lines about a command: those of its class, whether it writes and waits, and its answer."""
     [base] = node.bases
     assert isinstance(base, ast.Subscript)
     answer = ast.unparse(base.slice)
     notes = [name for name, applies in (("Writes.", cls.writes), ("Waits.", cls.waits)) if applies]
     notes.append("Answer: nothing." if answer == "None" else f"Answer: `{answer}`.")
-    return [*_entry(f"{node.name} (`{cls.name}`)", node), "", " ".join(notes)]
+    return [*_section(f"{node.name} (`{cls.name}`)", node), "", " ".join(notes)]
 
 
-def _kinds() -> list[tuple[str, str]]:
-    """Return the name and the documentation of each kind of field."""
+def _field_types() -> list[tuple[str, str]]:
+    """Return the name and the documentation of each type in `fields.py`."""
     body = ast.parse(inspect.getsource(fields)).body
     return [
         (node.targets[0].id, " ".join(str(after.value.value).split()))

@@ -81,8 +81,8 @@ def _printable(value: str) -> str:
 
 
 def _number(value: Any) -> float:
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-    if not whole and not (isinstance(value, float) and math.isfinite(value)):
+    is_exact_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+    if not is_exact_int and not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(f"must be a finite number, not {shown(value)}")
     return float(value)
 
@@ -95,23 +95,25 @@ def _batch_id(value: Any) -> Any:
 
 
 def _parcel(value: Any) -> Parcel:
-    valid = isinstance(value, Parcel) and (
-        isinstance(value.inline, bytes) if value.digest is None
-        else value.inline is None and isinstance(value.digest, str) and re.fullmatch(_DIGEST[1:-1], value.digest)
-    )
-    if not valid:
+    """Return a parcel that has either bytes or a digest. Raises ValueError."""
+    is_valid = False
+    if isinstance(value, Parcel) and value.digest is None:
+        is_valid = isinstance(value.inline, bytes)
+    elif isinstance(value, Parcel) and value.inline is None and isinstance(value.digest, str):
+        is_valid = re.fullmatch(_DIGEST, value.digest) is not None
+    if not is_valid:
         raise ValueError(f"must be JSON, or the digest of a payload that holds it, not {shown(value)}")
     return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
-def _record(cls: type[Any], **kinds: Any) -> Any:
-    """Return the pydantic schema of this dataclass, whose fields have these kinds. It takes an object or a mapping."""
+def _record(cls: type[Any], **types: Any) -> Any:
+    """Return the pydantic schema of a dataclass whose fields have these types. It takes an object or a mapping."""
     defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
-    definitions: dict[str, Any] = {name: (kind, defaults[name]) for name, kind in kinds.items()}
+    definitions: dict[str, Any] = {name: (type_, defaults[name]) for name, type_ in types.items()}
     model = create_model(cls.__name__, __config__=FIELDS, **definitions)
 
     def to_mapping(value: Any) -> Any:
-        return {name: getattr(value, name) for name in kinds} if isinstance(value, cls) else value
+        return {name: getattr(value, name) for name in types} if isinstance(value, cls) else value
 
     def schema(_: Any, handler: Any) -> Any:
         from_mapping = core_schema.no_info_after_validator_function(lambda m: cls(**m.__dict__), handler(model))
@@ -120,7 +122,7 @@ def _record(cls: type[Any], **kinds: Any) -> Any:
     return GetPydanticSchema(schema)
 
 
-# --- kinds ----------------------------------------------------------------------------------------------------------
+# --- types ----------------------------------------------------------------------------------------------------------
 Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_batch_id)]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
 Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_printable)]
@@ -173,16 +175,16 @@ SourceFound = Annotated[TasksetSource, _record(
 """The source of a taskset, with the fields of `TasksetSource` in docs/EVENTS.md."""
 
 
-_adapter = cache(TypeAdapter[Any])
+_type_adapter = cache(TypeAdapter[Any])
 
 
 def read_fields(cls: type[Any], name: str, value: Any) -> Any:
-    """Return an object of a dataclass whose fields are of these kinds, made from plain data.
+    """Return an object of a dataclass whose fields have the types above, made from plain data.
 
     Raises DataError, which begins with `name`.
     """
     try:
-        return _adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
+        return _type_adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as e:
         text = sentence(e.errors(include_url=False)[0], "it")
         raise DataError(f"{name}: {text if len(text) <= _ERROR_LENGTH else text[:_ERROR_LENGTH] + '...'}") from None
@@ -190,11 +192,12 @@ def read_fields(cls: type[Any], name: str, value: Any) -> Any:
 
 # --- other input of clients -----------------------------------------------------------------------------------------
 def is_request_id(value: Any) -> bool:
+    """Return True for a text of 1 to 200 printable characters."""
     return isinstance(value, str) and 0 < len(value) <= NAME_LENGTH and value.isprintable()
 
 
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """Return the tasks from a parcel. Raises DataError, which names the task, if they are not valid."""
+    """Return `tasks`, the content of a command's parcel, if they are valid. Raises DataError, which names the task."""
     if not isinstance(tasks, list):
         raise DataError(f"tasks must be a list, not {shown(tasks)}")
     for number, task in enumerate(tasks):

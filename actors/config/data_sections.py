@@ -66,10 +66,15 @@ class DataSelectorConfig(Section):
     rows), `do_sample` (false), `adaptive_rho` (false)."""
 
     @model_validator(mode="after")
-    def _features_fit(self) -> Self:
-        needed = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
+    def _check_feature_keys(self) -> Self:
         count = len(self.feature_keys)
-        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[needed]:
+        if self.selector_type == "offline_easy2hard":
+            fits, needed = count >= 1, "one or more"
+        elif self.selector_type == "difficulty_based":
+            fits, needed = count == 2, "two"
+        else:
+            fits, needed = count == 0, "no"
+        if not fits:
             raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {needed}")
         return self
 
@@ -123,8 +128,8 @@ class TasksetConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _environments_own(cls, data: Any) -> Any:
-        """Let tasks of an environment default to the workflow that plays its kind, `verifiers` for `verifiers:NAME`."""
+    def _default_workflow(cls, data: Any) -> Any:
+        """Return the section with its environment's own workflow as the default: `verifiers` for `verifiers:NAME`."""
         path = data.get("path") if isinstance(data, dict) else None
         kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
         if kind not in registered("workflow"):
@@ -134,12 +139,12 @@ class TasksetConfig(Section):
 
     @field_validator("rollout_args")
     @classmethod
-    def _samples(cls, args: dict[str, Any]) -> dict[str, Any]:
+    def _check_sampling(cls, args: dict[str, Any]) -> dict[str, Any]:
         merged(Sampling(), args, DataError, "is wrong")
         return args
 
     @model_validator(mode="after")
-    def _keys_fit(self) -> Self:
+    def _check_keys(self) -> Self:
         kind, rest = _kind_and_rest(self.path)
         if self.shuffle and self.data_selector is not None:
             raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
@@ -181,6 +186,7 @@ class TasksetConfig(Section):
 
 
 def _kind_and_rest(path: str) -> tuple[str, str]:
+    """Return a registered environment and the rest of `environment:rest`, or "file" and the whole path."""
     kind, colon, rest = path.partition(":")
     return (kind, rest) if colon and kind in registered("environment") else ("file", path)
 
@@ -201,15 +207,16 @@ class ExplorerInputConfig(Section):
     a step."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_tasksets(self) -> Self:
         for group in (self.tasksets, self.eval_tasksets):
             names = [t.name for t in group]
             duplicate = next((n for n in names if names.count(n) > 1), None)
             if duplicate is not None:
                 raise ValueError(f"has two tasksets with the name {duplicate!r}: rename one")
-        selective = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
-        if (name := next(selective, None)) is not None:
-            raise ValueError(f"has an eval taskset {name!r} with a data_selector: an eval plays every row once")
+        for taskset in self.eval_tasksets:
+            if taskset.data_selector is not None and taskset.data_selector.selector_type != "sequential":
+                raise ValueError(
+                    f"has an eval taskset {taskset.name!r} with a data_selector: an eval plays every row once")
         if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
             raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
         if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):

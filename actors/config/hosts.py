@@ -20,7 +20,7 @@ class TlsConfig(Section):
     """PEM file with its private key, without a password."""
 
     @model_validator(mode="after")
-    def _both_or_none(self) -> Self:
+    def _check_cert_has_key(self) -> Self:
         if bool(self.cert) != bool(self.key):
             raise ValueError(f"has {'cert' if self.cert else 'key'} alone: give the files of a certificate (cert) and "
                              "of its private key (key)")
@@ -49,11 +49,11 @@ class HostsConfig(Section):
     """Run engines on the head too; false: it only leads, and all engines are on hosts that join."""
 
     @model_validator(mode="after")
-    def _has_a_port(self) -> Self:
+    def _check_addresses(self) -> Self:
         if not self.engines_on_head and not self.address:
             raise ValueError("has engines_on_head: false without hosts.address, so no host with engines could join")
-        for key, place in (("address", self.address), ("listen", self.listen)):
-            host, _, port = place.rpartition(":")
-            if place and not (host and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"has {key} {place!r}: give an address of this host and a port, as in 10.0.0.1:7700")
+        for key, address in (("address", self.address), ("listen", self.listen)):
+            host, _, port = address.rpartition(":")
+            if address and not (host and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(f"has {key} {address!r}: give an address of this host and a port, as in 10.0.0.1:7700")
         return self

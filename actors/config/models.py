@@ -18,8 +18,10 @@ from trinity_es.actors.server_addresses import checked_url
 __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelConfig", "ServersConfig"]
 
 
-def _engine(value: str) -> str:
-    if value not in (engines := registered("engine")) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+def _engine_type(value: str) -> str:
+    """Return the name of a registered engine or a "module:Class". Raises ValueError for any other text."""
+    engines = registered("engine")
+    if value not in engines and not re.fullmatch(r"[\w.]+:[\w.]+", value):
         raise ValueError(f'must be one of {", ".join(sorted(engines))}, "module:Class", not {value!r}')
     return value
 
@@ -73,15 +75,15 @@ class ServersConfig(Section):
     this counts as no failure of theirs. Mode `serve`: seconds that its requests have to end."""
 
     @property
-    def ways(self) -> list[str]:
-        """The keys in use that list servers."""
+    def keys_in_use(self) -> list[str]:
+        """The keys among `urls`, `file` and `command` that are set."""
         return [name for name in ("urls", "file", "command") if getattr(self, name)]
 
 
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
-    engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
+    engine_type: Annotated[str, AfterValidator(_engine_type)] = "vllm"
     """`vllm`, `http` (external vLLM servers, see `servers`), `scripted` (completions from `script`, no GPU), or
     `module:Class` of your own engine."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
@@ -127,14 +129,15 @@ class RolloutModelConfig(Section):
     """Script of the scripted engine (`trinity_es.testing`)."""
 
     @model_validator(mode="after")
-    def _servers_are_listed(self) -> Self:
-        servers = self.servers
+    def _check_servers(self) -> Self:
+        """Raise ValueError unless external servers are listed by one key. The length of `urls` becomes `engine_num`."""
+        servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
-            if servers.ways:
-                raise ValueError(f"has servers.{servers.ways[0]} with engine_type {self.engine_type}: set it to http")
+            if keys_in_use:
+                raise ValueError(f"has servers.{keys_in_use[0]} with engine_type {self.engine_type}: set it to http")
             return self
-        if len(servers.ways) != 1:
-            keys = " and ".join(servers.ways) or "none"
+        if len(keys_in_use) != 1:
+            keys = " and ".join(keys_in_use) or "none"
             raise ValueError(f"of type http needs one of servers.urls, servers.file, servers.command, not {keys}")
         if len(set(servers.urls)) < len(servers.urls):
             raise ValueError("names a server twice in servers.urls: each is one engine")
@@ -143,7 +146,7 @@ class RolloutModelConfig(Section):
         if self.server_args:
             raise ValueError("of type http has server_args: give them to the command that starts the servers")
         if servers.urls:
-            self.__dict__["engine_num"] = len(servers.urls)
+            self.__dict__["engine_num"] = len(servers.urls)  # a section is frozen
         return self
 
     @property
@@ -171,10 +174,11 @@ class RolloutModelConfig(Section):
 
     def rollout_args(self) -> dict[str, Any]:
         """Return the default sampling of a task, under the names of `Task.rollout_args`."""
+        adapter = self.lora.adapter if self.lora is not None else ""
         return {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,
-            "max_tokens": self.max_response_tokens,
-        } | ({"adapter": self.lora.adapter} if self.lora is not None and self.lora.adapter else {})
+            "max_tokens": self.max_response_tokens, **({"adapter": adapter} if adapter else {}),
+        }
 
 
 class AuxiliaryModelConfig(RolloutModelConfig):
@@ -187,7 +191,7 @@ class AuxiliaryModelConfig(RolloutModelConfig):
     """Unique name of the model in the log, in `Workflow.auxiliary`, and in its runners' names (`<name>-0`, ...)."""
 
     @model_validator(mode="after")
-    def _serves_its_own(self) -> Self:
+    def _check_auxiliary(self) -> Self:
         if self.lora is not None:
             raise ValueError("has lora, which only the rollout model can have: remove it from this auxiliary model")
         if self.servers.file or self.servers.command:

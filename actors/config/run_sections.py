@@ -31,6 +31,7 @@ __all__ = [
 
 
 def _concurrency(value: Any) -> Any:
+    """Return "auto" or a whole number of 1 or more. Raises PydanticKnownError."""
     if value != "auto" and type(value) is not int:
         raise PydanticKnownError("int_type")  # this type makes the caller convert a variable's text to a number
     if value != "auto" and value < 1:
@@ -39,6 +40,7 @@ def _concurrency(value: Any) -> Any:
 
 
 def _store_url(value: str) -> str:
+    """Return the URL of a SQLite file or a PostgreSQL database, or "". Raises ValueError for any other text."""
     if not value:
         return value
     try:
@@ -160,7 +162,7 @@ class ExplorerConfig(Section):
         return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_proxy_and_names(self) -> Self:
         if self.proxy_without_key and not is_loopback(self.listen_address):
             raise ValueError(
                 f"has proxy_without_key with listen_address {self.listen_address!r}, which other machines can reach: "

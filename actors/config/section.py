@@ -17,6 +17,7 @@ __all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds",
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping with its marked secrets as `Secret`, if JSON can hold it. Raises ValueError."""
     value = unmarked(value)
     try:
         require_finite(value)
@@ -27,6 +28,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any, check: Callable[[Any], str]) -> str:
+    """Return a text that pydantic's `check` accepts; a secret stays a `Secret`."""
     value = unmarked(value)
     return Secret(check(value)) if isinstance(value, Secret) else check(value)
 
@@ -63,7 +65,8 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _require_recordable(cls, value: Any) -> Any:
+    def _recordable(cls, value: Any) -> Any:
+        """Return the value of any field. Raises ValueError for a number that the log can't hold."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must be a whole number that fits into 64 bits with its sign: it is recorded in the log")
         return value

@@ -37,7 +37,7 @@ from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
-from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
+from trinity_es.actors.coordinator.requests_while_unwritable import HeldRequests
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.messages import (
     AdaptersLoadResult,
@@ -65,12 +65,7 @@ from trinity_es.actors.storable_text import clean_report
 from trinity_es.actors.system_end_checks import StoreWatch
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import (
-    LogRewound,
-    LogUnavailable,
-    TrinityError,
-    error_to_dict,
-)
+from trinity_es.events.errors import LogRewound, LogUnavailable, TrinityError, error_to_dict
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.checks.log_end import Memory
 from trinity_es.events.store.database.leader_lock import LeaderLock
@@ -110,25 +105,26 @@ class Coordinator(BaseActor):
 
     # --- start ------------------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
+        """Have threads open the log; once that is done, the session calls `begin`."""
         config = self.config = message.config
-        self.guardian, self.admin, self.alive = sender, message.admin, message.alive
-        self.hosts_heard = message.hosts_heard
+        self.guardian, self.admin = sender, message.admin
+        self.alive, self.hosts_heard = message.alive, message.hosts_heard
         self.open_log(config.system.log_dir, "coordinator")
         look_in(config.code_path, config.started_in)
         self.start_watch()
         self.beat()
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
-        self.models = OperatorModels(config.auxiliary, token)
+        self.operator_models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         place, self.certificate = place_of_head(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
-            claims=message.known, unheard=message.told,
+            claims=message.known, unheard_runners=message.told,
         )
-        self.unwritten = Unwritten(self, self.session)
+        self.held_requests = HeldRequests(self, self.session)
         self.session.open()
 
     def open_store(self) -> tuple[EventLog, PayloadStore]:
@@ -143,25 +139,26 @@ class Coordinator(BaseActor):
 
     def begin(self) -> None:
         """Build everything that works on the live state, and take over what is open."""
-        config, session = self.config, self.opened()
-        self.live, self.witnesses = session.live, session.witnesses
+        config, session = self.config, self.require_session()
+        self.live, self.mark_checks = session.live, session.mark_checks
         pipeline = config.buffer.pipeline
         operators = [] if config.mode == "bench" else [operator.model_dump() for operator in pipeline.operators]
         payloads = patient(self.live.payloads, config.store.retry_for)
-        self.pipeline = PipelineThread(operators, payloads, self.post, self.models.clients)
+        self.pipeline = PipelineThread(operators, payloads, self.post, self.operator_models.clients)
         outputs = build_outputs([output.model_dump() for output in pipeline.outputs], config.run_dir)
         self.outputs = Outputs(outputs, self.live, payloads, self.post)
         self.retention = Retention(config.store.retention, self.live, payloads, self.post, self.outputs.position)
-        store = hashlib.sha256(config.store.url.encode()).hexdigest()[:12]
-        life = f"{self.admin.get('pid')} {self.admin.get('started')}"
+        store_digest = hashlib.sha256(config.store.url.encode()).hexdigest()[:12]
+        in_hand_file = Path(config.system.log_dir) / f"in-hand-{store_digest}.json"
+        system_start = f"{self.admin.get('pid')} {self.admin.get('started')}"
         self.handlers = Handlers(
             config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
-            in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
+            in_hand=RequestsInHand(in_hand_file, system_start), log_end=session.log_end,
             releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
             trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
             hosts=lambda: self.hosts,
         )
-        self.unwritten.router = self.handlers.router
+        self.held_requests.router = self.handlers.router
         self.fleet = self.handlers.fleet
         if config.explorer.runner_state_report_interval > 0:
             self.handlers.runners.report(config.explorer.runner_state_report_interval, self.report_states)
@@ -171,26 +168,26 @@ class Coordinator(BaseActor):
             sequential=explorer.concurrent_mode == "sequential",
         )
         self.every(min(STALL_CHECK_SECONDS, explorer.stall_after / 2), "stalls", self.stalls.check)
-        self.take_hosts()
+        self.listen_for_hosts()
         self.recover()
 
-    def take_hosts(self) -> None:
+    def listen_for_hosts(self) -> None:
         """Listen for other hosts if the config says so."""
         settings = self.config.hosts
         if self.certificate is None:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
-        fleet = lambda: self.hosts if self.running else None  # noqa: E731
-        listener = listening(settings, self.certificate, self.post, fleet, self.folders)
+        hosts_while_running = lambda: self.hosts if self.running else None  # noqa: E731
+        listener = listening(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
         self.hosts = HostFleet(
-            settings, self.fleet.registry, listener, epoch=self.opened().lease.epoch,
-            handle=self._handle, died=lambda death: self._handle(death, None),
+            settings, self.fleet.registry, listener, epoch=self.require_session().lease.epoch,
+            handle=self._handle, end_runner=lambda death: self._handle(death, None),
             models={name: model.model_path for name, model in self.config.models.items()},
-            heard=self.hosts_heard,
+            heard_at=self.hosts_heard,
         )
-        self.every(HOSTS_SECONDS, "hosts", self.hosts.look)
+        self.every(HOSTS_SECONDS, "hosts", self.hosts.check_connections)
 
-    def folders(self) -> list[str]:
+    def shared_folders(self) -> list[str]:
         """Return the folders of models and current weights, which other hosts need too; called in a thread."""
         weights = "" if self.live.weights.in_memory_only else self.live.weights.path
         return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
@@ -205,7 +202,7 @@ class Coordinator(BaseActor):
 
     def recover(self) -> None:
         """Record the new coordinator and its decision for each open batch, then notify the guardian."""
-        session = self.opened()
+        session = self.require_session()
         started = ev.CoordinatorStarted(
             epoch=session.lease.epoch, pid=os.getpid(), host=self.host, version=VERSION,
             open_batches=list(self.live.batches),
@@ -213,26 +210,26 @@ class Coordinator(BaseActor):
         self.live.record(ev.SystemConfigured(config=self.config.masked()), started)
         if session.lease.copied_from:
             self.log.warning("the log is a copy of %s, which keeps its open leases", session.lease.copied_from)
-            self.handlers.leases.leave()
+            self.handlers.leases.give_up_all()
         alive = {**self.alive, **far_lives(self.live.hosts, self.live.lives)}
         self.handlers.batches.recover(alive)
         self.handlers.journals.begin(alive)
-        session.go_on()
-        self.live.then(self.recovered)
+        session.start_writer()
+        self.live.when_durable(self.on_recovered)
 
-    def recovered(self) -> None:
+    def on_recovered(self) -> None:
         """Begin the work once what `recover` recorded is durable."""
-        self.opened().begun = True
+        self.require_session().start_is_durable = True
         self.retention.wake()
         self.outputs.wake()
-        self.tell_guardian()
+        self.announce()
         if self.handlers.servers.enabled:
             self.handlers.servers.start_reading()
-            self.every(LOOK_SECONDS, "servers", self.handlers.servers.look)
-        if self.witnesses.unheard:
-            self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
+            self.every(LOOK_SECONDS, "servers", self.handlers.servers.update)
+        if self.mark_checks.unheard_runners:
+            self.after(HEAR_SECONDS, "unheard", self.mark_checks.handle_held_requests)
 
-    def opened(self) -> LogSession:
+    def require_session(self) -> LogSession:
         """Return the session, which exists from the first message on."""
         assert self.session is not None
         return self.session
@@ -242,13 +239,13 @@ class Coordinator(BaseActor):
         """True while messages are handled."""
         return self.session is not None and self.session.running
 
-    def tell_guardian(self) -> None:
-        """Announce this coordinator; the guardian passes it on to all runners, which then report themselves and send
-        what was not acknowledged."""
-        session = self.opened()
-        if session.opened:
+    def announce(self) -> None:
+        """Announce this coordinator by the guardian to all runners, which then report themselves, their leases and
+        what was not acknowledged. Epoch 0 means that the log was never opened."""
+        session = self.require_session()
+        if session.has_live_state:
             self.handlers.leases.begin()
-        self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.opened else 0))
+        self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.has_live_state else 0))
 
     # --- calls of the session ---------------------------------------------------------------------------------------
     def serve(self, again: bool) -> None:
@@ -258,15 +255,15 @@ class Coordinator(BaseActor):
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline ended with the previous coordinator
                 self.handlers.batches.start_pipeline(batch)
         if again:
-            self.tell_guardian()
+            self.announce()
             self.handlers.batches.check_finalize([*self.live.batches])
             self.handlers.scheduler.check(self.live.batches)
-            self.handlers.journals.look(self.live.batches)
-        self.unwritten.go_on()
+            self.handlers.journals.read_lost(self.live.batches)
+        self.held_requests.handle()
 
     def go_on_with_requests(self) -> None:
-        """Handle the requests whose reads ended while the live state was closed, and those that were undone."""
-        self.opened().hand_over()
+        """Handle the requests whose reads ended while no messages were handled, and those that were undone."""
+        self.require_session().deliver_held_results()
         self.handlers.router.handle_undone_again()
 
     def forget(self) -> None:
@@ -275,23 +272,23 @@ class Coordinator(BaseActor):
         self.handlers.leases.forget()
         self.handlers.journals.forget()
 
-    def waits(self, error: Exception) -> None:
+    def announce_waiting(self, error: Exception) -> None:
         """Have the guardian tell clients this coordinator's address; its `status` shows the trouble."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
         """Answer the requests that wait for the log with the error of the failed attempt to write it."""
-        self.unwritten.refuse(error)
+        self.held_requests.refuse(error)
 
-    def stopped(self, error: LogRewound) -> None:
+    def on_rewound(self, error: LogRewound) -> None:
         """Answer every waiting client, and be reachable for later ones."""
-        session = self.opened()
-        if session.opened:
+        session = self.require_session()
+        if session.has_live_state:
             self.handlers.router.give_up(error)
-        if not session.begun:
-            self.tell_guardian()
+        if not session.start_is_durable:
+            self.announce()
 
-    def fenced(self, lease: Lease | None) -> None:
+    def on_fenced(self, lease: Lease | None) -> None:
         """End this coordinator; if the other writer belongs to another system, end this whole system."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
@@ -311,8 +308,8 @@ class Coordinator(BaseActor):
                 self.session.abandon_turn(e)
                 return
             self.handlers.in_hand.end_turn()
-            self.handlers.routes.look()
-            self.handlers.leases.look()
+            self.handlers.routes.update()
+            self.handlers.leases.record_orphans_of_turn()
         self.session.end_turn()
 
     def crashed(self, error: BaseException) -> None:
@@ -324,13 +321,13 @@ class Coordinator(BaseActor):
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
         epoch, log_end, hosts_heard = 0, None, dict[str, float]()
-        if session is not None and session.running and session.begun:
-            epoch, log_end = session.lease.epoch, session.end()
-            hosts_heard = self.hosts.heard() if self.hosts is not None else {}
+        if session is not None and session.running and session.start_is_durable:
+            epoch, log_end = session.lease.epoch, session.log_end()
+            hosts_heard = self.hosts.last_heard() if self.hosts is not None else {}
         beat = Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
         self.send(self.guardian, beat)
         if session is not None:
-            session.calm_down()
+            session.reset_pauses_if_calm()
 
     def every(self, seconds: float, name: str, check: Callable[[], None]) -> None:
         """Call `check` at this interval while messages are handled."""
@@ -346,23 +343,23 @@ class Coordinator(BaseActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Wait for outputs, leases and pipeline (OUTPUT_SECONDS at most), then close the session; batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
-        busy = self.running and (
-            self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.close_problem)
+        is_busy = self.running and (
+            self.outputs.is_busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.log_close_problem)
         )
-        if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
+        if is_busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
             return
         if self.retired:
             return
         self.retired = True
         if self.session is None:
-            self.closed()
+            self.end_retirement()
             return
-        self.after(CLOSE_SECONDS, "closed", self.closed)
-        self.session.close(self.closed)
+        self.after(CLOSE_SECONDS, "closed", self.end_retirement)  # in case the database does not answer
+        self.session.close(self.end_retirement)
 
-    def closed(self) -> None:
-        """Tell the guardian that the log is closed, or that its database does not answer."""
+    def end_retirement(self) -> None:
+        """Let hosts and leader lock go, and tell the guardian that this coordinator can end."""
         self.cancel("closed")
         if self.hosts is not None:
             self.hosts.stop()
@@ -370,7 +367,7 @@ class Coordinator(BaseActor):
             self.leader_lock.stop()
         self.send(self.guardian, Retired())
 
-    def close_problem(self, problem: str) -> None:
+    def log_close_problem(self, problem: str) -> None:
         """Log an operator that could not be closed."""
         self.log.warning("%s", problem)
 
@@ -379,12 +376,12 @@ class Coordinator(BaseActor):
         """Accept the start, the end and requests at any time, and everything else while the live state is open."""
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
-    def admit(self, message: Any, by: str, act: Callable[[], None]) -> None:
-        """Call `act` while messages are handled, once the log is known to hold what the sender knows."""
-        self.witnesses.admit(message.known, by, lambda: act() if self.running else None)
+    def admit(self, message: Any, sender_name: str, act: Callable[[], None]) -> None:
+        """Call `act` once the log is known to hold what the sender knows, if messages are handled then."""
+        self.mark_checks.admit(message.known, sender_name, lambda: act() if self.running else None)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
-        self.models.update(message.models)
+        self.operator_models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
         """Handle or refuse a request, or leave it unanswered so that the client sends it again."""
@@ -402,22 +399,24 @@ class Coordinator(BaseActor):
         if not self.running:
             handle()
         elif isinstance(request.command, GetStatus):
-            self.witnesses.admit(message.known, message.by, handle, if_unreadable=True)
+            self.mark_checks.admit(message.known, message.by, handle, if_unreadable=True)
         else:
-            self.witnesses.after_runners(lambda: self.witnesses.admit(message.known, message.by, handle))
+            self.mark_checks.after_runners(lambda: self.mark_checks.admit(message.known, message.by, handle))
 
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
         """Handle a request, or answer why it can't be handled; if the trouble is transient, the client asks again."""
-        failure = self.opened().failure
+        failure = self.require_session().failure
         if self.running:
             self.handlers.router.take(request, sender)
         elif failure is not None:
-            self.unwritten.take(request, sender, failure)
+            self.held_requests.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
+        """Handle a runner's status once its mark is checked; then its mark counts as received, too."""
+
         def apply_report() -> None:
             self.fleet.on_status(clean_report(message), sender)
-            self.witnesses.heard(message.name)
+            self.mark_checks.note_runner(message.name)
 
         self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", apply_report)
 
@@ -426,7 +425,7 @@ class Coordinator(BaseActor):
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         self.fleet.on_death(clean_report(message))
-        self.witnesses.heard(message.name)
+        self.mark_checks.note_runner(message.name)
 
     def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         self.fleet.on_heartbeat(message)

@@ -1,7 +1,8 @@
 """The coordinator's live state: everything that is open in the log, and the turn being decided.
 
-A handler's events are folded into memory at once and collected in the turn. Actions that follow from them (`then`) wait
-in the turn until the log's writer has made the events durable. When a write fails, the state is read again.
+A handler's events are folded into memory at once and collected in the turn. Actions that follow from them
+(`when_durable`) wait in the turn until the log's writer has written the events. When a write fails, the state is read
+again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from trinity_es.projections.tables.stream_queries import greatest_batch_id, othe
 __all__ = ["LiveState", "Loaded"]
 
 E = TypeVar("E", bound=ev.Event)
-Ask = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+RunInThread = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 REMEMBERED_BATCHES = 64
 """Maximum number of ended batches kept in memory for clients that ask again; older ones are read from the log."""
@@ -75,9 +76,9 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     with log.engine.connect() as connection:
         open_streams = open_batches(connection)
         states = runner_states(connection)
-        delivered = delivered_batches(connection, queue_capacity)
+        deliveries = delivered_batches(connection, queue_capacity)
         leases = read_open(connection)
-    queue = load_queue(log, delivered, queue_capacity)
+    queue = load_queue(log, deliveries, queue_capacity)
     versions = other_streams(log)
     batches: dict[BatchId, BatchState] = {}
     tasks: dict[BatchId, list[Parcel]] = {}
@@ -87,39 +88,42 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
             tasks[batch_id] = _parcels(submissions, payloads)
-    times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
-    served = _serving_runners(log, states)
+    attempt_times, publication = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
+    serving_runners = _serving_runners(log, states)
     lives: Lives = {}
     for name, (incarnation, state_name) in states.items():
         lives[name, incarnation] = RunnerLife(
-            name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in served
+            name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in serving_runners
         )
     adapters = _adapters(log, versions)
     return Loaded(
         batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
-        attempt_times=times,
-        weights=Weights() if published is None else evolve_weights(Weights(), published),
+        attempt_times=attempt_times,
+        weights=Weights() if publication is None else evolve_weights(Weights(), publication),
         adapters=adapters, loaded_adapters=_loaded_adapters(log, adapters), servers=_servers(log), hosts=_hosts(log),
         leases=leases,
     )
 
 
 def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
+    """Return the state of each adapter that has one of these streams, by the last events of its stream."""
     adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
-        events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
-        for recorded in sorted(events, key=lambda e: e.position):
+        last_events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
+        for recorded in sorted(last_events, key=lambda e: e.position):
             evolve_adapters(adapters, cast(ev.AdapterPublished, recorded.event))
     return adapters
 
 
 def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`."""
+    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`. An adapter that was removed
+    and published again counts from its first publication after that."""
     names = set[str]()
     for name, event in current_adapters(adapters).items():
-        removed = log.last(event.own_stream(), "AdapterRemoved")
-        [first] = log.read(stream=event.own_stream(), after=0 if removed is None else removed.position, limit=1)
-        for recorded in log.rare(["AdapterLoaded", "RunnerReady"], after=first.position):
+        removal = log.last(event.own_stream(), "AdapterRemoved")
+        removed_at = 0 if removal is None else removal.position
+        [publication] = log.read(stream=event.own_stream(), after=removed_at, limit=1)
+        for recorded in log.rare(["AdapterLoaded", "RunnerReady"], after=publication.position):
             loaded = set[str]()
             evolve_loaded(loaded, recorded.event, adapters)
             if name in loaded:
@@ -142,20 +146,21 @@ def _hosts(log: EventLog) -> Hosts:
     return hosts
 
 
-def _newest(log: EventLog, kind: type[E]) -> E | None:
-    last = log.last(kind.stream, kind.__name__)
-    return None if last is None else cast(E, last.event)
+def _newest(log: EventLog, event_type: type[E]) -> E | None:
+    """Return the last event of a type that has a stream of its own; None if there is none."""
+    recorded = log.last(event_type.stream, event_type.__name__)
+    return None if recorded is None else cast(E, recorded.event)
 
 
 def _batch_state(
     log: EventLog, batch_id: BatchId, submissions: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
-    """Return a batch's state, and put the events that hold its tasks into `submissions`."""
+    """Return a batch's state, and put the events that hold its tasks into `submissions`; None if it has no events."""
 
     def events() -> Iterator[ev.Event]:
         for recorded in log.read(stream=batch_stream(batch_id)):
             if submissions is not None and isinstance(recorded.event, ev.BatchSubmitted | ev.TasksAdded):
-                if isinstance(recorded.event, ev.BatchSubmitted):
+                if isinstance(recorded.event, ev.BatchSubmitted):  # the id is used again
                     submissions.clear()
                 submissions.append(recorded.event)
             yield recorded.event
@@ -164,47 +169,53 @@ def _batch_state(
 
 
 def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
-    lists = [e.tasks if e.tasks is not None else orjson.loads(payloads.get(e.tasks_digest or "")) for e in submissions]
-    return [pack(task, payloads) for tasks in lists for task in tasks]
+    """Return the tasks of these events, each packed for a message."""
+    parcels: list[Parcel] = []
+    for event in submissions:
+        tasks = event.tasks if event.tasks is not None else orjson.loads(payloads.get(event.tasks_digest or ""))
+        parcels += [pack(task, payloads) for task in tasks]
+    return parcels
 
 
 def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
     """Return the runners whose newest life has served, as `evolve_lives` does but without reading long streams."""
-    names, unknown = set[str](), dict[str, int]()
+    # A newest life that loaded no weights has served if it was ready with the ones that were current then.
+    serving_names, unclear = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
         loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")
         if loaded is not None and cast(ev.WeightsLoaded, loaded.event).incarnation == incarnation:
-            names.add(name)
+            serving_names.add(name)
         else:
-            unknown[name] = incarnation
+            unclear[name] = incarnation
     for recorded in log.rare(["RunnerReady"], descending=True):  # a life may have several: each takeover records one
         ready = cast(ev.RunnerReady, recorded.event)
-        if not unknown:
+        if not unclear:
             break
-        if unknown.get(ready.runner) != ready.incarnation:
-            unknown.pop(ready.runner, None)  # all events of its newest life have been seen
+        if unclear.get(ready.runner) != ready.incarnation:
+            unclear.pop(ready.runner, None)  # all events of its newest life have been seen
             continue
-        published = next(log.rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1), None)
-        if published is None or cast(ev.WeightsPublished, published.event).version == ready.model_version:
-            names.add(ready.runner)
-            del unknown[ready.runner]
-    return names
+        publication = next(log.rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1), None)
+        if publication is None or cast(ev.WeightsPublished, publication.event).version == ready.model_version:
+            serving_names.add(ready.runner)
+            del unclear[ready.runner]
+    return serving_names
 
 
 class LiveState:
-    """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
+    """Batches, stream versions, weights and the queue of experiences, with what the current turn has recorded."""
 
     def __init__(
-        self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000, ask: Ask | None = None
+        self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000,
+        run_in_thread: RunInThread | None = None,
     ) -> None:
-        """Read the log in the calling thread."""
+        """Read the log in the calling thread. Without `run_in_thread`, all reads block."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
         """Return the result of a read under a key. While a request is handled it may raise NotRead."""
-        self.ask: Ask = ask or _ask_now
-        """Have a thread read, or write a payload, and pass the result to a callback."""
+        self.run_in_thread: RunInThread = run_in_thread or _run_now
+        """Have a thread read, or write a payload, and pass the result or the exception to a callback."""
         self.load()
 
     def load(self) -> None:
@@ -221,7 +232,7 @@ class LiveState:
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self._greatest_id = loaded.greatest_id
         self.in_flight = UnitsInFlight(self.batches.values())
-        self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
+        self.ended_batches: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
         """Adapters that some engine loaded; the others are not required of any engine."""
@@ -231,8 +242,9 @@ class LiveState:
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
-        """Return a batch, open or ended; None if no batch has this id."""
-        state = self.batches.get(batch_id) or self.ended.get(batch_id)
+        """Return a batch, open or ended; None if no batch has this id. An old one is read from the log, so while a
+        request is handled it may raise NotRead."""
+        state = self.batches.get(batch_id) or self.ended_batches.get(batch_id)
         if state is None:
             if type(batch_id) is int and batch_id > self._greatest_id:
                 return None  # steps count up, and this coordinator is the only writer of batches
@@ -245,11 +257,12 @@ class LiveState:
         return state
 
     # --- the turn ---------------------------------------------------------------------------------------------------
-    def then(self, call: Callable[[], None]) -> None:
-        """Call this once everything recorded so far is durable."""
-        self.turn.then.append(call)
+    def when_durable(self, call: Callable[[], None]) -> None:
+        """Call this once everything recorded so far is durable; never, if it can't be written."""
+        self.turn.durable_calls.append(call)
 
     def close_turn(self) -> UnitOfWork:
+        """Return the current turn, and begin the next one."""
         turn, self.turn = self.turn, UnitOfWork()
         return turn
 
@@ -259,11 +272,12 @@ class LiveState:
         Raises InvalidEvent for content that the log can't hold, before it folds, since the writer would fail other
         turns with it.
         """
-        by_stream: dict[str, list[ev.Event]] = {}
+        events_by_stream: dict[str, list[ev.Event]] = {}
         for event in events:
-            by_stream.setdefault(event.own_stream(), []).append(event)
-        for write in [self._checked(stream, of_stream) for stream, of_stream in by_stream.items()]:
-            for event in self._take(write):
+            events_by_stream.setdefault(event.own_stream(), []).append(event)
+        writes = [self._checked_write(stream, stream_events) for stream, stream_events in events_by_stream.items()]
+        for write in writes:
+            for event in self._put_into_turn(write):
                 evolve_loaded(self.loaded_adapters, event, self.adapters)
                 if isinstance(event, ev.WeightsPublished):
                     self.weights = evolve_weights(self.weights, event)
@@ -279,13 +293,14 @@ class LiveState:
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:
                     evolve_lives(self.lives, event, self.weights)
-                    self.in_flight.changed[cast(RunnerEvent, event).runner] = None
+                    self.in_flight.changed_runners[cast(RunnerEvent, event).runner] = None
 
-    def _checked(self, stream: str, events: Sequence[ev.Event]) -> Write:
-        expected = self.versions.get(stream, 0)  # only ended batches lack a version, and `find` sets theirs
-        return checked_write(stream, expected, events)
+    def _checked_write(self, stream: str, events: Sequence[ev.Event]) -> Write:
+        """Return these events as a write at the end of their stream. Raises InvalidEvent."""
+        expected_version = self.versions.get(stream, 0)  # only ended batches lack a version, and `find` sets theirs
+        return checked_write(stream, expected_version, events)
 
-    def _take(self, write: Write) -> list[ev.Event]:
+    def _put_into_turn(self, write: Write) -> list[ev.Event]:
         """Put a write into the turn; return its events as every reader of the log will get them."""
         self.turn.writes.append(write)
         events = [read_back for _, read_back in write.checked or ()]
@@ -302,7 +317,7 @@ class LiveState:
         state = self.batches.get(batch_id)
         if state is None and isinstance(events[0], ev.BatchTrained):
             state = self.find(batch_id)  # before any change, since it may raise NotRead
-        for event in self._take(self._checked(stream, events)):
+        for event in self._put_into_turn(self._checked_write(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)
         self.turn.batches[batch_id] = None
@@ -313,25 +328,26 @@ class LiveState:
         if state.state.ended:
             self.batches.pop(batch_id, None)
             self._tasks.pop(batch_id, None)
-            self.ended[batch_id] = state
-            while len(self.ended) > REMEMBERED_BATCHES:
-                self.ended.popitem(last=False)
+            self.ended_batches[batch_id] = state
+            while len(self.ended_batches) > REMEMBERED_BATCHES:
+                self.ended_batches.popitem(last=False)
         else:
-            self.ended.pop(batch_id, None)
+            self.ended_batches.pop(batch_id, None)
             self.batches[batch_id] = state
 
     # --- tasks ------------------------------------------------------------------------------------------------------
-    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[Parcel], *, more: bool = False) -> None:
-        """Keep the tasks of a new batch, or with `more` those added to it, in the form in which they are sent."""
-        earlier = self._tasks[batch_id] if more else []
-        self._tasks[batch_id] = [*earlier, *tasks]
+    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[Parcel], *, are_added: bool = False) -> None:
+        """Keep the tasks of a new batch, or those added to an open one, in the form in which they are sent."""
+        earlier_tasks = self._tasks[batch_id] if are_added else []
+        self._tasks[batch_id] = [*earlier_tasks, *tasks]
 
     def task(self, batch: BatchState, number: int) -> Parcel:
         """Return a task of an open batch: its JSON, or the payload that holds it."""
         return self._tasks[batch.batch_id][number]
 
 
-def _ask_now(read: Callable[[], Any], done: Callable[[Any], None]) -> None:
+def _run_now(read: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    """Read in the calling thread, for tests, and pass on the result or the exception."""
     result: Any
     try:
         result = read()

@@ -29,7 +29,7 @@ SILENT_SECONDS = 2.0
 
 
 class NotRead(Exception):
-    """Signal that a handler needs data that is not in memory."""
+    """Signal that a handler needs data that is not in memory; `read` returns it, and `key` names it."""
 
     def __init__(self, key: Hashable, read: Callable[[], Any]) -> None:
         super().__init__(key)
@@ -54,10 +54,6 @@ class Fetch:
     def put(self, key: Hashable, result: Any) -> None:
         self._results[key] = result
 
-    def forget(self, key: Hashable) -> None:
-        """Drop a result that is out of date."""
-        self._results.pop(key, None)
-
 
 def read_now(_: Hashable, read: Callable[[], Any]) -> Any:
     """Read in the calling thread, for starts and tests."""
@@ -72,7 +68,7 @@ class Reader:
         self._post, self._retry_for = post, retry_for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
 
-    def ask(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
+    def run(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
         """Have a thread read, and call `done` with the value or the exception; database errors become LogUnavailable.
 
         Pass `once` if the caller retries by itself.
@@ -80,6 +76,7 @@ class Reader:
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:
+        """Read in a thread of the pool, with retries for `seconds`, and post the result."""
         result: Any
         try:
             result = patiently(read, seconds=seconds)
@@ -96,34 +93,35 @@ class Watch:
     """Thread that probes the database once a second; its methods are safe for any thread."""
 
     def __init__(
-        self, is_reachable: Callable[[], bool], now: Callable[[], float], rewound: Callable[[LogRewound], None]
+        self, is_reachable: Callable[[], bool], now: Callable[[], float], on_rewound: Callable[[LogRewound], None]
     ) -> None:
-        """Probe with `is_reachable`, which may block. After its LogRewound, call `rewound` with it and stop."""
-        self._is_reachable, self._now, self._rewound = is_reachable, now, rewound
-        self._answered = now()
+        """Probe with `is_reachable`, which may block. If it raises LogRewound, call `on_rewound` with it and stop."""
+        self._is_reachable, self._now, self._on_rewound = is_reachable, now, on_rewound
+        self._answered_at = now()
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     @property
     def trouble(self) -> str | None:
         """Message that says how long the database has been silent; None while it answers."""
-        silent = self._now() - self._answered
-        if silent < WATCH_SECONDS + SILENT_SECONDS:
+        silent_seconds = self._now() - self._answered_at
+        if silent_seconds < WATCH_SECONDS + SILENT_SECONDS:
             return None
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - silent))
-        return f"the database has not answered for {silent:.0f} s (since {since}); everything waits for it"
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - silent_seconds))
+        return f"the database has not answered for {silent_seconds:.0f} s (since {since}); everything waits for it"
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _run(self) -> None:
+        """Probe until stopped, and note when the database last answered."""
         while not self._stopped.wait(WATCH_SECONDS):
             try:
-                answered = self._is_reachable()
+                has_answered = self._is_reachable()
             except LogRewound as e:
-                self._rewound(e)
+                self._on_rewound(e)
                 return
             except Exception:  # an error is an answer too
-                answered = True
-            if answered:
-                self._answered = self._now()
+                has_answered = True
+            if has_answered:
+                self._answered_at = self._now()

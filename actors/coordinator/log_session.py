@@ -12,7 +12,7 @@ log lost acknowledged events.
 
 A turn is the handling of one message or timer. Its `UnitOfWork` has the events that the handlers recorded, and the
 callbacks for when they are written or can't be. Threads read and write; their results come back in the actor's loop.
-Nothing here blocks.
+Methods that only threads call say so; no other method blocks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, Protocol
 from trinity_es.actors.config.run_sections import StoreConfig
 from trinity_es.actors.coordinator.live_state import LiveState, Loaded
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
-from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
+from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_content_error
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.coordinator.sender_mark_checks import Witnesses
+from trinity_es.actors.coordinator.sender_mark_checks import SenderMarkChecks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, claims_of, rewound
@@ -80,48 +80,53 @@ class SessionHost(TimerHost, Protocol):
     def serve(self, again: bool) -> None:
         """Handle messages from now on; `again` means that this is not the first time."""
 
-    def waits(self, error: Exception) -> None:
+    def announce_waiting(self, error: Exception) -> None:
         """Become reachable for clients although the log could not be opened; `error` says why it could not."""
 
     def refuse(self, error: Exception) -> None:
         """Answer the held requests with the error of a failed try."""
 
-    def stopped(self, error: LogRewound) -> None:
+    def on_rewound(self, error: LogRewound) -> None:
         """Answer every waiting client with the error: the log lost acknowledged events, so the work stops."""
 
-    def fenced(self, lease: Lease | None) -> None:
-        """End this coordinator, whose lease another writer took; None means that the lease can't be read."""
+    def on_fenced(self, lease: Lease | None) -> None:
+        """End this coordinator. Another writer took the lease and now has `lease`; None: that can't be read."""
 
 
 class LogSession:
-    """Session with one log; `live`, `lease` and `witnesses` exist once `opened`."""
+    """Session with one log; the attributes without a value here exist once `has_live_state` is True."""
 
     live: LiveState
     lease: Lease
     events: EventLog
-    witnesses: Witnesses
+    mark_checks: SenderMarkChecks
     writer: LogWriter
     watch: Watch
+    has_live_state = False
+    """True once it has the lease and the live state."""
+    start_is_durable = False
+    """True once the first events of this coordinator are in the log."""
 
     def __init__(
         self, host: SessionHost, store: StoreConfig, owner: dict[str, Any], *, queue_capacity: int,
-        memory: Memory | None, claims: Sequence[Claim], unheard: Iterable[str],
+        memory: Memory | None, claims: Sequence[Claim], unheard_runners: Iterable[str],
     ) -> None:
         """`owner` takes the lease (pid, host, admin). `memory` and `claims` are what this host and the guardian know of
-        the log. The `unheard` runners know it from a predecessor, and must report first.
+        the log. The `unheard_runners` know it from an earlier coordinator, and must report first.
         """
-        self._host, self._store, self._owner, self._capacity = host, store, owner, queue_capacity
-        self._memory, self._claims, self._unheard = memory, claims, unheard
+        self._host, self._store, self._owner, self._queue_capacity = host, store, owner, queue_capacity
+        self._memory, self._claims, self._unheard_runners = memory, claims, unheard_runners
         self.phase = Phase.OPENING
-        self.opened = self.begun = False
-        """`opened` is True once it has the lease and the live state, `begun` once its first events are durable."""
         self.failure: Exception | None = None
         """Reason why the log can't be written now."""
         self.failed_at = self._failing_since = self._open_since = 0.0
+        """Clock readings of the last failure, of the first one since the last success, and of the last opening."""
         self._pauses, self._logged_error = Backoff(*RELOAD_SECONDS), ""
-        self._waiting: list[Callable[[], None]] = []
+        self._held_results: list[Callable[[], None]] = []
+        """Calls that deliver the results of reads that ended while no messages were handled."""
         self.reader = Reader(host.post, retry_for=store.retry_for)
         self.try_again: Callable[[], None] = self.open
+        """Next step of the recovery, which a timer or a request triggers."""
 
     @property
     def running(self) -> bool:
@@ -135,36 +140,40 @@ class LogSession:
             return f"the log can't be written: {self.failure}"
         return self.watch.trouble or self.writer.trouble
 
-    def end(self) -> Mark | None:
+    def log_end(self) -> Mark | None:
         """Return the mark of the last acknowledged event; None before the log is open."""
-        return self.witnesses.end() if self.opened else None
+        return self.mark_checks.log_end() if self.has_live_state else None
 
     # --- opening ----------------------------------------------------------------------------------------------------
     def open(self) -> None:
         """Take the lease and read the live state; retry while the database is unreachable."""
-        self.reader.ask(self._open, self._opened, once=True)
+        self.reader.run(self._open_store, self._on_opened, once=True)
 
-    def _open(self) -> tuple[Lease, LiveState]:
-        """Open the store and read the live state; for a thread, since the database may be slow."""
-        store = self._host.open_store()
+    def _open_store(self) -> tuple[Lease, LiveState]:
+        """Open the store, take the lease and read the live state; for a thread, since the database may be slow."""
+        log, payloads = self._host.open_store()
         try:
-            self._require_claims(store[0])
-            lease = store[0].acquire_lease(LEASE, self._owner)
-            return lease, LiveState(*store, queue_capacity=self._capacity, ask=self._ask)
+            self._require_claims(log)
+            lease = log.acquire_lease(LEASE, self._owner)
+            live = LiveState(
+                log, payloads, queue_capacity=self._queue_capacity, run_in_thread=self._run_in_thread
+            )
+            return lease, live
         except BaseException:
-            for part in store:
-                part.close()
+            log.close()
+            payloads.close()
             raise
 
     def _require_claims(self, log: EventLog) -> None:
         """Check that the log holds what the guardian and this host remember of it. Raises LogRewound."""
         claims = list(self._claims)
         if self._memory is not None:
-            claims += log.remembered(self._memory)
+            claims += log.remembered_claims(self._memory)
         log.require(claims)
         log.memory = self._memory
 
-    def _opened(self, result: tuple[Lease, LiveState] | Exception) -> None:
+    def _on_opened(self, result: tuple[Lease, LiveState] | Exception) -> None:
+        """Begin the work with the opened store, or try again after an error; stop if the log lost events."""
         if self.phase is Phase.ENDED:
             return
         if isinstance(result, LogNotFound | NotALog) and self._claims:
@@ -178,87 +187,91 @@ class LogSession:
             self._log_error("waiting for the database", result)
             if not is_transient(result):  # this may last, so clients get an answer meanwhile
                 self._set_failure(result)
-                self._host.waits(result)
+                self._host.announce_waiting(result)
             self._retry_later(self.open)
             self._host.refuse(result)
             return
         self.lease, self.live = result
-        self._commits = itertools.count(1)  # under this lease a commit id is never used twice
-        self.events, self.opened = self.live.log, True
+        self.events = self.live.log
+        self._commit_numbers = itertools.count(1)  # under this lease a commit id is never used twice
+        self.has_live_state = True
         self.watch = Watch(self.events.is_reachable, self._host.now, lambda e: self._host.post(lambda: self.stop(e)))
-        self.witnesses = Witnesses(
-            self.events, self._unheard, self._host.post, self.stop,
+        self.mark_checks = SenderMarkChecks(
+            self.events, self._unheard_runners, self._host.post, self.stop,
             lambda: self._handle_failure(Fenced("the log has events of a later coordinator"), []),
         )
         self._host.begin()
 
-    def _ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have a thread read; call `done` with the result while the live state is open."""
+    def _run_in_thread(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have a thread read, and call `done` with the result: at once if messages are handled, else when they are."""
 
-        def arrived(result: Any) -> None:
+        def deliver(result: Any) -> None:
             if self.running:
                 done(result)
             else:
-                self._waiting.append(lambda: done(result))
+                self._held_results.append(lambda: done(result))
 
-        self.reader.ask(read, arrived)
+        self.reader.run(read, deliver)
 
     # --- writing ----------------------------------------------------------------------------------------------------
-    def go_on(self) -> None:
-        """Start a writer, which begins with what this turn recorded."""
+    def start_writer(self) -> None:
+        """Start a writer and handle messages from now on; after a failure, once WritingResumed is durable."""
         self.writer = LogWriter(
             self.events, self.lease, self._host.post, self.write_failed,
-            {"epoch": self.lease.epoch, "host": self._owner["host"]}, self._commits,
+            {"epoch": self.lease.epoch, "host": self._owner["host"]}, self._commit_numbers,
             retry_for=self._store.retry_for, now=self._host.now, chance=self._host.chance,
         )
         if self.failure is None or isinstance(self.failure, Undone):
-            self._run(again=self.failure is not None and self.begun)
+            self._serve(again=self.failure is not None and self.start_is_durable)
             return
         trouble = str(self.failure)[:2000].encode(errors="replace").decode()
         self.live.record(ev.WritingResumed(error=trouble, seconds=round(self._host.now() - self._failing_since, 3)))
-        again = self.begun
-        self.live.then(lambda: self._run(again))
+        again = self.start_is_durable
+        self.live.when_durable(lambda: self._serve(again))
         self.phase = Phase.RESUMING
         self.writer.submit(self.live.close_turn())
 
-    def _run(self, again: bool) -> None:
+    def _serve(self, again: bool) -> None:
+        """Open the session, unless it ended meanwhile, and have the coordinator handle messages."""
         if self.phase is Phase.ENDED:
-            return  # the session ended meanwhile
+            return
         self.failure, self.phase, self._open_since = None, Phase.OPEN, self._host.now()
         self._host.serve(again)
 
-    def hand_over(self) -> None:
-        """Deliver the results of reads that ended while the live state was closed."""
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
+    def deliver_held_results(self) -> None:
+        """Deliver the results of reads that ended while no messages were handled."""
+        calls, self._held_results = self._held_results, []
+        for call in calls:
             call()
 
     def end_turn(self) -> None:
-        """Hand the turn to the writer, or call its actions now if they wait for nothing."""
+        """Hand the turn to the writer, or call its actions now if they wait for nothing. If the log can't be written,
+        the callers of the turn get the failure."""
         if self.phase is not Phase.OPEN:
-            if self.failure is not None and self.opened and self.phase is not Phase.RESUMING:
-                for fail in self.live.close_turn().failed:  # nothing is written
+            if self.failure is not None and self.has_live_state and self.phase is not Phase.RESUMING:
+                for fail in self.live.close_turn().failure_calls:
                     fail(self.failure)
             return
         turn = self.live.close_turn()
-        if turn.writes or (turn.then and self.writer.in_flight):
+        if turn.writes or (turn.durable_calls and self.writer.in_flight):  # calls keep the order of the turns
             self.writer.submit(turn)
         else:
-            for call in turn.then:
+            for call in turn.durable_calls:
                 call()
 
-    def calm_down(self) -> None:
+    def reset_pauses_if_calm(self) -> None:
         """Log that the trouble is over and reset the pauses, once nothing failed for a while."""
-        calm = self._host.now() - self._open_since > CALM_SECONDS
-        if self.running and self._logged_error and self.writer.written and calm:
+        is_calm = self._host.now() - self._open_since > CALM_SECONDS
+        if self.running and self._logged_error and self.writer.written and is_calm:
             self._host.log.info("the log is written again")
             self._pauses.reset()
             self._logged_error = ""
 
     # --- failed writes ------------------------------------------------------------------------------------------------
     def _set_failure(self, error: Exception) -> None:
+        """Close the session with this error; an ended session keeps the reason for its end."""
         if self.phase is Phase.ENDED:
-            return  # the reason for the end stays
+            return
         if self.failure is None:
             self._failing_since = self._host.now()
         self.phase, self.failure, self.failed_at = Phase.CLOSED, error, self._host.now()
@@ -280,33 +293,36 @@ class LogSession:
         self._log_error("log not written", error)
         if isinstance(error, Fenced):
             self.phase = Phase.ENDED
-            self._host.after(FENCED_SECONDS, "fenced", lambda: self._host.fenced(None))  # if the database is silent
-            self.reader.ask(lambda: self.events.read_lease(LEASE), self._end_fenced, once=True)
+            self._host.after(FENCED_SECONDS, "fenced", lambda: self._host.on_fenced(None))  # if the database is silent
+            self.reader.run(lambda: self.events.read_lease(LEASE), self._end_fenced, once=True)
             return
         # If only one request's content was refused, the log is well, and no other client needs to hear of it.
-        well = isinstance(error, Undone) or is_of_content(error)
-        self._set_failure(Undone(f"undone with what could not be recorded: {error}") if well else error)
+        log_is_well = isinstance(error, Undone) or is_content_error(error)
+        self._set_failure(Undone(f"undone with what could not be recorded: {error}") if log_is_well else error)
         for turn in lost:
-            for fail in turn.failed:
+            for fail in turn.failure_calls:
                 fail(error)
-        if not well:
+        if not log_is_well:
             self._host.refuse(error)
         if isinstance(error, LogRewound):
             self.stop(error)  # clients and runners have acknowledgements of events that this log lacks
 
-    def _retry_later(self, again: Callable[[], None]) -> None:
-        self.try_again = again
-        self._host.after(self._pauses.next(self._host.chance()), "reload", again)
+    def _retry_later(self, retry: Callable[[], None]) -> None:
+        """Call `retry` after a pause that grows with each failure; requests may trigger it earlier by `try_again`."""
+        self.try_again = retry
+        self._host.after(self._pauses.next(self._host.chance()), "reload", retry)
 
     def _reload(self, error: Exception) -> None:
-        self.reader.ask(self._read_again, lambda result: self._reloaded(error, result), once=True)
+        """Have a thread read the live state again; `error` is why the last write failed."""
+        self.reader.run(self._read_after_writer, lambda result: self._on_reloaded(error, result), once=True)
 
-    def _read_again(self) -> Loaded:
-        """Read the live state, once the writer has ended; for a thread."""
+    def _read_after_writer(self) -> Loaded:
+        """End the writer, then read the live state; for a thread."""
         self.writer.stop()
         return self.live.read_log()
 
-    def _reloaded(self, error: Exception, loaded: Loaded | Exception) -> None:
+    def _on_reloaded(self, error: Exception, loaded: Loaded | Exception) -> None:
+        """Go on with the state that was read, or try again later; `error` is why the last write failed."""
         if self.phase is Phase.ENDED:
             return
         if isinstance(loaded, LogRewound):
@@ -318,12 +334,12 @@ class LogSession:
             self._retry_later(self.try_again)
             self._host.refuse(loaded)
             return
-        for fail in self.live.turn.failed:  # decided meanwhile, and not written either
+        for fail in self.live.turn.failure_calls:  # decided meanwhile, and not written either
             fail(error)
         self.live.adopt(loaded)
         self._host.forget()
-        if self.begun:
-            self.go_on()
+        if self.start_is_durable:
+            self.start_writer()
         else:
             self._host.recover()
 
@@ -344,28 +360,30 @@ class LogSession:
         self.phase = Phase.ENDED
         self._host.refuse(error)
         if self._memory is not None:
-            self._memory.claim(claims_of(error.details.get("lost", ())))
-        if self.opened:
+            self._memory.add_claims(claims_of(error.details.get("lost", ())))
+        if self.has_live_state:
             self.writer.abandon(error)
-        self._host.stopped(error)
+        self._host.on_rewound(error)
 
     def _end_fenced(self, lease: Lease | Exception | None) -> None:
+        """End this coordinator with the other writer's lease, or the error of reading it."""
         if isinstance(lease, Exception):
             self._host.log.error("the lease can't be read: %s", lease)
             lease = None
-        self._host.fenced(lease)
+        self._host.on_fenced(lease)
 
-    def close(self, closed: Callable[[], None]) -> None:
-        """Write what is queued and give the lease back; then call `closed`."""
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """Write what is queued and give the lease back; then call `on_closed`."""
         self.phase = Phase.ENDED
         self._host.cancel("reload")
-        if not self.opened:
-            closed()
+        if not self.has_live_state:
+            on_closed()
             return
         self.watch.stop()
-        self.reader.ask(self._close, lambda _: closed(), once=True)
+        self.reader.run(self._close_log, lambda _: on_closed(), once=True)
 
-    def _close(self) -> None:
+    def _close_log(self) -> None:
+        """Write what is queued, give the lease back and close the log; for a thread."""
         self.writer.stop()
         try:
             self.events.release_lease(self.lease)

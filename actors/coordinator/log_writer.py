@@ -1,7 +1,7 @@
 """Group commit: one thread appends to the log, so that no handler waits for a disk.
 
 The coordinator decides and folds at once. It hands over the events with the actions to take when they are durable
-(`then`). The thread puts all waiting turns into one transaction; then the actor's loop calls their actions in order.
+(`durable_calls`). The thread puts all waiting turns into one transaction; then the actor's loop calls them in order.
 
 After transient trouble (a database restart, a lock) the thread retries the append under the same commit id. If the
 first try was written after all, the log recognizes the id and writes nothing twice. Meanwhile new turns queue up.
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trinity_es.events.errors import DataError, InvalidEvent, LogError
@@ -45,41 +46,37 @@ class UnitOfWork:
     writes: list[Write] = field(default_factory=list)
     batches: dict[BatchId, None] = field(default_factory=dict)
     """Batches that the turn changed."""
-    then: list[Callable[[], None]] = field(default_factory=list)
-    failed: list[Callable[[Exception], None]] = field(default_factory=list)
-    """Callbacks of the turn's callers, for when it can't be written."""
+    durable_calls: list[Callable[[], None]] = field(default_factory=list)
+    """Actions for when the turn is written."""
+    failure_calls: list[Callable[[Exception], None]] = field(default_factory=list)
+    """Actions for when it can't be written; each gets the error."""
 
 
 class LogWriter:
     """Writer thread, which appends turns in the order of `submit`; `post` runs a callable in the actor's loop."""
 
     def __init__(
-        self,
-        log: EventLog,
-        lease: Lease,
-        post: Callable[[Callable[[], None]], None],
-        on_failure: Callable[[Exception, Sequence[UnitOfWork]], None],
-        metadata: dict[str, Any],
-        numbers: Iterator[int],
-        *,
-        retry_for: float = 300.0,
-        now: Callable[[], float] = time.monotonic,
+        self, log: EventLog, lease: Lease, post: Callable[[Callable[[], None]], None],
+        on_failure: Callable[[Exception, Sequence[UnitOfWork]], None], metadata: dict[str, Any],
+        commit_numbers: Iterator[int], *, retry_for: float = 300.0, now: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         """Start the thread.
 
-        `numbers` makes commit ids, and continues those of the previous writer under the same lease. An append is
-        retried for `retry_for` seconds before it fails.
+        `commit_numbers` are the numbers in commit ids, and continue those of the previous writer under the same lease.
+        An append is retried for `retry_for` seconds before it fails. `metadata` goes with each append.
         """
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
-        self._metadata, self._numbers = metadata, numbers
+        self._metadata, self._commit_numbers = metadata, commit_numbers
         self._text_log = logging.getLogger("trinity_es.writer")  # Thespian silences loggers made at import
         self._retry_for, self._now, self._chance = retry_for, now, chance
         self._queue: list[UnitOfWork] = []
         self._wake = threading.Condition()
         self._stopped = False
-        self._broken: Exception | None = None
+        self._fatal_error: Exception | None = None
+        """Error after which nothing more is written, since all later turns build on the one that failed."""
         self._trouble: tuple[float, str] | None = None
+        """When the current append first failed, and its last error."""
         self.in_flight = 0
         """Number of submitted turns whose actions have not run; for the actor's loop only."""
         self.written = 0
@@ -103,7 +100,7 @@ class LogWriter:
 
     def abandon(self, error: Exception) -> None:
         """Write nothing more, and fail the queue with this error."""
-        self._broken = self._broken or error
+        self._fatal_error = self._fatal_error or error
 
     def stop(self) -> None:
         """Write the queue, then end; a write that fails at the first try is not retried."""
@@ -113,79 +110,80 @@ class LogWriter:
         self._thread.join(timeout=STOP_SECONDS)
 
     def _run(self) -> None:
+        """Append what is queued, group by group, until the writer is stopped and the queue is empty."""
         while True:
             with self._wake:
-                idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
+                is_idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
                 group, self._queue = self._queue, []
-            if idle:
+            if is_idle:
                 self._check_place()
                 continue
-            if not group:
+            if not group:  # stopped
                 return
-            if self._broken is not None:  # the group builds on a state that was never written
-                self._post_failure(group, self._broken)
+            if self._fatal_error is not None:  # the group builds on a state that was never written
+                self._post_failure(group, self._fatal_error)
                 continue
             try:
-                self._append_all(group)
+                self._append_turns(group)
             except Exception as e:
-                if not is_of_content(e):
-                    self._broken = e
+                if is_content_error(e):
+                    self._append_one_by_one(group, e)
+                else:
+                    self._fatal_error = e
                     self._post_failure(group, e)
-                    continue
-                self._one_by_one(group, e)
                 continue
-            self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
+            self._post(partial(self._call_durable, group))
 
     def _check_place(self) -> None:
-        """Report a log file that lost its name before a request has to fail because of it."""
-        if self._broken is None:
+        """Report a log file that was deleted or renamed, before a request has to fail because of it."""
+        if self._fatal_error is None:
             try:
                 self._log.require_place()
             except Exception as e:
-                self._broken = e
-                self._post(lambda error=e: self._fail(error, []))  # type: ignore[misc]  # binds the error
+                self._fatal_error = e
+                self._post(lambda error=e: self._report_failure(error, []))  # type: ignore[misc]  # binds the error
 
-    def _append_all(self, group: Sequence[UnitOfWork]) -> None:
-        writes = [w for turn in group for w in turn.writes]
+    def _append_turns(self, turns: Sequence[UnitOfWork]) -> None:
+        """Append the events of these turns in one transaction, if they have any."""
+        writes = [w for turn in turns for w in turn.writes]
         if writes:
             self._append(writes)
 
-    def _one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
-        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone."""
-        for number, turn in enumerate(group):
+    def _append_one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
+        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone. `error` is why
+        the log refused the content of the whole group."""
+        for index, turn in enumerate(group):
             try:
                 if len(group) > 1:
-                    self._append_all([turn])
+                    self._append_turns([turn])
                 else:
                     raise error
             except Exception as e:
-                own: Exception = e
-                self._broken = e
-                if is_of_content(e):
+                turn_error: Exception = e
+                self._fatal_error = e
+                if is_content_error(e):
                     message = f"this can't be recorded: {type(e).__name__}: {e}"
-                    own = e if isinstance(e, LogError) else DataError(message)
-                    self._broken = Undone(f"undone, since another request could not be recorded: {e}")
-                self._post_failure([turn], own)
-                self._post_failure(group[number + 1 :], self._broken)
+                    turn_error = e if isinstance(e, LogError) else DataError(message)
+                    self._fatal_error = Undone(f"undone, since another request could not be recorded: {e}")
+                self._post_failure([turn], turn_error)
+                self._post_failure(group[index + 1 :], self._fatal_error)
                 return
-            self._post(lambda done=turn: self._act([done]))  # type: ignore[misc]  # binds the loop's value
+            self._post(partial(self._call_durable, [turn]))
 
-    def _post_failure(self, lost: Sequence[UnitOfWork], error: Exception) -> None:
-        if lost:
-            self._post(lambda: self._fail(error, lost))
+    def _post_failure(self, turns: Sequence[UnitOfWork], error: Exception) -> None:
+        """Have the actor's loop report that these turns can't be written."""
+        if turns:
+            self._post(lambda: self._report_failure(error, turns))
 
     def _append(self, writes: list[Write]) -> None:
-        commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # the same for every try
+        """Append the writes; retry after transient errors. Raises what EventLog.append does."""
+        commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._commit_numbers)}"  # the same for every try
         try:
             patiently(
                 lambda: self._log.append(
                     writes, commit_id=commit_id, lease=self._lease, metadata=self._metadata, patience=0.0
                 ),
-                seconds=self._retry_for,
-                wait=self._pause,
-                now=self._now,
-                chance=self._chance,
-                tell=self._log_retry,
+                seconds=self._retry_for, wait=self._pause, now=self._now, chance=self._chance, tell=self._log_retry,
             )
             self.written += 1
             if self._trouble is not None:
@@ -194,26 +192,31 @@ class LogWriter:
             self._trouble = None
 
     def _log_retry(self, error: Exception) -> None:
-        if self._trouble is None or self._trouble[1] != str(error):  # log it once, not at every try
+        """Note the error of a failed try as the current trouble, and log it once, not at every try."""
+        if self._trouble is None or self._trouble[1] != str(error):
             self._text_log.warning("the log can't be written, trying again: %s", error)
         since = self._now() if self._trouble is None else self._trouble[0]
         self._trouble = (since, str(error))
 
     def _pause(self, seconds: float) -> bool:
+        """Wait before the next try; return True, at once, if the writer is stopped."""
         with self._wake:
             return self._stopped or bool(self._wake.wait_for(lambda: self._stopped, seconds))
 
-    def _fail(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
-        self.in_flight -= len(lost)
-        self._on_failure(error, lost)
+    # --- the actor's loop -------------------------------------------------------------------------------------------
+    def _report_failure(self, error: Exception, turns: Sequence[UnitOfWork]) -> None:
+        """Give the session the error of turns that can't be written."""
+        self.in_flight -= len(turns)
+        self._on_failure(error, turns)
 
-    def _act(self, group: Sequence[UnitOfWork]) -> None:
-        for turn in group:
+    def _call_durable(self, turns: Sequence[UnitOfWork]) -> None:
+        """Call the actions of turns that are written."""
+        for turn in turns:
             self.in_flight -= 1
-            for call in turn.then:
+            for call in turn.durable_calls:
                 call()
 
 
-def is_of_content(error: Exception) -> bool:
+def is_content_error(error: Exception) -> bool:
     """Return True if the log refused the content of a write and is itself well."""
     return isinstance(error, InvalidEvent) or not isinstance(error, LogError)

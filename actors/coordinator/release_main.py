@@ -21,7 +21,7 @@ from trinity_es.events.processes import end_with_parent
 
 __all__ = ["main"]
 
-AT_ONCE = 32
+MAX_CONCURRENT = 32
 """Maximum number of concurrent releases."""
 
 
@@ -35,10 +35,11 @@ def main() -> None:
 
 
 async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: BinaryIO) -> None:
-    room = asyncio.Semaphore(AT_ONCE)
+    """Release the leases, each within `seconds`; write a line of JSON for each to `answers`, then end the process."""
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def one(lease: dict[str, Any]) -> None:
-        async with room:
+    async def release(lease: dict[str, Any]) -> None:
+        async with semaphore:
             try:
                 error = ""
                 provider = build_provider(lease["provider"], lease["args"])
@@ -49,15 +50,17 @@ async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: Bi
                 error = f"{type(e).__name__}: {e}"
         answers.write(orjson.dumps({"lease": lease["lease"], "error": error.encode(errors="replace").decode()}) + b"\n")
 
-    await asyncio.gather(*(one(lease) for lease in leases))
+    await asyncio.gather(*(release(lease) for lease in leases))
     os._exit(0)  # the end of the loop would wait for whatever a provider left running
 
 
 async def _release(provider: Any, lease: dict[str, Any]) -> None:
+    """Call the provider's `release`, which may be a coroutine function, a plain one, or return an awaitable."""
     if inspect.iscoroutinefunction(provider.release):
         await provider.release(lease["lease"], lease["handle"])
         return
     thread = ThreadPoolExecutor(1)  # one per release, so that a release that hangs delays no other
-    done = await asyncio.get_running_loop().run_in_executor(thread, provider.release, lease["lease"], lease["handle"])
-    if inspect.isawaitable(done):
-        await done
+    loop = asyncio.get_running_loop()
+    returned = await loop.run_in_executor(thread, provider.release, lease["lease"], lease["handle"])
+    if inspect.isawaitable(returned):
+        await returned

@@ -16,7 +16,7 @@ from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.payloads.payloads import PayloadStore
 
-__all__ = ["Unwritten"]
+__all__ = ["HeldRequests"]
 
 TRY_SECONDS = 0.5
 """Minimum interval between two tries that requests trigger."""
@@ -27,17 +27,18 @@ class _Router(Protocol):
     def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool: ...
 
 
-class Failing(Protocol):
+class FailedSession(Protocol):
     """Session of the log that can't be written."""
 
     failed_at: float
+    """When the last try failed, monotonic seconds."""
     try_again: Callable[[], None]
 
 
-class Unwritten:
+class HeldRequests:
     """Holder of requests that come while the log can't be written."""
 
-    def __init__(self, actor: TimerHost, session: Failing) -> None:
+    def __init__(self, actor: TimerHost, session: FailedSession) -> None:
         self._actor, self._session = actor, session
         self.router: _Router | None = None
         """Router of requests; None until the log has opened."""
@@ -49,31 +50,33 @@ class Unwritten:
         actor, session, command = self._actor, self._session, request.command
         if isinstance(error, LogRewound):
             self._answer(request, sender, error)
-        elif isinstance(command, GetStatus):
-            self._status(request, sender, error)
-        elif self.router is not None and self.router.answer_if_repeated(request, sender):
-            pass
-        elif is_transient(error) and (command.waits or not command.writes):
-            pass  # the client repeats its request
-        else:
-            if not self._held and actor.has_timer("reload"):  # without the timer a try is already running
-                actor.after(max(0.0, session.failed_at + TRY_SECONDS - actor.now()), "reload", session.try_again)
-            self._held[request.id] = request, sender
+            return
+        if isinstance(command, GetStatus):
+            self._answer_status(request, sender, error)
+            return
+        if self.router is not None and self.router.answer_if_repeated(request, sender):
+            return
+        if is_transient(error) and (command.waits or not command.writes):
+            return  # the client repeats its request
+        if not self._held and actor.has_timer("reload"):  # without the timer a try is already running
+            actor.after(max(0.0, session.failed_at + TRY_SECONDS - actor.now()), "reload", session.try_again)
+        self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
         """Answer the held requests with the failed try's error."""
-        held, self._held = self._held, {}
-        for request, sender in held.values():
+        requests, self._held = self._held, {}
+        for request, sender in requests.values():
             self._answer(request, sender, error)
 
-    def go_on(self) -> None:
+    def handle(self) -> None:
         """Handle the held requests, since the log can be written again."""
-        held, self._held = self._held, {}
+        requests, self._held = self._held, {}
         assert self.router is not None
-        for request, sender in held.values():
+        for request, sender in requests.values():
             self.router.take(request, sender)
 
-    def _status(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
+    def _answer_status(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
+        """Answer `status` by the router, or with the trouble alone before the log has opened."""
         if self.router is not None:
             self.router.take(request, sender)
             return

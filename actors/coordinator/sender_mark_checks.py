@@ -19,110 +19,117 @@ from trinity_es.events.errors import LogRewound
 from trinity_es.events.store.checks.log_end import Claim, Mark
 from trinity_es.events.store.log import EventLog
 
-__all__ = ["Witnesses"]
+__all__ = ["SenderMarkChecks"]
 
 REMEMBERED_MARKS = 1000
 """Maximum number of verified marks kept."""
 
 
 class _Check(NamedTuple):
+    """Check of a sender's mark, and the handling of its message."""
+
     claim: Claim
     act: Callable[[], None]
     if_unreadable: bool
+    """True if the message is handled even if the log can't be read."""
 
 
-class Witnesses:
+class SenderMarkChecks:
     """Marks of senders, and the messages that wait until these are checked."""
 
     def __init__(
-        self, log: EventLog, unheard: Iterable[str], post: Callable[[Callable[[], None]], None],
-        rewound: Callable[[LogRewound], None], replaced: Callable[[], None],
+        self, log: EventLog, unheard_runners: Iterable[str], post: Callable[[Callable[[], None]], None],
+        on_rewound: Callable[[LogRewound], None], on_replaced: Callable[[], None],
     ) -> None:
-        """Hold client requests until the `unheard` runners have reported.
-
-        `post` runs a callable in the actor's loop. `replaced` is called for a mark of a later coordinator.
-        """
-        self._log, self._post, self._rewound, self._replaced = log, post, rewound, replaced
+        """Hold client requests until the `unheard_runners` have reported. `post` runs a callable in the actor's loop.
+        `on_rewound` is called if the log lacks a marked event, `on_replaced` for a mark of a later coordinator."""
+        self._log, self._post, self._on_rewound, self._on_replaced = log, post, on_rewound, on_replaced
         self._teller = uuid.uuid4().hex
-        self._verified: OrderedDict[Mark, None] = OrderedDict()
-        self._waiting: list[_Check] = []
-        self._checking = False
-        self.unheard = set(unheard)
+        """Id of this coordinator in its own marks."""
+        self._verified_marks: OrderedDict[Mark, None] = OrderedDict()
+        self._waiting_checks: list[_Check] = []
+        self._is_checking = False
+        self.unheard_runners = set(unheard_runners)
         """Runners that have not yet sent their mark."""
-        self._held: list[Callable[[], None]] = []
+        self._held_requests: list[Callable[[], None]] = []
+        """Calls that handle clients' requests once all runners have sent their marks."""
 
-    def end(self) -> Mark | None:
+    def log_end(self) -> Mark | None:
         """Return the mark of the last acknowledged event; None before the first."""
         mark = self._log.acknowledged
         return None if mark is None else mark._replace(teller=self._teller)
 
     # --- marks ------------------------------------------------------------------------------------------------------
-    def admit(self, mark: Mark | None, by: str, act: Callable[[], None], *, if_unreadable: bool = False) -> None:
-        """Call `act` once the log has proved to hold the mark that the sender `by` has.
-
-        If the log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages.
-        """
-        if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified:
+    def admit(self, mark: Mark | None, sender: str, act: Callable[[], None], *, if_unreadable: bool = False) -> None:
+        """Call `act` once the log has proved to hold the mark of this sender: at once for a mark known before. If the
+        log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages."""
+        if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified_marks:
             act()
             return
-        self._waiting.append(_Check(Claim(mark._replace(teller=""), by), act, if_unreadable))
-        if not self._checking:
-            self._start_check()
+        self._waiting_checks.append(_Check(Claim(mark._replace(teller=""), sender), act, if_unreadable))
+        if not self._is_checking:
+            self._start_checks()
 
-    def _start_check(self) -> None:
-        self._checking = True
-        checks, self._waiting = self._waiting, []
+    def _start_checks(self) -> None:
+        """Have a thread check all waiting marks against the log."""
+        self._is_checking = True
+        checks, self._waiting_checks = self._waiting_checks, []
 
         def run() -> None:
             error: Exception | None = None
-            acknowledged = self._log.acknowledged  # before the check, which may move it
-            has_later_mark = acknowledged is not None and any(
-                check.claim.mark.position > acknowledged.position for check in checks
+            own_end = self._log.acknowledged  # before the check, which may move it
+            has_later_mark = own_end is not None and any(
+                check.claim.mark.position > own_end.position for check in checks
             )
             try:
                 self._log.require([check.claim for check in checks])
             except Exception as e:
                 error = e
-            self._post(lambda: self._end_check(checks, error, has_later_mark))
+            self._post(lambda: self._end_checks(checks, error, has_later_mark))
 
         threading.Thread(target=run, name="mark-check", daemon=True).start()
 
-    def _end_check(self, checks: list[_Check], error: Exception | None, has_later_mark: bool) -> None:
-        self._checking = False
+    def _end_checks(self, checks: list[_Check], error: Exception | None, has_later_mark: bool) -> None:
+        """Handle the messages whose marks were checked, and start the checks that came meanwhile.
+
+        `error` is that of the thread. `has_later_mark` means that a mark lies behind the last event that this
+        coordinator wrote; then its messages stay unhandled.
+        """
+        self._is_checking = False
         if isinstance(error, LogRewound):
-            self._rewound(error)
+            self._on_rewound(error)
         elif error is not None:  # the clients ask again
             logging.getLogger("trinity_es.witnesses").warning("senders' marks of the log can't be checked: %s", error)
             checks = [check for check in checks if check.if_unreadable]
         elif has_later_mark:  # only the next coordinator can have written more; clients will find it
-            self._replaced()
+            self._on_replaced()
             return
         else:
-            self._verified.update((check.claim.mark, None) for check in checks)
-            while len(self._verified) > REMEMBERED_MARKS:
-                self._verified.popitem(last=False)
+            self._verified_marks.update((check.claim.mark, None) for check in checks)
+            while len(self._verified_marks) > REMEMBERED_MARKS:
+                self._verified_marks.popitem(last=False)
         for check in checks:
             check.act()
-        if self._waiting and not self._checking:
-            self._start_check()
+        if self._waiting_checks and not self._is_checking:
+            self._start_checks()
 
     # --- runners first ----------------------------------------------------------------------------------------------
     def after_runners(self, act: Callable[[], None]) -> None:
         """Call `act` once every runner that may have seen more of the log has reported."""
-        if self.unheard:
-            self._held.append(act)
+        if self.unheard_runners:
+            self._held_requests.append(act)
         else:
             act()
 
-    def heard(self, name: str) -> None:
-        """Note that a runner has sent its mark, or never will."""
-        self.unheard.discard(name)
-        if not self.unheard:
-            self.hear_no_more()
+    def note_runner(self, name: str) -> None:
+        """Note that a runner has sent its mark, or never will; after the last one, handle the held requests."""
+        self.unheard_runners.discard(name)
+        if not self.unheard_runners:
+            self.handle_held_requests()
 
-    def hear_no_more(self) -> None:
+    def handle_held_requests(self) -> None:
         """Go on without the runners that have not reported, since one may be suspended."""
-        self.unheard = set()
-        held, self._held = self._held, []
-        for act in held:
+        self.unheard_runners = set()
+        acts, self._held_requests = self._held_requests, []
+        for act in acts:
             act()

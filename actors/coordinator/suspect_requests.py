@@ -2,8 +2,9 @@
 
 The file has each request from the start of its handling to the end of its turn, and each batch while its pipeline runs.
 A coordinator that starts reads the file: its entries were in work when the previous coordinator ended, for whatever
-reason. A request that was in work at `DEATHS` ends in a row is refused; one success clears it. A request is identified
-by its content, so the same request of another client is refused too. A restart of the system clears the file.
+reason. A request that was in work at `REQUEST_DEATHS` ends in a row is refused; one success clears it. A request is
+identified by its content, so the same request of another client is refused too. A restart of the system clears the
+file.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from trinity_es.events.private_files import make_private_folder, open_private
 
 __all__ = ["RequestsInHand", "fingerprint"]
 
-DEATHS = 2
+REQUEST_DEATHS = 2
 """Number of coordinators that may end while they handle a request, before it is refused."""
-JOB_DEATHS = 3
+PIPELINE_DEATHS = 3
 """The same number for a pipeline; it is higher since a pipeline runs long, and kills have other causes too."""
 REMEMBERED = 64
 """Maximum number of suspects kept; the newest stay."""
@@ -36,7 +37,9 @@ class _Suspect:
     """Request or pipeline that was in work when coordinators ended."""
 
     what: str
+    """Its name in messages and in the file."""
     deaths: int
+    """Number of coordinators that ended while it was in work."""
     said: str = ""
     """Error of its handler, if it raised one."""
 
@@ -49,28 +52,32 @@ def fingerprint(request: CommandRequest[Any]) -> str:
 class RequestsInHand:
     """Requests and pipelines in work now, and suspects: those in work when earlier coordinators ended."""
 
-    def __init__(self, path: Path | None = None, life: str = "") -> None:
-        """Read the file of the previous coordinator, or keep all in memory if there is no path.
-
-        `life` names a start of the system; a file of another start is ignored.
-        """
-        self._life = life
-        self._held: dict[str, str] = {}
-        """Requests of this turn by fingerprint."""
-        self._jobs: dict[str, str] = {}
+    def __init__(self, path: Path | None = None, system_start: str = "") -> None:
+        """Read the file of the previous coordinator, or keep all in memory if there is no path. `system_start` names a
+        start of the system; a file of another start is ignored."""
+        self._system_start = system_start
+        self._requests: dict[str, str] = {}
+        """Names of this turn's requests, by fingerprint."""
+        self._pipelines: dict[str, str] = {}
+        """Names of the running pipelines, by key."""
         self._suspects: dict[str, _Suspect] = {}
-        self._file, self._length = -1, 0
+        """Suspects by fingerprint or key, the oldest first."""
+        self._file = -1
+        """Descriptor of the file; -1 without one."""
+        self._length = 0
+        """Bytes of the longest content of the file so far."""
         if path is not None:
             with contextlib.suppress(OSError):  # without the file, nothing is remembered
                 make_private_folder(path.parent)
                 self._file = open_private(path)
-                self._read(os.pread(self._file, 1 << 20, 0))
+                self._take_suspects(os.pread(self._file, 1 << 20, 0))
         self._write()
 
-    def _read(self, data: bytes) -> None:
+    def _take_suspects(self, data: bytes) -> None:
+        """Take the suspects from the file's content, and suspect whatever was in work when it was written."""
         try:
             content: dict[str, Any] = orjson.loads(data)
-            if content["life"] != self._life:
+            if content["life"] != self._system_start:
                 return
             self._suspects = {key: _Suspect(**suspect) for key, suspect in content["suspects"].items()}
             for key, what in content["held"].items():
@@ -82,11 +89,12 @@ class RequestsInHand:
             del self._suspects[next(iter(self._suspects))]
 
     def _write(self) -> None:
+        """Write what is in work now, and the suspects, into the file."""
         if self._file < 0:
             return
-        held = self._held | self._jobs
+        in_work = self._requests | self._pipelines
         suspects = {key: asdict(suspect) for key, suspect in self._suspects.items()}
-        data = orjson.dumps({"life": self._life, "held": held, "suspects": suspects})
+        data = orjson.dumps({"life": self._system_start, "held": in_work, "suspects": suspects})
         with contextlib.suppress(OSError):
             os.pwrite(self._file, data.ljust(self._length), 0)  # spaces pad it: the file is JSON at any time
             self._length = max(self._length, len(data))
@@ -96,53 +104,51 @@ class RequestsInHand:
         """Note that a request is about to be handled. Raises RequestRefused if it ended earlier coordinators."""
         key, name = fingerprint(request), request.command.name
         suspect = self._suspects.get(key)
-        if suspect is not None and suspect.deaths >= DEATHS:
+        if suspect is not None and suspect.deaths >= REQUEST_DEATHS:
             error = f" with {suspect.said}" if suspect.said else ""
             raise RequestRefused(
                 f"request {name!r} is refused: the last {suspect.deaths} coordinators ended while they handled it"
                 f"{error}. See coordinator.log and guardian.log; to have it tried again, restart the system",
                 command=name, deaths=suspect.deaths,
             )
-        self._held[key] = f"request {name!r}"
+        self._requests[key] = f"request {name!r}"
         self._write()
 
     def blame(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Suspect a request whose handler crashed this coordinator.
-
-        One crash is enough to refuse the request from now on, since its cause is clear.
-        """
-        self._held.pop(fingerprint(request), None)
+        """Suspect a request whose handler crashed this coordinator. One crash is enough to refuse the request from now
+        on, since its cause is clear."""
+        self._requests.pop(fingerprint(request), None)
         message = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
-        self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", DEATHS, message)
+        self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", REQUEST_DEATHS, message)
         self._write()
 
     def put_aside(self, request: CommandRequest[Any]) -> None:
         """Note that a request waits for a read, so it can't end this coordinator now."""
-        self._held.pop(fingerprint(request), None)
+        self._requests.pop(fingerprint(request), None)
         self._write()
 
     def end_turn(self) -> None:
-        """Note that the turn has ended and this coordinator lives."""
-        if self._held:
-            for key in self._held:
+        """Note that the turn has ended and this coordinator lives, so its requests are no suspects any more."""
+        if self._requests:
+            for key in self._requests:
                 self._suspects.pop(key, None)
-            self._held = {}
+            self._requests = {}
             self._write()
 
     # --- pipelines --------------------------------------------------------------------------------------------------
-    def take_job(self, key: str) -> None:
+    def take_pipeline(self, key: str) -> None:
         """Note that a pipeline is about to run. Raises PipelineError if it ended earlier coordinators."""
         suspect = self._suspects.get(key)
-        if suspect is not None and suspect.deaths >= JOB_DEATHS:
+        if suspect is not None and suspect.deaths >= PIPELINE_DEATHS:
             raise PipelineError(
                 f"the pipeline is not run for {key}: the last {suspect.deaths} coordinators ended while they ran it. "
                 "Fix its operators, which run in that process, and restart the system", deaths=suspect.deaths,
             )
-        self._jobs[key] = f"the pipeline for {key}"
+        self._pipelines[key] = f"the pipeline for {key}"
         self._write()
 
-    def end_job(self, key: str) -> None:
+    def end_pipeline(self, key: str) -> None:
         """Note that the pipeline has ended and this coordinator lives."""
-        self._jobs.pop(key, None)
+        self._pipelines.pop(key, None)
         self._suspects.pop(key, None)
         self._write()

@@ -25,20 +25,21 @@ class UnitsInFlight:
     def __init__(self, batches: Iterable[BatchState] = ()) -> None:
         self.loads: dict[Life, int] = {}
         """Number of units of each life that has any."""
-        self.changed: dict[str, None] = {}
+        self.changed_runners: dict[str, None] = {}
         """Runners whose room may have changed since units were last given out."""
         self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}
+        """Units by batch and life, in the order of dispatch."""
         self._lives: dict[str, dict[int, None]] = {}
         """Incarnations of each runner that have units."""
         for batch in batches:
             for key, flight in batch.flights.items():
                 self._add(batch.batch_id, (flight.runner, flight.incarnation), key)
 
-    def of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
+    def units_of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
         """Return a life's units of a batch, in the order of dispatch."""
         return list(self._units.get(batch_id, {}).get((runner, incarnation), ()))
 
-    def lives(self, runner: str) -> list[int]:
+    def incarnations(self, runner: str) -> list[int]:
         """Return the incarnations of a runner that have units."""
         return sorted(self._lives.get(runner, ()))
 
@@ -54,26 +55,30 @@ class UnitsInFlight:
                     self._drop(batch.batch_id, (event.runner, event.incarnation), [key])
             case ev.TaskDropped() | ev.BatchFinalized() | ev.BatchAborted():
                 for life, units in list(self._units.get(batch.batch_id, {}).items()):
-                    over = batch.state.ended
-                    self._drop(batch.batch_id, life, [k for k in units if over or k not in batch.flights])
+                    has_ended = batch.state.ended
+                    self._drop(batch.batch_id, life, [k for k in units if has_ended or k not in batch.flights])
 
     def _add(self, batch_id: BatchId, life: Life, key: Key) -> None:
+        """Add a unit that was given to a runner."""
+        runner, incarnation = life
         self._units.setdefault(batch_id, {}).setdefault(life, {})[key] = None
         self.loads[life] = self.loads.get(life, 0) + 1
-        self._lives.setdefault(life[0], {})[life[1]] = None
-        self.changed[life[0]] = None
+        self._lives.setdefault(runner, {})[incarnation] = None
+        self.changed_runners[runner] = None
 
     def _drop(self, batch_id: BatchId, life: Life, keys: Iterable[Key]) -> None:
+        """Remove those of these units that the life still has; leave no empty entries."""
+        runner, incarnation = life
         units = self._units.get(batch_id, {}).get(life, {})
-        gone = [units.pop(key) for key in keys if key in units]
-        if not gone:
+        dropped = [units.pop(key) for key in keys if key in units]
+        if not dropped:
             return
-        self.changed[life[0]] = None
-        self.loads[life] -= len(gone)
+        self.changed_runners[runner] = None
+        self.loads[life] -= len(dropped)
         if not self.loads[life]:
-            del self.loads[life], self._lives[life[0]][life[1]]
-            if not self._lives[life[0]]:
-                del self._lives[life[0]]
+            del self.loads[life], self._lives[runner][incarnation]
+            if not self._lives[runner]:
+                del self._lives[runner]
         if not units:
             del self._units[batch_id][life]
             if not self._units[batch_id]:

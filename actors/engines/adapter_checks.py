@@ -23,9 +23,9 @@ _NOT_SERVED = (
     "modules_to_save",
 )
 """Settings of adapter_config.json beyond plain LoRA; vLLM refuses all of them."""
-_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of `init_lora_weights` that leave the base model's weights unchanged; the others change them."""
-_FINITE: dict[str, tuple[Any, int]] = {
+_EXPONENT_BITS: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0000000000000), "F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
@@ -88,11 +88,11 @@ def _rank(settings: bytes) -> int:
             raise ValueError(f"{key} is set in {CONFIG}: engines serve plain LoRA only")
     if config.get("bias", "none") != "none":
         raise ValueError(f"bias in {CONFIG} is {config['bias']!r}: engines serve adapters without biases only")
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+    initialization = config.get("init_lora_weights", True)
+    if isinstance(initialization, str) and initialization.lower() not in _PLAIN_INITIALIZATIONS:
         raise ValueError(
-            f"init_lora_weights in {CONFIG} is {start!r}, which changes the base model's weights: save it as a plain "
-            "adapter (PEFT's path_initial_model_for_weight_conversion)"
+            f"init_lora_weights in {CONFIG} is {initialization!r}, which changes the base model's weights: save it as "
+            "a plain adapter (PEFT's path_initial_model_for_weight_conversion)"
         )
     pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict):
@@ -107,39 +107,42 @@ def _rank(settings: bytes) -> int:
 
 
 def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
-    halves: dict[str, dict[str, list[int]]] = {}
-    for name, kind, shape, raw in _tensors(data):
+    """Return the highest rank of an adapter's tensors. Raises ValueError if they don't fit together, or the model."""
+    half_shapes: dict[str, dict[str, list[int]]] = {}  # by module, then by half: A or B
+    for name, dtype, shape, content in _tensors(data):
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ValueError(
                 f"{TENSORS}: {name} is no tensor of a LoRA adapter: names must end with lora_A.weight or lora_B.weight"
             )
-        if kind not in _FINITE:
-            raise ValueError(f"{TENSORS}: {name} is of type {kind}: save the adapter as one of {', '.join(_FINITE)}")
-        unsigned, exponent = _FINITE[kind]
-        if (np.frombuffer(raw, dtype=unsigned) & unsigned(exponent) == unsigned(exponent)).any():
+        if dtype not in _EXPONENT_BITS:
+            dtypes = ", ".join(_EXPONENT_BITS)
+            raise ValueError(f"{TENSORS}: {name} is of type {dtype}: save the adapter as one of {dtypes}")
+        unsigned, exponent = _EXPONENT_BITS[dtype]
+        if (np.frombuffer(content, dtype=unsigned) & unsigned(exponent) == unsigned(exponent)).any():
             raise ValueError(f"{TENSORS}: {name} holds NaN or infinite weights")
-        halves.setdefault(match["module"], {})[match["half"]] = shape
-    if not halves:
+        half_shapes.setdefault(match["module"], {})[match["half"]] = shape
+    if not half_shapes:
         raise ValueError(f"{TENSORS} holds no tensors")
-    return max(_module_rank(module, pair, shapes) for module, pair in halves.items())
+    return max(_module_rank(module, halves, shapes) for module, halves in half_shapes.items())
 
 
-def _module_rank(module: str, pair: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
+def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
+    """Return the rank of a module from the shapes of its halves. `shapes`: of the served model's tensors, if known."""
     for half, other in ("A", "B"), ("B", "A"):
-        if half not in pair:
+        if half not in halves:
             raise ValueError(f"{TENSORS}: {module} has lora_{other} and no lora_{half}")
-    a, b = pair["A"], pair["B"]
+    a, b = halves["A"], halves["B"]
     if ".experts" in module:  # the layout of experts' matrices depends on the model: the engine checks it
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, not [rank, in] and [out, rank]")
     if shapes is not None:
-        base = _base_shape(module, shapes)
-        if base is None:
+        shape = _base_shape(module, shapes)
+        if shape is None:
             raise ValueError(f"{module} is not in the model that is served")
-        if [b[0], a[1]] != list(base):
-            raise ValueError(f"{module} has shape {list(base)} in the model that is served, not [{b[0]}, {a[1]}]")
+        if [b[0], a[1]] != list(shape):
+            raise ValueError(f"{module} has shape {list(shape)} in the model that is served, not [{b[0]}, {a[1]}]")
     return a[0]
 
 
@@ -153,6 +156,7 @@ def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[in
 
 
 def _tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
+    """Return name, dtype, shape and content of each tensor in a safetensors file. Raises ValueError."""
     from safetensors import SafetensorError, deserialize
 
     try:

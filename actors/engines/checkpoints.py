@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_model(path: str) -> str:
-    """Return the absolute folder, or the hub id unchanged. Raises ConfigError if there is no such model."""
+    """Return a model's absolute folder, or its hub id unchanged. Raises ConfigError if there is no such model."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -51,6 +51,7 @@ def resolve_model(path: str) -> str:
 
 
 def cached_model(model: str) -> str | None:
+    """Return the folder of a hub id in the local Hugging Face cache; None if the cache does not have it."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model, "config.json")
@@ -66,12 +67,14 @@ def model_folder(model: str) -> Path | None:
 
 
 def model_dtype(model: str) -> str | None:
+    """Return the dtype in a model's config, such as `bfloat16`; None if the config names none."""
     config = _read_config(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return str(dtype) if dtype else None
 
 
 def _read_config(model: str) -> dict[str, Any]:
+    """Return the content of a folder's config.json; {} if it can't be read."""
     try:
         loaded = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
@@ -90,8 +93,8 @@ def auto_tokenizer(model: str, **more: Any) -> Tokenizer:
 def vocabulary(model: str, tokenizer: Any) -> int:
     """Return the number of a model's token ids: the larger of its config's and its tokenizer's."""
     config = _read_config(str(model_folder(model) or ""))
-    text = config.get("text_config")
-    sizes = [c.get("vocab_size") for c in (config, text) if isinstance(c, dict)]
+    text_config = config.get("text_config")  # of a model for images and texts
+    sizes = [c.get("vocab_size") for c in (config, text_config) if isinstance(c, dict)]
     return max([len(tokenizer), *(size for size in sizes if isinstance(size, int))])
 
 
@@ -108,12 +111,12 @@ def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return name -> shape of a folder's tensors, from headers. Raises ValueError for a truncated or missing file."""
+    """Return the shape of each tensor in a folder, by name. Raises ValueError for a truncated or missing file."""
     return {name: shape for name, (_, shape) in tensor_headers(folder).items()}
 
 
 def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return name -> (dtype in safetensors' notation, such as BF16, and shape). Raises like `tensor_shapes`."""
+    """Return dtype (in safetensors' notation, such as BF16) and shape of each tensor. Raises like `tensor_shapes`."""
     headers: dict[str, tuple[str, list[int]]] = {}
     for _, tensors in _open_files(folder):
         for name in tensors.keys():  # noqa: SIM118  # not a dict: it can't be iterated
@@ -122,33 +125,34 @@ def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
     return headers
 
 
-def torch_type(kind: str) -> str:
+def torch_type(dtype: str) -> str:
     """Return torch's name of a safetensors dtype: BF16 -> bfloat16. Raises ValueError for any other dtype."""
-    if kind not in _TORCH:
-        raise ValueError(f"tensors of type {kind} can't be sent")
-    return _TORCH[kind]
+    if dtype not in _TORCH:
+        raise ValueError(f"tensors of type {dtype} can't be sent")
+    return _TORCH[dtype]
 
 
 def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
     """Return one tensor; dtypes that numpy lacks (bfloat16, float8) as float32. Raises WeightNotFound, ValueError."""
-    others: list[str] = []
+    other_names: list[str] = []
     for file, tensors in _open_files(folder):
         names = list(tensors.keys())
         if name not in names:
-            others += names
+            other_names += names
             continue
         if str(tensors.get_slice(name).get_dtype()) in _NUMPY:
             return np.asarray(tensors.get_tensor(name))
         from safetensors import safe_open
 
-        with safe_open(str(file), framework="pt") as exact:
-            return np.asarray(exact.get_tensor(name).float().numpy())
-    near = difflib.get_close_matches(name, others, n=3, cutoff=0.4)
-    hint = f": did you mean {' or '.join(near)}?" if near else f" ({len(others)} others are)"
-    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{hint}", name=name, near=near)
+        with safe_open(str(file), framework="pt") as torch_tensors:
+            return np.asarray(torch_tensors.get_tensor(name).float().numpy())
+    similar = difflib.get_close_matches(name, other_names, n=3, cutoff=0.4)
+    hint = f": did you mean {' or '.join(similar)}?" if similar else f" ({len(other_names)} others are)"
+    raise WeightNotFound(f"no tensor {name!r} in the weights that are served{hint}", name=name, near=similar)
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield each safetensors file of a checkpoint, opened with numpy. Raises ValueError for a bad or missing one."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -169,7 +173,10 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Return why the checkpoint at `path` can't replace the served weights, judged without loading it; None: it can."""
+    """Return why the checkpoint at `path` can't replace the served weights; None: it can. It is not loaded.
+
+    `reference`: shapes of the served model's tensors, if known; `tied`: its lm_head is tied to the embedding.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return f"{path} is no folder"
@@ -185,9 +192,9 @@ def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) ->
 
 def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
     """Return why tensors of these shapes can't replace the served ones; None: they can. `tied`: lm_head is optional."""
-    either = {"lm_head.weight"} if tied else set()
-    missing = sorted(reference.keys() - shapes.keys() - either)
-    unknown = sorted(shapes.keys() - reference.keys() - either)
+    optional_names = {"lm_head.weight"} if tied else set()
+    missing = sorted(reference.keys() - shapes.keys() - optional_names)
+    unknown = sorted(shapes.keys() - reference.keys() - optional_names)
     if missing:
         return f"{_first(missing)} missing"
     if unknown:

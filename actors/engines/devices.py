@@ -15,11 +15,12 @@ __all__ = ["chosen", "cores", "counted", "lacking", "place", "placed", "share", 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return the index of each engine's first GPU by runner. `engines`: (runner's name, number of GPUs), in order."""
-    first, places = 0, {}
+    first_gpu = 0
+    first_gpus = {}
     for name, count in engines:
-        places[name] = first
-        first += count
-    return places
+        first_gpus[name] = first_gpu
+        first_gpu += count
+    return first_gpus
 
 
 def visible() -> list[str]:
@@ -51,38 +52,39 @@ def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
     """Return the CPUs that this process may use, one per physical core; [] if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return []
-    first: dict[str, int] = {}
+    cpu_by_siblings: dict[str, int] = {}  # the CPUs of one physical core name the same siblings
     for cpu in sorted(os.sched_getaffinity(0)):
         try:
             siblings = (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
         except OSError:
             siblings = str(cpu)
-        first.setdefault(siblings, cpu)
-    return list(first.values())
+        cpu_by_siblings.setdefault(siblings, cpu)
+    return list(cpu_by_siblings.values())
 
 
-def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
-    """Return the cores for the threads of engine `number` of `of` engines; [] if vLLM is to choose.
+def share(cpus: Sequence[int], number: int, engine_count: int) -> list[int]:
+    """Return the cores for the threads of engine `number` (from 0) of `engine_count`; [] if vLLM is to choose.
 
     One core of each engine's share is left to its scheduler process, as vLLM itself does. So nothing is bound with
     fewer than two cores per engine: with both cores of a machine bound, two engines served a third as fast as on one.
     """
-    if of < 2 or len(cpus) < 2 * of:
+    if engine_count < 2 or len(cpus) < 2 * engine_count:
         return []
-    return list(cpus[number * len(cpus) // of : (number + 1) * len(cpus) // of - 1])
+    begin, end = number * len(cpus) // engine_count, (number + 1) * len(cpus) // engine_count
+    return list(cpus[begin : end - 1])
 
 
 def counted() -> dict[str, int]:
     return {"gpus": len(visible()), "cores": len(cores())}
 
 
-def place(first: int, count: int, of: int) -> dict[str, str]:
-    """Return the environment variables that pin an engine to devices `first` .. `first + count - 1` of `of`."""
+def place(first: int, count: int, device_count: int) -> dict[str, str]:
+    """Return the environment variables that pin an engine to `count` of `device_count` devices, from `first` on."""
     names = visible()
     if names:
         gpus = chosen(names, first, count)
         return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    bound = share(cores(), first, of) if count == 1 else []
-    if not bound or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    cpus = share(cores(), first, device_count) if count == 1 else []
+    if not cpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, bound))}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}

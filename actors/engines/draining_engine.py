@@ -22,12 +22,12 @@ class FinishingEngine:
 
     def __init__(self, engine: Engine, seconds: float) -> None:
         self._engine, self._seconds = engine, seconds
-        self._requests = 0
-        """Open requests."""
-        self._idle, self._admits = asyncio.Event(), asyncio.Event()
+        self._open_count = 0
+        self._idle = asyncio.Event()  # set while no request is open
+        self._gate = asyncio.Event()  # set while requests may begin
         self._idle.set()
-        self._admits.set()
-        self._changing = asyncio.Lock()
+        self._gate.set()
+        self._change_lock = asyncio.Lock()
         if hasattr(engine, "application"):
             self.application = self._application
 
@@ -36,11 +36,13 @@ class FinishingEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling, **more: Any) -> list[Completion]:
+        """Return the engine's answers once requests may begin, with their version spans if those are sure."""
         async with self._request() as version:
             answers = await self._engine.generate(prompt, sampling, **more)
             return [self._stamped(answer, version, len(answer.token_ids)) for answer in answers]
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """Yield the parts of an answer; the last one has version spans like those of `generate`."""
         count = 0
         async with self._request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
             async for part in parts:
@@ -72,32 +74,33 @@ class FinishingEngine:
 
     @contextlib.asynccontextmanager
     async def _request(self) -> AsyncIterator[int]:
-        """Count a request as open inside, once it may begin; return the model version that it begins with."""
-        while not self._admits.is_set():  # another change may follow at once
-            await self._admits.wait()
-        self._requests += 1
+        """Context of a request, entered once it may begin; it gives the model version that the request begins with."""
+        while not self._gate.is_set():  # another change may follow at once
+            await self._gate.wait()
+        self._open_count += 1
         self._idle.clear()
         try:
             yield self._engine.model_version
         finally:
-            self._requests -= 1
-            if not self._requests:
+            self._open_count -= 1
+            if not self._open_count:
                 self._idle.set()
 
     @contextlib.asynccontextmanager
     async def _without_requests(self) -> AsyncIterator[None]:
-        async with self._changing:
-            self._admits.clear()
+        """Context that holds new requests back, entered when no request is open or after `seconds`."""
+        async with self._change_lock:
+            self._gate.clear()
             try:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._seconds):
                         await self._idle.wait()
                 yield
             finally:
-                self._admits.set()
+                self._gate.set()
 
     def _stamped(self, answer: Completion, version: int, count: int) -> Completion:
-        """Return an answer of `count` tokens with their version if the engine does not give it and it is known."""
+        """Return an answer of `count` tokens with their version, unless the engine gave it or it changed meanwhile."""
         if answer.version_spans or self._engine.model_version != version:
             return answer
         return replace(answer, version_spans=((version, 0, count),))

@@ -77,12 +77,13 @@ class Sampling:
 
     def recorded(self) -> dict[str, Any]:
         """Return the fields to record for a repeat: those up to `ignore_eos`, and any other that is not the default."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
-        later = list(values)[list(values).index("ignore_eos") + 1 :]
+        names = [f.name for f in fields(self) if f.name != "top_logprobs"]
+        optional_names = names[names.index("ignore_eos") + 1 :]
         default = Sampling()
+        values = {name: getattr(self, name) for name in names}
         return {
             name: list(value) if name == "stop" else value for name, value in values.items()
-            if name not in later or value != getattr(default, name)
+            if name not in optional_names or value != getattr(default, name)
         }
 
 
@@ -109,10 +110,11 @@ class Completion:
     @staticmethod
     def joined(parts: Sequence[Completion]) -> Completion:
         """Join the parts of a stream into the whole answer."""
+        last = parts[-1]  # the only part with finish_reason and version spans
         return replace(
-            parts[-1], token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
-            logprobs=None if parts[-1].logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
-            top_logprobs=[row for p in parts for row in p.top_logprobs or ()] if parts[-1].top_logprobs else None,
+            last, token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
+            logprobs=None if last.logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
+            top_logprobs=[row for p in parts for row in p.top_logprobs or ()] if last.top_logprobs else None,
         )
 
 
@@ -147,16 +149,16 @@ class CallJournal(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """True if at least one answer is there, or goes on from what is there."""
+        """True if the journal has at least one answer, or the beginning of one."""
 
     async def answers(self, ask: Callable[[Any, Sampling, str], Awaitable[list[Completion]]]) -> list[Completion]:
-        """Return all answers; `ask(prompt, sampling, request)` is called for those that are not there."""
+        """Return all answers; call `ask(prompt, sampling, request)` for those that the journal does not have."""
 
     def recorded(self, request: str) -> AbstractContextManager[Any]:
-        """Record inside what comes for a request that answers the whole call."""
+        """Context that records what the engine generates for a request that answers the whole call."""
 
     async def written(self, recorded: Any, answers: list[Completion] | None) -> None:
-        """Record the end of such a request, or with None what came before it failed."""
+        """Record the end of such a request (`recorded`: what its context gave); None: what came before it failed."""
 
 
 class Recording(Protocol):
@@ -194,7 +196,10 @@ class Recording(Protocol):
     def journaled(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> CallJournal | None:
-        """Begin a call in the run's journal; None without one. `forbids`: an option with which no part can go on."""
+        """Begin a call in the run's journal and return it; None without a journal.
+
+        `forbids`: name of an option with which only whole answers can be kept; empty if there is none.
+        """
 
     def fail(self, error: EngineError) -> None:
         """Record that the engine failed."""
@@ -259,6 +264,7 @@ class EngineLoad:
 
     @property
     def share(self) -> float:
+        """Share of its KV cache or of its places for requests that is used, from 0 to 1, whichever is larger."""
         return max(self.kv_share, self.running / self.most_running)
 
 

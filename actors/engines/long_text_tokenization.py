@@ -32,7 +32,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
-    """Return the ids of a prompt. Raises EngineError if it is empty or leaves no room for an answer."""
+    """Return the ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer (`remedy`)."""
     if isinstance(prompt, str):
         text = prompt
 
@@ -55,19 +55,20 @@ async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_le
 
 def is_large(value: Any) -> bool:
     """Return True if all texts in a value, such as chat messages, have more than `LARGE` characters together."""
-    size, rest = 0, [value]
-    while rest and size <= LARGE:
-        value = rest.pop()
+    size, unread_values = 0, [value]
+    while unread_values and size <= LARGE:
+        value = unread_values.pop()
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, Mapping):
-            rest += value.values()
+            unread_values += value.values()
         elif isinstance(value, list | tuple):
-            rest += value
+            unread_values += value
     return size > LARGE
 
 
 async def off_the_loop(large: bool, call: Callable[[], T]) -> T:
+    """Return the result of `call`, made in a thread if its input is large, else at once."""
     return await asyncio.to_thread(call) if large else call()
 
 
@@ -79,23 +80,26 @@ def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) 
     """
     if not max_model_len or len(text) <= LARGE:
         return
-    longest = _longest_token(cast(Any, tokenizer))
-    if not longest:
+    longest_token = _longest_token(cast(Any, tokenizer))
+    if not longest_token:
         return
-    most = longest if text.isascii() else longest * _COMPOSED
-    least = -(-(len(text) - sum(text.count(white) for white in _WHITE)) // most)
-    if least >= max_model_len:
+    if not text.isascii():
+        longest_token *= _COMPOSED
+    length = len(text) - sum(text.count(white) for white in _WHITE)
+    least_tokens = -(-length // longest_token)  # rounded up
+    if least_tokens >= max_model_len:
         raise EngineError(
-            f"a prompt of {len(text):,} characters has {least:,} tokens or more, which leaves no room for an answer in "
-            f"the model's maximum context length of {max_model_len}: shorten it, or serve the model with a larger "
-            "max_model_len", refused=True,
+            f"a prompt of {len(text):,} characters has {least_tokens:,} tokens or more, which leaves no room for an "
+            f"answer in the model's maximum context length of {max_model_len}: shorten it, or serve the model with a "
+            "larger max_model_len", refused=True,
         )
 
 
 @lru_cache(maxsize=16)
 def _longest_token(tokenizer: Any) -> int:
     """Return the maximum number of characters that one token stands for; 0 if unknown."""
-    vocabulary = getattr(tokenizer, "get_vocab", None)
-    longest = max(map(len, vocabulary()), default=0) if vocabulary is not None else 0
+    get_vocabulary = getattr(tokenizer, "get_vocab", None)
+    longest = max(map(len, get_vocabulary()), default=0) if get_vocabulary is not None else 0
     unknown = "\U000f0000" * (longest + 1)  # private use area: in no vocabulary
+    # At most one token for all of these: a text's length does not tell its tokens.
     return longest if len(encode(tokenizer, unknown)) > 1 else 0

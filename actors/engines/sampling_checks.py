@@ -29,10 +29,12 @@ MOST_PROMPTS = 65_536
 MOST_CHARACTERS = 8 * MOST_TOKENS
 MOST_TOP_LOGPROBS = 20
 """Maximum of `top_logprobs`, as in vLLM and OpenAI's API."""
-_KNOWN = tuple(f.name for f in fields(Sampling))
+_OPTIONS = tuple(f.name for f in fields(Sampling))
 
 
 def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
+    """Return a check for a number from `low` to `high`, without `low` itself if `above`."""
+
     def fits(v: Any) -> bool:
         return isinstance(v, int | float) and not isinstance(v, bool) and (low < v if above else low <= v) and v <= high
 
@@ -44,6 +46,7 @@ def _integer(low: int, high: int) -> Callable[[Any], bool]:
 
 
 def _is_schema(value: Any) -> bool:
+    """Return True for an empty text, or the text of a JSON object."""
     try:
         return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
     except orjson.JSONDecodeError:
@@ -74,22 +77,25 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
-    """Return `base` with the fields of `given` replaced. Raises `error` for an unknown name or an invalid value."""
-    unknown = sorted(set(given) - set(_KNOWN))
+def merged(base: Sampling, options: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+    """Return `base` with these options changed. Raises `error` for an unknown name or an invalid value.
+
+    `where` begins the message: the place of the options.
+    """
+    unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise error(f"{where}: no sampling option is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
-    values: dict[str, Any] = {name: getattr(base, name) for name in _KNOWN}
-    for name, value in given.items():
+        raise error(f"{where}: no sampling option is called {', '.join(unknown)}; known are {', '.join(_OPTIONS)}")
+    values: dict[str, Any] = {name: getattr(base, name) for name in _OPTIONS}
+    for name, value in options.items():
         if name == "stop":
-            value = () if value is None else (value,) if isinstance(value, str) else value
+            value = [] if value is None else [value] if isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) else value
         if name == "json_schema" and isinstance(value, dict):
             value = orjson.dumps(value).decode()
         if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
             value = value is not None  # as in vLLM: 0 is the sampled token's alone, null none
         fits, allowed = _RULES[name]
-        if value is None and not fits(None):
+        if value is None and not fits(None):  # null: as in `base`
             continue
         if not fits(value):
             raise error(f"{where}: {name} is {brief(value)}: give {allowed}")
@@ -115,11 +121,14 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def whole_distribution(tokens: int, vocabulary: int, temperature: float, most: int) -> bool:
-    """Return True if logprobs at `temperature` need those of all tokens. Raises EngineError above `most` values."""
+def whole_distribution(tokens: int, vocabulary: int, temperature: float, max_values: int) -> bool:
+    """Return True if logprobs at this temperature need those of the whole vocabulary for each token.
+
+    Raises EngineError if these are more than `max_values`, or the temperature is not above 0.
+    """
     if not temperature > 0.0:
         raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
-    if temperature != 1.0 and vocabulary * tokens > most:
+    if temperature != 1.0 and vocabulary * tokens > max_values:
         raise EngineError(
             f"logprobs of {tokens} tokens at temperature {temperature} would fetch {vocabulary} values a token: "
             "ask for temperature 1, or for fewer tokens at a time", refused=True,
@@ -128,9 +137,12 @@ def whole_distribution(tokens: int, vocabulary: int, temperature: float, most: i
 
 
 def at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
-    """Return log softmax(z / T) = l / T - logsumexp(l / T) of a token; `own` is its l = log softmax(z), `row` all l."""
+    """Return a token's logprob at temperature T, log softmax(z / T) = l / T - logsumexp(l / T).
+
+    `own` is the token's l = log softmax(z), at temperature 1; `row` has the l of all tokens.
+    """
     import numpy as np
 
     scaled = np.array(list(row), dtype=np.float64) / temperature
-    top = scaled.max()
-    return float(own / temperature - top - np.log(np.exp(scaled - top).sum()))
+    largest = scaled.max()  # subtracted so that exp can't overflow
+    return float(own / temperature - largest - np.log(np.exp(scaled - largest).sum()))

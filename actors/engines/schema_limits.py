@@ -25,40 +25,41 @@ _REPEAT = re.compile(r"(?:\{\s*|~\s*)(\d+)(?:\s*(?:,|\.\.)\s*(\d*))?")
 
 
 def oversized(value: Any) -> str | None:
-    """Return which limit a schema, or a request that contains schemas, exceeds; None if none."""
+    """Return in words which limit a schema, or a request that contains schemas, exceeds; None if it exceeds none."""
     try:
         size = len(orjson.dumps(value))
     except TypeError as e:
         return f"it is no JSON that can be passed on ({e})"
     if size > MOST_BYTES:
         return f"it has {size:,} bytes: the limit is {MOST_BYTES:,}"
-    total, left = 0, [("", value)]
-    while left:
-        name, node = left.pop()
+    total, unread = 0, [("", value)]  # (name of the field, its value)
+    while unread:
+        name, node = unread.pop()
         if isinstance(node, dict):
-            left += node.items()
+            unread += node.items()
             if name == "patternProperties":
-                left += [("pattern", key) for key in node]
+                unread += [("pattern", key) for key in node]
         elif isinstance(node, list):
-            left += [(name, item) for item in node]
+            unread += [(name, item) for item in node]
         elif name in _TEXTS and isinstance(node, str):
-            left.append(("", _parsed(node)))
+            unread.append(("", _parsed(node)))
         elif name in _COUNTS and isinstance(node, int | float):
             if node > MOST_REPEATS:
                 return f"{name} is {node:,.10g}: the limit is {MOST_REPEATS:,}"
             total += int(node)
         elif name in _PATTERNS and isinstance(node, str):
             for repeat in _REPEAT.finditer(node):
-                most = max(int(n[:9] or 0) for n in repeat.groups("0"))  # nine digits are over the limit already
-                if most > MOST_IN_PATTERN:
+                count = max(int(n[:9] or 0) for n in repeat.groups("0"))  # nine digits are over the limit already
+                if count > MOST_IN_PATTERN:
                     return f"{name} has the repeat {repeat[0][:40]}: the limit is {MOST_IN_PATTERN:,}"
-                total += 10 * most
+                total += 10 * count
     if total > MOST_TOGETHER:
         return f"it asks for {total:,} repeats together: the limit is {MOST_TOGETHER:,}"
     return None
 
 
 def _parsed(text: str) -> Any:
+    """Return a text's JSON; None if it is none."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -22,7 +22,7 @@ from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
-from trinity_es.actors.guardian.log_size_limit import cut, printed_to
+from trinity_es.actors.guardian.log_size_limit import cut_long_files, standard_output_file
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.runner.actor import Runner, import_ahead
 from trinity_es.actors.system_end_checks import end_processes, owner_gone
@@ -54,25 +54,21 @@ class Guardian(BaseActor):
     """Guardian of one system. The launcher starts it with Configure, and clients find it under NAME."""
 
     def on_Configure(self, message: messages.Configure, sender: Any) -> None:
+        """Start the runners of this host and the coordinator (on a joined host: its host agent), and watch them."""
         if hasattr(self, "config"):
             return  # the launcher sent it twice
         self.config = message.config
         system = self.config.system
         parent = os.getppid()  # top-level actors are children of the admin
         self.admin: dict[str, Any] = {
-            "port": message.port,
-            "pid": parent,
-            "started": process_start_time(parent),
-            "guardian": os.getpid(),
-            "guardian_started": process_start_time(os.getpid()),
-            "protocol": PROTOCOL,
-            "owner": self.config.owner,
+            "port": message.port, "pid": parent, "started": process_start_time(parent),
+            "guardian": os.getpid(), "guardian_started": process_start_time(os.getpid()),
+            "protocol": PROTOCOL, "owner": self.config.owner,
         }
         self.open_log(system.log_dir, "guardian")
         self.policy = Policy(
             restarts=system.restarts, pause=system.restart_pause, heartbeat_timeout=system.heartbeat_timeout,
-            hang_timeout=system.hang_timeout, startup_timeout=system.startup_timeout,
-        )
+            hang_timeout=system.hang_timeout, startup_timeout=system.startup_timeout)
         self.supervision = Supervision(self.policy, self.now())
         self.children, self.runners = self.supervision.children, self.supervision.runners
         self.coordinator_address: Any = None
@@ -82,71 +78,81 @@ class Guardian(BaseActor):
         self.log_end = message.known
         self.hosts_heard: dict[str, float] = {}
         self.incarnation = message.first_incarnation - 1
-        self.stopping = self.ending = False
-        self.fenced = ""
+        self.stopping = False
+        """True once the children end for good, because the system ends or another one took the store."""
+        self.ending = False
+        """True once this guardian ends its host's other processes, too."""
+        self.fencing_owner = ""
+        """Owner of the system that took the store from this one; empty if none did."""
         rollout = self.config.rollout
         count = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator sends the list of servers
         host = self.config.host
         suffix = "" if host is None else f"@{host.name}"
-        serves = host is not None or self.config.hosts.engines_on_head
-        slots = [(f"runner-{number}{suffix}", "rollout", rollout) for number in range(count if serves else 0)]
+        has_engines = host is not None or self.config.hosts.engines_on_head
+        slots = [(f"runner-{number}{suffix}", "rollout", rollout) for number in range(count if has_engines else 0)]
         self.urls: dict[str, str] = {}
-        """Runner -> URL of the external server that it supervises."""
+        """URL of the external server that a runner supervises, by runner."""
         self.weights = 0, ""
         """Version and folder of the rollout model's current weights."""
-        for model, engines in self.config.auxiliary.items() if serves else ():
+        for model, engines in self.config.auxiliary.items() if has_engines else ():
             slots += [(f"{model}-{number}{suffix}", model, engines) for number in range(engines.engine_num)]
             self.urls |= {f"{model}-{n}{suffix}": url for n, url in enumerate(engines.servers.urls)}
         sizes = [(name, engines.tensor_parallel_size) for name, _, engines in slots if name not in self.urls]
-        self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
-        folder, printed, leader = system.log_dir, printed_to(), "coordinator" if host is None else "host"
-        self.logs = [f"{folder}/{name}.log" for name in ("guardian", leader, *(name for name, *_ in slots))]
-        self.logs += [printed] if printed is not None else []
-        self.cut: set[str] = set()
+        self.first_place, self.place_count = placed(sizes), sum(size for _, size in sizes)
+        output_file, leader_name = standard_output_file(), "coordinator" if host is None else "host"
+        names = ("guardian", leader_name, *(name for name, *_ in slots))
+        self.log_files = {f"{system.log_dir}/{name}.log" for name in names}
+        if output_file is not None:
+            self.log_files.add(output_file)
+        self.cut_files: set[str] = set()
+        """Log files that were cut at least once."""
         for name, model, _ in slots:
             self.start_runner(name, model)
-        self.leader = Coordinator if host is None else host_agent()
+        self.leader_class = Coordinator if host is None else host_agent()
         self.start_coordinator()
-        self.checks = 0
+        self.check_count = 0
         self.after(CHECK_SECONDS, "check", self.check)
 
     # --- children ---------------------------------------------------------------------------------------------------
     def start_runner(self, name: str, model: str = "rollout") -> None:
+        """Start the next life of a runner, and tell it where coordinator and auxiliary models are."""
         self.incarnation += 1
         child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
         url = self.urls.get(name, "")
-        place = self.first_place.get(name, 0), self.places
+        place = self.first_place.get(name, 0), self.place_count
         weights = self.weights if model == "rollout" else (0, "")
-        start = messages.StartRunner(name, self.incarnation, self.config, model, *place, url, weights)
-        self.send(child.address, start)
+        self.send(child.address, messages.StartRunner(
+            name, self.incarnation, self.config, model, *place, url, weights))
         if self.coordinator_address is not None:
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
-        self.tell_endpoints([child])
+        self.send_endpoints([child])
 
     def start_coordinator(self) -> None:
-        child = self.supervision.begin("coordinator", 0, self.createActor(self.leader), self.now())
+        """Start a coordinator (on a joined host: the host agent), and tell it which runners live."""
+        child = self.supervision.begin("coordinator", 0, self.createActor(self.leader_class), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
-        informed = frozenset(alive) if self.epoch else frozenset()
-        start = messages.StartCoordinator(self.config, self.admin, alive, self.log_end, informed, self.hosts_heard)
-        self.send(child.address, start)
-        self.tell_endpoints([child])
+        informed_runners = frozenset(alive) if self.epoch else frozenset()  # they know of the log by a coordinator
+        self.send(child.address, messages.StartCoordinator(
+            self.config, self.admin, alive, self.log_end, informed_runners, self.hosts_heard))
+        self.send_endpoints([child])
 
-    def tell_endpoints(self, to: list[Child] | None = None) -> None:
-        """Send the auxiliary models' endpoints to `to`, by default to the coordinator and the rollout runners."""
+    def send_endpoints(self, receivers: list[Child] | None = None) -> None:
+        """Send the auxiliary models' endpoints to the coordinator and rollout runners among these children, or all."""
         if not self.config.auxiliary:
             return
         models: dict[str, dict[str, str]] = {model: {} for model in self.config.auxiliary}
         for child in self.runners():
             if child.model in models and child.state == "ready" and child.endpoint:
                 models[child.model][child.name] = child.endpoint
-        for child in list(self.children.values()) if to is None else to:
+        for child in list(self.children.values()) if receivers is None else receivers:
             if (child.is_coordinator() or child.model == "rollout") and not child.is_gone():
                 self.send(child.address, messages.Endpoints(models))
 
     def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
+        """Note that a child lives, and repeat CoordinatorUp if it was lost; kill a process that was replaced."""
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
-            with contextlib.suppress(ProcessLookupError):  # the guardian has replaced it already
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(message.pid, signal.SIGKILL)
             return
         if child.pid != message.pid:
@@ -163,6 +169,7 @@ class Guardian(BaseActor):
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))  # the first was lost
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
+        """Tell all runners of the new coordinator, and the coordinator of the runners that died."""
         child = self.children["coordinator"]
         if child.address != sender or child.is_gone():
             return  # from an earlier coordinator
@@ -183,6 +190,7 @@ class Guardian(BaseActor):
             self.waiting_coordinator = message.coordinator
 
     def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
+        """Note the state of a runner; end one that failed after an earlier life in its slot came up."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or child.is_gone():
             return
@@ -191,18 +199,18 @@ class Guardian(BaseActor):
             return
         child.state, child.endpoint = message.state, message.endpoint
         if child.model != "rollout":
-            self.tell_endpoints()
+            self.send_endpoints()
         if message.state == "ready":
             child.up_at = self.now()
-        elif message.state == "retired" and child.leaving:
+        elif message.state == "retired" and child.is_leaving:
             self.after(LEFT_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
         elif message.state == "failed":
             child.reason = message.reason
+            # An engine of this slot came up before, so the cause may pass: another process in its memory, say. Or
+            # this life never began, and then it can't report to the coordinator itself.
             if (not child.first or child.pid == 0) and not self.stopping:
-                # An engine of this slot came up before, so the cause may pass: another process in its memory, say. Or
-                # this life never began, and then it can't report to the coordinator itself.
-                self.end_child(child, child.failure(message.reason))
-        self.check_retired()
+                self.end_child(child, child.end_reason(message.reason))
+        self.retire_coordinator_after_runners()
 
     def on_Servers(self, message: messages.Servers, sender: Any) -> None:
         """Start a runner for each of these external servers, and retire the rollout model's other runners."""
@@ -211,23 +219,21 @@ class Guardian(BaseActor):
         self.weights = message.weights
         for name, url in message.servers.items():
             self.urls[name] = url
-            child = self.children.get(name)
-            if child is None:
-                log = f"{self.config.system.log_dir}/{name}.log"
-                self.logs += [log] if log not in self.logs else []
+            if name not in self.children:
+                self.log_files.add(f"{self.config.system.log_dir}/{name}.log")
                 self.start_runner(name)
         for child in [c for c in self.runners() if c.model == "rollout" and c.name not in message.servers]:
             self.retire_runner(child)
         for name, incarnation in message.retire.items():
             if name not in self.children:
-                reason = "its server was taken away"
-                self.send(sender, messages.RunnerDied(name, incarnation, reason, asked=True))
+                self.send(sender, messages.RunnerDied(name, incarnation, "its server was taken away", asked=True))
 
     def retire_runner(self, child: Child) -> None:
+        """Have a runner end in order, within RETIRE_SECONDS, and remove its slot."""
         if child.is_gone():
             self.forget_child(child)
-        elif not child.leaving:
-            child.leaving = True
+        elif not child.is_leaving:
+            child.is_leaving = True
             self.send(child.address, messages.Retire())
             self.after(RETIRE_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
 
@@ -244,29 +250,30 @@ class Guardian(BaseActor):
             self.send(child.address, ActorExitRequest())
 
     def on_child_exit(self, address: Any) -> None:
+        """Handle the end of a child's process, which Thespian reports."""
         for child in list(self.children.values()):
             if child.address != address or child.is_gone():
                 continue
             if child.pid and process_start_time(child.pid) == child.started:
                 continue  # a late report about an earlier actor that had the same address
-            self.child_died(child, f"process {child.pid} ended")
+            self.on_child_ended(child, f"process {child.pid} ended")
 
     def check(self) -> None:
+        """End the system without its owner, end overdue children, cut long log files, and repeat what may be lost."""
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
-        overdue = self.supervision.overdue(self.now())
-        for path in cut(self.logs):
-            if path not in self.cut:  # once: it may go on for days
-                self.cut.add(path)
-                self.log.warning("%s grew too long and was cut; further cuts of it are not logged", path)
+        overdue = self.supervision.find_overdue(self.now())
+        for path in set(cut_long_files(self.log_files)) - self.cut_files:
+            self.cut_files.add(path)
+            self.log.warning("%s grew too long and was cut; further cuts of it are not logged", path)
         for child, reason in [] if self.stopping else overdue:
             self.end_child(child, reason)
-        self.checks += 1
-        if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
-            gone = {c.name: c.incarnation if c.is_gone() else c.incarnation - 1 for c in self.runners()}
-            self.send(self.coordinator_address, messages.EndedRunners(gone))
-            self.tell_endpoints()
+        self.check_count += 1
+        if self.check_count % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
+            last_ended = {c.name: c.incarnation if c.is_gone() else c.incarnation - 1 for c in self.runners()}
+            self.send(self.coordinator_address, messages.EndedRunners(last_ended))
+            self.send_endpoints()
 
     def on_ReplaceRunner(self, message: messages.ReplaceRunner, sender: Any) -> None:
         """Start another life in this slot, even if it failed, is quarantined, or waits for its next start."""
@@ -282,49 +289,54 @@ class Guardian(BaseActor):
             self.end_child(child, message.reason, asked=True)
 
     def end_child(self, child: Child, reason: str, *, asked: bool = False) -> None:
+        """Kill a child's process; `asked` means that a client requested it."""
         if child.pid == 0:
             self.send(child.address, ActorExitRequest())
         elif child.is_coordinator():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
-        self.child_died(child, reason, asked=asked)
+        self.on_child_ended(child, reason, asked=asked)
 
-    def report_death(self, child: Child, asked: bool = False) -> None:
+    def report_death(self, child: Child, *, asked: bool = False) -> None:
+        """Send the coordinator, if there is one, a report of a runner's end."""
         if self.coordinator_address is not None:
-            self.send(self.coordinator_address, self.death_report(child, asked))
+            self.send(self.coordinator_address, self.death_report(child, asked=asked))
 
-    def death_report(self, child: Child, asked: bool = False) -> messages.RunnerDied:
+    def death_report(self, child: Child, *, asked: bool = False) -> messages.RunnerDied:
+        """Return the report of a runner's last end."""
         return messages.RunnerDied(
             child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
             quarantined=child.state == "quarantined", model=child.model, asked=asked,
         )
 
-    def child_died(self, child: Child, reason: str, *, asked: bool = False) -> None:
+    def on_child_ended(self, child: Child, reason: str, *, asked: bool = False) -> None:
+        """Record and report the end of a child, kill what is left of it, and have its next life started."""
         self.log.warning("%s is gone: %s", child.name, reason)
         if child.is_coordinator():
             self.coordinator_address = self.waiting_coordinator = None
         elif child.pid:
             kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
-        pause = self.supervision.ended(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
-        if child.leaving:
-            self.report_death(child, asked)
+        pause = self.supervision.end_life(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
+        if child.is_leaving:
+            self.report_death(child, asked=asked)
             self.forget_child(child)
             return
         if child.state == "quarantined":
-            self.log.error(
-                "%s ended %d times in %.0f s: quarantined", child.name, len(child.deaths), self.policy.period)
+            ends, period = len(child.deaths), self.policy.period
+            self.log.error("%s ended %d times in %.0f s: quarantined", child.name, ends, period)
         if not child.is_coordinator():
-            self.report_death(child, asked)
+            self.report_death(child, asked=asked)
         if child.model != "rollout":
-            self.tell_endpoints()
+            self.send_endpoints()
         if pause is None:
-            self.check_retired()
+            self.retire_coordinator_after_runners()
         elif pause:
             self.after(pause, f"start:{child.name}", lambda: self.start_again(child))
         else:
             self.start_again(child)
 
     def start_again(self, child: Child) -> None:
+        """Start the next life in a slot that waits for it."""
         if self.stopping or self.children.get(child.name) is not child or child.state != "waiting":
             return
         if child.is_coordinator():
@@ -337,21 +349,20 @@ class Guardian(BaseActor):
         if self.children["coordinator"].address != sender:
             return  # from an earlier coordinator: its successor decides
         self.log.error("fenced off: %s", message.owner)
-        self.fenced, self.stopping = message.owner, True
+        self.fencing_owner, self.stopping = message.owner, True
         for child in list(self.children.values()):
             if not child.is_gone():
                 self.end_child(child, "the store belongs to another system")
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
     def on_Where(self, message: requests.Where, sender: Any) -> None:
+        """Tell a client the coordinator's address and the state of all children."""
         if not hasattr(self, "config"):
             self.send(sender, requests.WhereReply(message.id, None, {}))
             return
         now = self.now()
         status = {
-            "guardian": os.getpid(),
-            "admin": self.admin,
-            "fenced": self.fenced,
+            "guardian": os.getpid(), "admin": self.admin, "fenced": self.fencing_owner,
             "children": [
                 {
                     "name": c.name, "pid": c.pid, "started": c.started, "state": c.state,
@@ -373,7 +384,7 @@ class Guardian(BaseActor):
             elif not child.is_gone():
                 self.send(child.address, message)
         self.after(RETIRE_SECONDS, "retire", self.retire_coordinator)
-        self.check_retired()
+        self.retire_coordinator_after_runners()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
         """Ask the head to give this host no new units; end the host at once if no head has ever admitted it.
@@ -391,12 +402,14 @@ class Guardian(BaseActor):
         if self.config.host is not None:
             self.end("this host was drained")
 
-    def check_retired(self) -> None:
+    def retire_coordinator_after_runners(self) -> None:
+        """End the coordinator in order if the system ends and all runners have ended."""
         if self.stopping and all(c.state in ENDED for c in self.runners()):
             self.cancel("retire")
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:
+        """Have the coordinator close the log and end; if it has ended, end the remaining processes."""
         child = self.children["coordinator"]
         if child.state == "waiting":
             child.state = "down"
@@ -406,6 +419,7 @@ class Guardian(BaseActor):
             self.end_processes()
 
     def on_Retired(self, message: messages.Retired, sender: Any) -> None:
+        """Note that the coordinator has closed the log, and end the remaining processes if this host ends."""
         self.children["coordinator"].state = "retired"
         if self.ending:
             self.end_processes()
@@ -414,6 +428,7 @@ class Guardian(BaseActor):
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
+        """End all children in order, or after END_SECONDS by force, and then the rest of this host's tree."""
         if not self.ending:
             self.log.warning("the system ends: %s", reason)
             self.ending = True
@@ -421,9 +436,11 @@ class Guardian(BaseActor):
             self.on_Retire(messages.Retire(), None)
 
     def end_processes(self) -> None:
+        """Kill what is left of this host's tree, with the admin and this process."""
         end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and not c.is_gone()])
 
     def on_exit(self) -> None:
+        """Terminate the process groups of the runners, since the actor system ends."""
         if not hasattr(self, "children"):
             return
         self.stopping = True

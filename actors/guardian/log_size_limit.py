@@ -12,15 +12,15 @@ import logging
 import os
 from collections.abc import Iterable
 
-__all__ = ["MOST_BYTES", "cut", "printed_to"]
+__all__ = ["MAX_BYTES", "cut_long_files", "standard_output_file"]
 
-MOST_BYTES = 10 * 1024 * 1024
+MAX_BYTES = 10 * 1024 * 1024
 """Maximum size in bytes of a log file, and of the copy beside it. Until the next check the file may grow beyond it."""
 
 _log = logging.getLogger("trinity_es.log_files")
 
 
-def printed_to() -> str | None:
+def standard_output_file() -> str | None:
     """Return the file that is this process's standard output; None if that is no file."""
     with contextlib.suppress(OSError):
         path = os.readlink("/proc/self/fd/1")
@@ -29,32 +29,31 @@ def printed_to() -> str | None:
     return None
 
 
-def cut(paths: Iterable[str], most: int = MOST_BYTES) -> list[str]:
-    """Truncate each file that grew beyond `most` bytes, and return these files.
-
-    The last `most` bytes replace `FILE.1`. Never raises: if the disk is full, there is no copy.
-    """
+def cut_long_files(paths: Iterable[str], max_bytes: int = MAX_BYTES) -> list[str]:
+    """Truncate each file that grew beyond `max_bytes`, and return these files. The last `max_bytes` replace `FILE.1`.
+    Never raises: if the disk is full, there is no copy."""
     cut_files = []
     for path in paths:
         try:
-            if os.stat(path).st_size > most:
-                _cut(path, most)
+            if os.stat(path).st_size > max_bytes:
+                _cut(path, max_bytes)
                 cut_files.append(path)
         except OSError as e:
             _log.debug("%s can't be cut: %s", path, e)
     return cut_files
 
 
-def _cut(path: str, most: int) -> None:
+def _cut(path: str, max_bytes: int) -> None:
+    """Copy the last `max_bytes` of a file to `FILE.1`, then leave a line in it that says so, and nothing else."""
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_APPEND)) as file:
         size = file.seek(0, os.SEEK_END)
-        copy_note = f"the last {most >> 20} MiB of that are in {path}.1"
+        copy_note = f"the last {max_bytes >> 20} MiB of that are in {path}.1"
         try:
-            file.seek(size - most)
+            file.seek(size - max_bytes)
             with open(f"{path}.1", "wb") as copy:
-                copy.write(file.read(most))
+                copy.write(file.read(max_bytes))
         except OSError as e:
             copy_note = f"it is gone ({e.strerror})"
         file.truncate(0)
-        file.write(
-            f"(this file was cut: more than {most >> 20} MiB had been written, {size} bytes; {copy_note})\n".encode())
+        limit = f"{max_bytes >> 20} MiB"
+        file.write(f"(this file was cut: more than {limit} had been written, {size} bytes; {copy_note})\n".encode())

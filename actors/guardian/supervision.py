@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = [
     "CHECK_SECONDS", "ENDED", "GONE", "HELLO_SECONDS", "Child", "Policy", "Supervision", "coordinator_pause",
-    "remembered", "runner_pause", "short_lives",
+    "counted_ends", "runner_pause", "short_lives",
 ]
 
 GONE = frozenset({"waiting", "quarantined", "down"})
@@ -39,12 +39,12 @@ class Policy:
     period: float = 600.0
     pause: float = 1.0
     """Pause before the first new start; doubles with each."""
-    longest: float = 60.0
+    longest_pause: float = 60.0
     jitter: float = 0.2
     """The pause varies by this share in both directions."""
-    healthy: float = 300.0
+    healthy_life: float = 300.0
     """After a life that served this long, earlier ends no longer count."""
-    short: float = 5.0
+    short_life: float = 5.0
     """A coordinator that served less than this had a short life."""
     heartbeat_timeout: float = 20.0
     """Longest silence of a process after its first heartbeat."""
@@ -54,38 +54,37 @@ class Policy:
     """How long an engine may take until it is ready."""
 
 
-def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
-    """Return the ends that count, this one included. `deaths` and `now` are monotonic; the last life served `served` s.
-    """
-    if served >= policy.healthy:
+def counted_ends(policy: Policy, earlier_ends: Sequence[float], now: float, served_seconds: float) -> list[float]:
+    """Return the times of the ends that count, this one (`now`) included; all are monotonic seconds. `earlier_ends` are
+    those that counted before; `served_seconds` is how long the life that ended had served."""
+    if served_seconds >= policy.healthy_life:
         return [now]
-    return [*(t for t in deaths if now - t < policy.period), now]
+    return [*(t for t in earlier_ends if now - t < policy.period), now]
 
 
-def _backoff(policy: Policy, ends: int, chance: float) -> float:
-    pause = min(policy.longest, policy.pause * 2.0 ** min(ends - 1, 30))
+def _backoff(policy: Policy, end_count: int, chance: float) -> float:
+    """Return the pause in seconds after this many ends: it doubles with each, and varies by chance."""
+    pause = min(policy.longest_pause, policy.pause * 2.0 ** min(end_count - 1, 30))
     return pause * (1.0 + policy.jitter * (2.0 * chance - 1.0))
 
 
-def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
-    """Return seconds until the runner is started again after `ends` remembered ends; None if it is quarantined.
-
-    `chance` is uniform in [0, 1).
-    """
-    return None if ends > policy.restarts else _backoff(policy, ends, chance)
+def runner_pause(policy: Policy, end_count: int, chance: float) -> float | None:
+    """Return seconds until a runner is started again after `end_count` ends that count; None if it is quarantined.
+    `chance` is uniform in [0, 1)."""
+    return None if end_count > policy.restarts else _backoff(policy, end_count, chance)
 
 
-def short_lives(policy: Policy, before: int, served: float) -> int:
-    """Return the number of short lives of coordinators in a row, this one included; `before` is without this one.
+def short_lives(policy: Policy, count_before: int, served_seconds: float) -> int:
+    """Return the number of short lives of coordinators in a row, this one included; `count_before` is without it.
 
     A longer life resets it. Otherwise a coordinator killed early after several long lives would have the longest pause.
     """
-    return 0 if served >= policy.short else before + 1
+    return 0 if served_seconds >= policy.short_life else count_before + 1
 
 
-def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
+def coordinator_pause(policy: Policy, short_life_count: int, chance: float) -> float:
     """Return seconds until the next coordinator is started after this many short lives in a row."""
-    return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)
+    return 0.0 if short_life_count <= 1 else _backoff(policy, short_life_count - 1, chance)
 
 
 @dataclass(slots=True)
@@ -101,9 +100,12 @@ class Child:
     started: str = ""
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
+    """Times of the ends that count for a quarantine."""
     short_lives: int = 0
+    """Number of short lives in a row, of a coordinator."""
     state: str = "starting"
     seen: float = 0.0
+    """Time of its last message."""
     silent: float = 0.0
     """Seconds since its engine's loop last answered."""
     up_at: float | None = None
@@ -116,8 +118,8 @@ class Child:
     model: str = "rollout"
     endpoint: str = ""
     """URL of its engine while it serves."""
-    leaving: bool = False
-    """It retires, because its server was removed."""
+    is_leaving: bool = False
+    """True if it retires, because its server was removed."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"
@@ -125,8 +127,8 @@ class Child:
     def is_gone(self) -> bool:
         return self.state in GONE
 
-    def failure(self, reason: str) -> str:
-        """Return the reason why this life ended, from the reason that it reported with its state `failed`."""
+    def end_reason(self, reason: str) -> str:
+        """Return why this life ended, from the reason that it reported with its state `failed`."""
         return reason if self.up_at is not None else f"its engine did not start: {reason}"
 
 
@@ -140,50 +142,56 @@ class Supervision:
         return [c for c in self.children.values() if not c.is_coordinator()]
 
     def begin(self, name: str, incarnation: int, address: Any, now: float, model: str = "rollout") -> Child:
-        old, child = self.children.get(name), Child(name, incarnation, address, born=now, seen=now, model=model)
-        if old is not None:
-            child.deaths, child.reason, child.first = old.deaths, old.reason, False
-            child.short_lives = old.short_lives
+        """Begin a life in the slot of this name, which keeps the ends that count; return it."""
+        child = Child(name, incarnation, address, born=now, seen=now, model=model)
+        previous = self.children.get(name)
+        if previous is not None:
+            child.first = False
+            child.deaths, child.short_lives = previous.deaths, previous.short_lives
+            child.reason = previous.reason
         self.children[name] = child
         return child
 
-    def overdue(self, now: float) -> list[tuple[Child, str]]:
-        """Return each overdue child and the reason. Call it every `CHECK_SECONDS`."""
-        gap, self._checked_at = now - self._checked_at, now
-        if gap > 3 * CHECK_SECONDS:  # this process was suspended, perhaps with all others, and read no heartbeats
+    def find_overdue(self, now: float) -> list[tuple[Child, str]]:
+        """Return each overdue child and the reason. Call it every `CHECK_SECONDS`. A longer gap between two calls
+        extends all deadlines, since this process was suspended and read no heartbeats."""
+        gap = now - self._checked_at
+        self._checked_at = now
+        if gap > 3 * CHECK_SECONDS:  # the others were perhaps suspended, too
             for child in self.children.values():
                 child.seen, child.born = now, min(now, child.born + gap)
-        checks = [(c, self._trouble(c, now)) for c in self.children.values() if c.state not in ENDED]
-        return [(child, reason) for child, reason in checks if reason]
+        reasons = [(c, self._overdue_reason(c, now)) for c in self.children.values() if c.state not in ENDED]
+        return [(child, reason) for child, reason in reasons if reason]
 
-    def _trouble(self, child: Child, now: float) -> str:
-        policy, age, unheard = self.policy, now - child.born, now - child.seen
+    def _overdue_reason(self, child: Child, now: float) -> str:
+        """Return why a child is overdue; empty if it is not."""
+        policy, age, silent_seconds = self.policy, now - child.born, now - child.seen
         if child.pid == 0:
-            late = age > HELLO_SECONDS
-            return f"it did not say hello within {HELLO_SECONDS:.0f} s of its start" if late else ""
-        if unheard > policy.heartbeat_timeout:
-            return f"process {child.pid} gave no sign of life for {unheard:.0f} s"
+            is_overdue = age > HELLO_SECONDS
+            return f"it did not say hello within {HELLO_SECONDS:.0f} s of its start" if is_overdue else ""
+        if silent_seconds > policy.heartbeat_timeout:
+            return f"process {child.pid} gave no sign of life for {silent_seconds:.0f} s"
         if child.silent > policy.hang_timeout:
             return f"the engine's loop of process {child.pid} hung for {child.silent:.0f} s"
         if child.state != "ready" and not child.is_coordinator() and age > policy.startup_timeout:
             return f"its engine was not ready {policy.startup_timeout:.0f} s after its start"
         return ""
 
-    def ended(
+    def end_life(
         self, child: Child, reason: str, now: float, chance: float, *, asked: bool = False, for_good: bool = False
     ) -> float | None:
         """Record the end of a life; return seconds until the next one begins, None if there is none.
 
         `asked`: the end was requested, so it does not count, and a runner starts again at once. `for_good`: the system
-        ends.
+        ends. `chance` is uniform in [0, 1).
         """
-        served = 0.0 if child.up_at is None else now - child.up_at
+        served_seconds = 0.0 if child.up_at is None else now - child.up_at
         child.reason = reason
         if not asked:
-            child.deaths = remembered(self.policy, child.deaths, now, served)
+            child.deaths = counted_ends(self.policy, child.deaths, now, served_seconds)
         pause: float | None
         if child.is_coordinator():
-            child.short_lives = short_lives(self.policy, child.short_lives, served)
+            child.short_lives = short_lives(self.policy, child.short_lives, served_seconds)
             pause = coordinator_pause(self.policy, child.short_lives, chance)
         else:
             pause = 0.0 if asked else runner_pause(self.policy, len(child.deaths), chance)

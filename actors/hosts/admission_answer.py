@@ -18,6 +18,8 @@ class Admission:
     epoch: int = 0
     coordinator_epoch: int = 0
     refused: str = ""
+    """Reason why the host is refused; empty: it is admitted."""
     for_good: bool = False
+    """True if a refused host would be refused again, so it need not ask again."""
     folder: str = ""
     """The host gets the files of this folder of the head, and does not join."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 __all__ = ["FileFacts", "FolderName", "digests_of", "listing"]
 
-_TRAINER_S = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
+_TRAINER_FILES = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
 """Names of files that a trainer leaves beside weights and no engine reads."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
 """Names of weights in other formats, which no engine reads if there are safetensors."""
@@ -41,8 +41,8 @@ class FolderName:
     @property
     def label(self) -> str:
         """Beginning of the folder's name on a host."""
-        named = hashlib.sha256(self.name.encode()).hexdigest()[:12] + "-" if self.name else ""
-        return f"{self.kind}-{named}{self.version}"
+        name_digest = hashlib.sha256(self.name.encode()).hexdigest()[:12] + "-" if self.name else ""
+        return f"{self.kind}-{name_digest}{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,12 @@ def listing(folder: Path) -> list[FileFacts]:
     Links are followed: the cache of Hugging Face's hub consists of them.
     """
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
-    left_out = _TRAINER_S + (_OTHER_WEIGHTS if any(n.endswith(".safetensors") for n in names) else ())
+    excluded_patterns: tuple[str, ...] = _TRAINER_FILES
+    if any(name.endswith(".safetensors") for name in names):
+        excluded_patterns += _OTHER_WEIGHTS
     files = []
     for name in names:
-        if any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
+        if any(fnmatch.fnmatch(name, pattern) for pattern in excluded_patterns):
             continue
         with (folder / name).open("rb") as file:  # opened, so that NFS asks its server for the file's attributes
             status = os.fstat(file.fileno())
@@ -74,16 +76,17 @@ def listing(folder: Path) -> list[FileFacts]:
     return files
 
 
-async def digests_of(folder: Path, files: Sequence[FileFacts], room: Executor) -> list[str]:
-    """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also if a file became shorter."""
+async def digests_of(folder: Path, files: Sequence[FileFacts], threads: Executor) -> list[str]:
+    """Return the SHA-256 of each file, computed in `threads`. Raises OSError, also if a file has another size now."""
     loop = asyncio.get_running_loop()
     return list(await asyncio.gather(
-        *(loop.run_in_executor(room, _digest, folder / file.name, file.size) for file in files)))
+        *(loop.run_in_executor(threads, _digest, folder / file.name, file.size) for file in files)))
 
 
 def _digest(path: Path, size: int) -> str:
+    """Return a file's SHA-256. Raises OSError, also if it does not have `size` bytes."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if (read := file.tell()) != size:
-            raise OSError(f"{path} has {read} bytes now instead of {size}")
+        if file.tell() != size:
+            raise OSError(f"{path} has {file.tell()} bytes now instead of {size}")
         return digest

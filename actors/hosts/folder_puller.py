@@ -60,21 +60,22 @@ def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
 class _Pull:
 
     name: FolderName
-    own: Path | None
+    local: Path | None
+    """Path where the folder may be on this host already."""
     tell: Callable[[str], None]
-    moved: float
+    progress_at: float
     """Time of the last progress, in monotonic seconds: bytes came, or digests for the first time."""
-    compared: bool = False
+    has_digests: bool = False
     has_differed: bool = False
-    """A file arrived with other bytes once."""
-    reported: float = float("-inf")
+    """True if a file arrived with other bytes once."""
+    reported_at: float = float("-inf")
     """Time of the last progress message, in monotonic seconds."""
 
     def report(self, progress: str) -> None:
-        """Pass on the progress if the last message is old."""
+        """Pass on the progress, at most once in TELL_SECONDS."""
         now = time.monotonic()
-        if now - self.reported >= TELL_SECONDS:
-            self.reported = now
+        if now - self.reported_at >= TELL_SECONDS:
+            self.reported_at = now
             self.tell(f"{self.name}, which it pulls from the head: {progress}")
 
 
@@ -84,97 +85,100 @@ class FolderPuller:
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
         """Make a puller whose pulls fail if nothing arrives for the dialer's `timeout`."""
         self._folder, self._dialer = folder, dialer
-        self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
-        self._equal: dict[Path, str] = {}
-        """Digest of each local file that was compared with the head's."""
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._had: dict[FolderName, Path] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
+        self._digests_by_file: dict[Path, str] = {}
+        """Digest of each local file that was found equal to the head's."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._pulled_folders: dict[FolderName, Path] = {}
 
-    async def pull(self, name: FolderName, own: Path | None, tell: Callable[[str], None]) -> Path:
-        """Return where the head's folder is on this host.
+    async def pull(self, name: FolderName, local: Path | None, tell: Callable[[str], None]) -> Path:
+        """Return where the head's folder is on this host, after a pull if it is not here yet.
 
-        `own` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
+        `local` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
         detail `refused` if the head refuses the folder.
         """
-        async with self._turns[name.label]:  # a cancelled pull may still be ending
-            return await self._pull(_Pull(name, own, tell, time.monotonic()))
+        async with self._locks[name.label]:  # a cancelled pull may still be ending
+            return await self._pull(_Pull(name, local, tell, time.monotonic()))
 
     async def _pull(self, pull: _Pull) -> Path:
+        """Attempt a pull until it succeeds, the head refuses it, or nothing came for the dialer's `timeout`."""
         name, pauses = pull.name, Backoff(*PAUSE_SECONDS)
         while True:
-            before = pull.moved
+            last_progress_at = pull.progress_at
             try:
                 async with self._dialer.session() as session:
-                    return await self._once(pull, session)
+                    return await self._attempt(pull, session)
             except Refused as e:
                 raise SyncError(f"{name} can't be pulled from the head: {e.args[0]}", refused=True) from e
             except (SyncError, WrongKey):
                 raise
             except Exception as e:  # also of `find`: a database that does not answer
                 why = str(e) or "the head did not answer in time"
-            if time.monotonic() - pull.moved > self._dialer.timeout:
+            if time.monotonic() - pull.progress_at > self._dialer.timeout:
                 raise SyncError(f"{name} can't be pulled from the head: {why}; what came so far is kept")
-            if pull.moved > before:
+            if pull.progress_at > last_progress_at:
                 pauses.reset()
             pull.tell(f"{name}, which can't be pulled from the head now: {why}")
             await asyncio.sleep(pauses.next(0.5))
 
-    async def forget_but(self, labels: Collection[str]) -> None:
-        """Remove all weights and adapters here except those with these labels. Leaves other folders alone."""
-        await self._in_thread(self._forget_but, labels)
+    async def delete_all_but(self, labels: Collection[str]) -> None:
+        """Delete all pulled weights and adapters except those with these labels. Leaves other folders alone."""
+        await self._in_thread(self._delete_all_but, labels)
 
-    def _forget_but(self, labels: Collection[str]) -> None:
+    def _delete_all_but(self, labels: Collection[str]) -> None:
         for folder in [*self._folder.glob("*-*"), *self._folder.glob(".*-*.part")]:
             label = folder.name.removeprefix(".").rpartition("-")[0]
             if label.startswith(("weights-", "adapter-")) and label not in labels:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work` in a thread. A cancelled call still waits for it: it may use the caller's file.
-        """
-        future = asyncio.ensure_future(asyncio.wrap_future(self._room.submit(work, *args, **kwargs)))
+        """Return the result of `work` in a thread. A cancelled call still waits: `work` may use the caller's file."""
+        future = asyncio.ensure_future(asyncio.wrap_future(self._threads.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
 
-    # --- one try ----------------------------------------------------------------------------------------------------
-    async def _once(self, pull: _Pull, session: ClientSession) -> Path:
+    # --- one attempt ------------------------------------------------------------------------------------------------
+    async def _attempt(self, pull: _Pull, session: ClientSession) -> Path:
+        """Return the local folder if it equals the head's, otherwise pull the files that it lacks. Raises SyncError."""
         async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
             reply = require_taken(await answer.json())
-        own = await self._in_thread(_listed, pull.own)
+        local_files = await self._in_thread(_listing_or_empty, pull.local)
         if "unreadable" in reply:
-            if own and pull.own is not None:  # hosts may share a file system that the head lacks
-                return pull.own
-            if (had := self._had.get(pull.name)) is not None and had.is_dir():
-                return had
+            if local_files and pull.local is not None:  # hosts may share a file system that the head lacks
+                return pull.local
+            earlier = self._pulled_folders.get(pull.name)
+            if earlier is not None and earlier.is_dir():
+                return earlier
             raise SyncError(
                 f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,
             )
-        files = [_file(*facts) for facts in reply["files"]]
-        if own == files and pull.own is not None:
-            return pull.own
-        digests = await self._digests(pull, session, reply["id"])
-        if not pull.compared:
-            pull.compared, pull.moved = True, time.monotonic()
-        if pull.own is not None and [(f.name, f.size) for f in own] == [(f.name, f.size) for f in files]:
+        files = [_checked_file(*facts) for facts in reply["files"]]
+        if local_files == files and pull.local is not None:
+            return pull.local
+        digests = await self._head_digests(pull, session, reply["id"])
+        if not pull.has_digests:
+            pull.has_digests, pull.progress_at = True, time.monotonic()
+        if pull.local is not None and [(f.name, f.size) for f in local_files] == [(f.name, f.size) for f in files]:
             try:
-                if await digests_of(pull.own, files, self._room) == digests:
-                    return pull.own
+                if await digests_of(pull.local, files, self._threads) == digests:
+                    return pull.local
             except OSError:
                 pass  # it can't be read, so it is pulled
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
-        whole = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
+        target = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
-            await self._fill(pull, session, f"/folders/{reply['id']}", dict(zip(files, digests, strict=True)), whole)
-        except _Local as e:
+            await self._fill(pull, session, f"/folders/{reply['id']}", dict(zip(files, digests, strict=True)), target)
+        except _LocalProblem as e:
             raise SyncError(f"{pull.name} can't be pulled into {self._folder}: {e.args[0]}") from e
-        self._had[pull.name] = whole
-        return whole
+        self._pulled_folders[pull.name] = target
+        return target
 
-    async def _digests(self, pull: _Pull, session: ClientSession, id: str) -> list[str]:
+    async def _head_digests(self, pull: _Pull, session: ClientSession, id: str) -> list[str]:
+        """Return the SHA-256 of each file of the head's folder; wait while the head computes them. Raises SyncError."""
         pull.report("its files are compared")
         while True:
             async with session.get(f"/folders/{id}/digests") as answer:
@@ -188,30 +192,31 @@ class FolderPuller:
             pull.report("the head hashes its files")
 
     async def _fill(
-        self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], whole: Path
+        self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
-        """Bring all files into `whole`, each with its digest. Raises _Local if this host can't write one."""
-        beside = whole.with_name(f".{whole.name}.part")
-        await self._in_thread(_make_own, self._folder)
-        if whole.is_dir() and not await self._in_thread(self._lacks, whole, files):
+        """Pull these files, which have these digests, into `target`. Raises _LocalProblem, SyncError, NotOurs."""
+        partial = target.with_name(f".{target.name}.part")
+        await self._in_thread(_make_private, self._folder)
+        if target.is_dir() and not await self._in_thread(self._incomplete, target, files):
             return
-        await self._in_thread(_prepared, whole, beside)
-        with _alone(beside):
-            lacks = await self._in_thread(self._lacks, beside, files)
-            need, size = sum(file.size - has for _, file, has, _ in lacks), sum(file.size for file in files)
-            if lacks and need + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
-                raise _Local(f"it takes {_shown(need)}, and {_shown(free)} are free: enlarge it, or set "
-                             "hosts.weights_dir of this host to another folder")
-            for number, file, has, hashed in lacks:
-                path = beside / file.name
-                with _opened(path, has) as to:
-                    if has < file.size:
-                        async with session.get(f"{url}/{number}", headers={"Range": f"bytes={has}-"}) as answer:
-                            async for part in answer.content.iter_chunked(READ_BYTES):
-                                await self._in_thread(_take, to, hashed, part)
-                                need, pull.moved = need - len(part), time.monotonic()
-                                pull.report(f"{_shown(size - need)} of {_shown(size)}")
-                if hashed.hexdigest() != files[file]:
+        await self._in_thread(_prepare, target, partial)
+        with _locked(partial):
+            incomplete = await self._in_thread(self._incomplete, partial, files)
+            missing_bytes = sum(file.size - start for _, file, start, _ in incomplete)
+            total_bytes = sum(file.size for file in files)
+            if incomplete and missing_bytes + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
+                raise _LocalProblem(f"it takes {_size_text(missing_bytes)}, and {_size_text(free)} are free: enlarge "
+                                    "it, or set hosts.weights_dir of this host to another folder")
+            for number, file, start, hasher in incomplete:
+                path = partial / file.name
+                with _opened_at(path, start) as output:
+                    if start < file.size:
+                        async with session.get(f"{url}/{number}", headers={"Range": f"bytes={start}-"}) as answer:
+                            async for data in answer.content.iter_chunked(READ_BYTES):
+                                await self._in_thread(_write, output, hasher, data)
+                                missing_bytes, pull.progress_at = missing_bytes - len(data), time.monotonic()
+                                pull.report(f"{_size_text(total_bytes - missing_bytes)} of {_size_text(total_bytes)}")
+                if hasher.hexdigest() != files[file]:
                     path.unlink(missing_ok=True)
                     problem = f"{file.name} came with other bytes than the head's digest of it says"
                     if pull.has_differed:
@@ -219,56 +224,57 @@ class FolderPuller:
                             f"{pull.name} can't be pulled from the head: {problem}, twice: is its disk sound?")
                     pull.has_differed = True
                     raise NotOurs(problem)
-                self._equal[path] = files[file]
-            await self._in_thread(_finished, beside, whole, {file.name for file in files})
+                self._digests_by_file[path] = files[file]
+            await self._in_thread(_finish, partial, target, {file.name for file in files})
         for file, digest in files.items():
-            self._equal.pop(beside / file.name, None)
-            self._equal[whole / file.name] = digest
+            self._digests_by_file.pop(partial / file.name, None)
+            self._digests_by_file[target / file.name] = digest
 
-    def _lacks(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each incomplete file of this folder: its number, itself, the bytes that are here, and their hash."""
-        lacks = []
+    def _incomplete(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
+        """Return each incomplete file: its number, the file, how many of its bytes are in `folder`, and their hash."""
+        incomplete = []
         for number, (file, digest) in enumerate(files.items()):
-            path, hashed = folder / file.name, hashlib.sha256()
-            there = path.stat().st_size if path.is_file() else -1
-            if there == file.size and self._equal.get(path) == digest:
+            path, hasher = folder / file.name, hashlib.sha256()
+            local_size = path.stat().st_size if path.is_file() else -1
+            if local_size == file.size and self._digests_by_file.get(path) == digest:
                 continue
-            self._equal.pop(path, None)
-            if 0 <= there <= file.size:
-                with path.open("rb") as opened:
-                    while part := opened.read(READ_BYTES):
-                        hashed.update(part)
-            if there == file.size and hashed.hexdigest() == digest:
-                self._equal[path] = digest
-            elif 0 < there < file.size:
-                lacks.append((number, file, there, hashed))
+            self._digests_by_file.pop(path, None)
+            if 0 <= local_size <= file.size:
+                with path.open("rb") as content:
+                    while data := content.read(READ_BYTES):
+                        hasher.update(data)
+            if local_size == file.size and hasher.hexdigest() == digest:
+                self._digests_by_file[path] = digest
+            elif 0 < local_size < file.size:
+                incomplete.append((number, file, local_size, hasher))
             else:
-                lacks.append((number, file, 0, hashlib.sha256()))
-        return lacks
+                incomplete.append((number, file, 0, hashlib.sha256()))
+        return incomplete
 
 
-class _Local(Exception):
+class _LocalProblem(Exception):
     """A problem of this host, as a sentence."""
 
 
 @contextmanager
-def _here() -> Iterator[None]:
+def _as_local_problem() -> Iterator[None]:
+    """Turn an OSError into a _LocalProblem."""
     try:
         yield
     except OSError as e:
-        raise _Local(str(e)) from e
+        raise _LocalProblem(str(e)) from e
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes, which would truncate its files. Raises _Local if another has it."""
-    with _here():
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, so that no other process truncates its files. Raises _LocalProblem if another one has the lock."""
+    with _as_local_problem():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise _Local("another process pulls it there now; this one tries again") from e
+            raise _LocalProblem("another process pulls it there now; this one tries again") from e
         except OSError:
             pass  # a file system without folder locks, such as NFS: the machine's name is in the path
         yield
@@ -276,63 +282,66 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
-    """Return a file that the head named. Raises NotOurs for a name that is not directly inside the folder."""
+def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
+    """Return a file that the head listed. Raises NotOurs for a name that is no file name, such as `../x`."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head names a file {name!r}")
-    inode, changed, moved = identity
-    return FileFacts(name, size, (inode, changed, moved))
+    inode, content_changed_at, inode_changed_at = identity
+    return FileFacts(name, size, (inode, content_changed_at, inode_changed_at))
 
 
-def _listed(own: Path | None) -> list[FileFacts]:
+def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
+    """Return the files of a folder; [] without a folder, or if it can't be read."""
     try:
-        return [] if own is None else listing(own)
+        return [] if folder is None else listing(folder)
     except OSError:
         return []
 
 
-@_here()
-def _make_own(folder: Path) -> None:
-    """Make this folder for this user alone. Raises _Local if another user made it, since its name can be guessed."""
+@_as_local_problem()
+def _make_private(folder: Path) -> None:
+    """Make this folder for this user alone. Raises _LocalProblem if another user, who may guess its name, made it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
-        raise _Local("it belongs to another user, who could change what is in it")
+        raise _LocalProblem("it belongs to another user, who could change what is in it")
     folder.chmod(0o700)
 
 
-@_here()
-def _prepared(whole: Path, beside: Path) -> None:
-    """Make the folder for incoming files; an incomplete `whole` becomes it. Raises _Local."""
-    if whole.is_dir():
-        shutil.rmtree(beside, ignore_errors=True)
-        whole.rename(beside)
-    beside.mkdir(mode=0o700, exist_ok=True)
+@_as_local_problem()
+def _prepare(target: Path, partial: Path) -> None:
+    """Make the folder `partial` for incoming files. If `target` exists, it is incomplete and becomes `partial`."""
+    if target.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+        target.rename(partial)
+    partial.mkdir(mode=0o700, exist_ok=True)
 
 
-@_here()
-def _opened(path: Path, has: int) -> FileIO:
-    """Open a file to continue it after `has` bytes. Raises _Local."""
-    file = path.open("r+b" if has else "wb", buffering=0)
-    file.seek(has)
+@_as_local_problem()
+def _opened_at(path: Path, start: int) -> FileIO:
+    """Open a file to write on after `start` bytes; drop any later ones. Raises _LocalProblem."""
+    file = path.open("r+b" if start else "wb", buffering=0)
+    file.seek(start)
     file.truncate()
     return file
 
 
-@_here()
-def _take(file: FileIO, hashed: Any, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left):]
-    hashed.update(data)
+@_as_local_problem()
+def _write(file: FileIO, hasher: Any, data: bytes) -> None:
+    """Write all of `data` to an unbuffered file, and add it to the hash. Raises _LocalProblem."""
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten):]
+    hasher.update(data)
 
 
-@_here()
-def _finished(beside: Path, whole: Path, names: Collection[str]) -> None:
-    for path in beside.iterdir():
+@_as_local_problem()
+def _finish(partial: Path, target: Path, names: Collection[str]) -> None:
+    """Delete other files than these from `partial`, and rename it to `target`. Raises _LocalProblem."""
+    for path in partial.iterdir():
         if path.name not in names:
             path.unlink()
-    beside.rename(whole)
+    partial.rename(target)
 
 
-def _shown(size: int) -> str:
+def _size_text(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

@@ -36,60 +36,69 @@ class FolderSender:
     """Sender of folders, for one event loop."""
 
     def __init__(self) -> None:
-        self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")
-        self._known: OrderedDict[str, tuple[Path, Sequence[FileFacts]]] = OrderedDict()
-        self._digests: dict[str, asyncio.Task[list[str]]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")
+        self._folders: OrderedDict[str, tuple[Path, Sequence[FileFacts]]] = OrderedDict()
+        """Folders and their files by id, those asked for last at the end."""
+        self._digest_tasks: dict[str, asyncio.Task[list[str]]] = {}
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes from which hosts fetch a folder, by the id that `listed` answered."""
         return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
 
     async def listed(self, folder: Path) -> web.Response:
+        """Return the answer with a folder's id and its files, or with the reason why it can't be read."""
         try:
-            files = await asyncio.get_running_loop().run_in_executor(self._room, listing, folder)
+            files = await asyncio.get_running_loop().run_in_executor(self._threads, listing, folder)
         except OSError as e:
             return web.json_response({"unreadable": e.strerror or str(e)})
         id = hashlib.sha256(repr((folder, files)).encode()).hexdigest()[:32]
-        self._known[id] = folder, files
-        self._known.move_to_end(id)
-        if len(self._known) > REMEMBERED:
-            gone, _ = self._known.popitem(last=False)
-            self._digests.pop(gone, None)
+        self._folders[id] = folder, files
+        self._folders.move_to_end(id)
+        if len(self._folders) > REMEMBERED:
+            oldest_id, _ = self._folders.popitem(last=False)
+            self._digest_tasks.pop(oldest_id, None)
         return web.json_response({"id": id, "files": [astuple(file) for file in files]})
 
     def _folder_and_files(self, request: web.Request) -> tuple[Path, Sequence[FileFacts]]:
+        """Return the folder whose id is in the path of a request, and its files. Raises HTTPNotFound."""
         try:
-            return self._known[request.match_info["id"]]
+            return self._folders[request.match_info["id"]]
         except KeyError as e:  # an id of an earlier head, or an old one: the host asks for the folder again
             raise web.HTTPNotFound from e
 
     async def _digests_of(self, request: web.Request) -> web.Response:
+        """Answer with the digests of a folder's files; {} if they are not computed within WAIT_SECONDS."""
         id, (folder, files) = request.match_info["id"], self._folder_and_files(request)
-        task = self._digests.get(id)
+        task = self._digest_tasks.get(id)
         if task is None:
-            task = self._digests[id] = asyncio.ensure_future(digests_of(folder, files, self._room))
-        if not (await asyncio.wait({task}, timeout=WAIT_SECONDS))[0]:
+            task = self._digest_tasks[id] = asyncio.ensure_future(digests_of(folder, files, self._threads))
+        await asyncio.wait({task}, timeout=WAIT_SECONDS)
+        if not task.done():
             return web.json_response({})
         try:
             return web.json_response({"digests": task.result()})
         except OSError as e:
-            self._digests.pop(id, None)
+            self._digest_tasks.pop(id, None)
             return web.json_response({"unreadable": str(e)})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
+        """Send a file from the first byte of the header Range on."""
         folder, files = self._folder_and_files(request)
         number, start = int(request.match_info["number"]), request.http_range.start or 0
         if number >= len(files) or start > files[number].size:
             raise web.HTTPNotFound
         # not web.FileResponse: in TLS asyncio reads 16 KiB at a time for it, each in a thread
-        response, left, loop = web.StreamResponse(status=206), files[number].size - start, asyncio.get_running_loop()
-        response.content_length = left
+        response, loop = web.StreamResponse(status=206), asyncio.get_running_loop()
+        response.content_length = remaining = files[number].size - start
         with (folder / files[number].name).open("rb") as file:
             file.seek(start)
             await response.prepare(request)
-            while left and (data := await loop.run_in_executor(self._room, file.read, min(READ_BYTES, left))):
+            while remaining:
+                data = await loop.run_in_executor(self._threads, file.read, min(READ_BYTES, remaining))
+                if not data:
+                    break
                 await response.write(data)
-                left -= len(data)
-        if left and request.transport is not None:
+                remaining -= len(data)
+        if remaining and request.transport is not None:
             request.transport.abort()  # the file was truncated meanwhile: the host asks again
         return response

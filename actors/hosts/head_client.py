@@ -44,8 +44,9 @@ class HeadPlace:
     @classmethod
     def of(cls, owner: Mapping[str, Any] | None) -> HeadPlace | None:
         """Return the place that the owner of the coordinator's lease names; None if it admits no hosts."""
-        names = owner or {}
-        return cls(names["hosts"], bytes.fromhex(names["certificate"])) if names.get("certificate") else None
+        if not owner or not owner.get("certificate"):
+            return None
+        return cls(owner["hosts"], bytes.fromhex(owner["certificate"]))
 
     def __str__(self) -> str:
         return self.address

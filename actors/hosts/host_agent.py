@@ -47,68 +47,76 @@ class HostAgent(BaseActor):
         self.open_log(config.system.log_dir, "host")
         self.start_watch()
         self.epoch = 0
+        """Epoch of the coordinator; 0 until the head has admitted this host."""
         self.addresses: dict[str, Any] = {}
         self.clients: OrderedDict[str, Any] = OrderedDict()
         """Clients, by the id of their request."""
         self.last_problem = ""
-        self.shows = Path(config.system.log_dir) / "connected"
-        self.show(False)
-        me = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
+        """Reason of the last failed connection that was logged."""
+        self.connected_file = Path(config.system.log_dir) / "connected"
+        self.show_connected(False)
+        identity = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
         key = partial(host_key, config.hosts.key_file)
         dialer = HeadDialer(config.host.name, key, self.find_head, config.hosts.timeout)
         self.loads = PulledLoads(
             FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), dialer),
-            to_runner=self.to_runner, to_head=lambda name, result: self.end_.send(name, result), post=self.post,
+            to_runner=self.to_runner, to_head=lambda name, result: self.connection.send(name, result), post=self.post,
             log=self.log,
         )
-        self.end_ = HostEnd(
-            {**me, "places": counted()}, dialer,
-            up=lambda epoch, leads: self.post(lambda: self.connected(epoch, leads)),
-            take=lambda items: self.post(lambda: self.take(items)),
+        self.connection = HostEnd(
+            {**identity, "places": counted()}, dialer,
+            up=lambda epoch, coordinator_epoch: self.post(lambda: self.connected(epoch, coordinator_epoch)),
+            take=lambda items: self.post(lambda: self.deliver(items)),
             down=lambda why: self.post(lambda: self.disconnected(why)),
             refused=lambda why: self.post(lambda: self.refused(why)),
         )
         self.beat()
-        self.end_.start()
+        self.connection.start()
 
     def find_head(self) -> HeadPlace | None:
-        """Return where the head admits hosts; runs in a thread. Raises the log's errors."""
+        """Return where the head admits hosts; None if no head leads. Runs in a thread. Raises the log's errors."""
         with EventLog.open(self.config.store.url, read_only=True, patience=FIND_SECONDS) as log:
             lease = log.read_lease("coordinator")
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
+        """Send the guardian a heartbeat, and again every BEAT_SECONDS."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
     # --- the connection ---------------------------------------------------------------------------------------------
-    def connected(self, epoch: int, leads: int) -> None:
+    def connected(self, epoch: int, coordinator_epoch: int) -> None:
         """Have all runners introduce themselves and repeat what was not acknowledged."""
-        self.log.info("the head admitted this host with epoch %d; the coordinator's is %d", epoch, leads)
-        self.epoch, self.last_problem = leads, ""
-        self.show(True)
-        self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
+        self.log.info("the head admitted this host with epoch %d; the coordinator's is %d", epoch, coordinator_epoch)
+        self.epoch, self.last_problem = coordinator_epoch, ""
+        self.show_connected(True)
+        self.send(self.guardian, messages.CoordinatorUp(self.myAddress, coordinator_epoch))
 
-    def show(self, connected: bool) -> None:
-        """Keep a file in the log folder while the head has this host, for a launcher's probe."""
+    def show_connected(self, connected: bool) -> None:
+        """Make or delete the file `connected` in the log folder, which a launcher's probe may check."""
+        file = self.connected_file
         try:
-            self.shows.touch() if connected else self.shows.unlink(missing_ok=True)
+            if connected:
+                file.touch()
+            else:
+                file.unlink(missing_ok=True)
         except OSError as e:
-            self.log.warning("%s does not show whether this host is connected: %s", self.shows, e.strerror)
+            self.log.warning("%s does not show whether this host is connected: %s", file, e.strerror)
 
     def disconnected(self, why: str) -> None:
-        """Log, once, why the connection can't be made again."""
-        self.show(False)
+        """Log why there is no connection, unless the reason is the same as before."""
+        self.show_connected(False)
         if why != self.last_problem:
             self.last_problem = why
             self.log.warning("no connection to the head: %s", why)
 
     def refused(self, why: str) -> None:
-        """End this host's system, because the head will never admit this life of it."""
+        """End this host's system, because the head will never admit this start of it."""
         self.log.error("the head refuses this host: %s", why)
         self.send(self.guardian, messages.LeaseLost(why))
 
-    def take(self, items: Items) -> None:
+    def deliver(self, items: Items) -> None:
+        """Pass the head's messages on: replies to clients, orders to load to `loads`, all others to runners."""
         for name, message in items:
             if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
@@ -123,18 +131,19 @@ class HostAgent(BaseActor):
 
     def to_runner(self, name: str, message: Any) -> None:
         """Send to a runner of this host, or to the guardian, whose name is ""."""
-        to = self.addresses.get(name) if name else self.guardian
-        if to is not None:
-            self.send(to, message)
+        receiver = self.addresses.get(name) if name else self.guardian
+        if receiver is not None:
+            self.send(receiver, message)
 
     # --- what this host's processes say -----------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
+        """Forward a message of the guardian or of a runner, whose address is kept for the head's messages."""
         forwarded = self.loads.forwarded(message)
         if sender == self.guardian:
-            self.end_.send("", forwarded)
+            self.connection.send("", forwarded)
         else:
             self.addresses[message.name] = sender
-            self.end_.send(message.name, forwarded)
+            self.connection.send(message.name, forwarded)
 
     on_RunnerStatus = on_Heartbeat = on_RunnerActivity = on_OutcomeReport = on_LeaseReport = to_head  # noqa: N815
     on_WeightsLoadResult = on_AdaptersLoadResult = on_GroupJoinResult = to_head  # noqa: N815
@@ -145,18 +154,18 @@ class HostAgent(BaseActor):
         self.clients[message.id] = sender
         while len(self.clients) > MAX_CLIENTS:
             self.clients.popitem(last=False)
-        self.end_.send(f"client {message.id}", message)
+        self.connection.send(f"client {message.id}", message)
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
         """Ask the head to give this host nothing new."""
-        self.end_.send("", message)
+        self.connection.send("", message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
-        """Tell the head that this host is gone."""
-        self.show(False)
+        """Tell the head that this host is gone, and after LEFT_SECONDS the guardian that the agent may end."""
+        self.show_connected(False)
         self.loads.stop()
-        if not self.epoch:  # not admitted: stop trying
-            self.end_.stop()
-        self.end_.send("", messages.HostLeaves("it was ended", final=True))
+        if not self.epoch:  # never admitted: stop trying
+            self.connection.stop()
+        self.connection.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

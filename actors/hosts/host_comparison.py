@@ -29,6 +29,7 @@ def facts(folders: Iterable[str]) -> dict[str, Any]:
 
 
 def _digest_or_error(folder: str) -> str | None:
+    """Return `digest_of` a folder, or in its place a sentence that says why it can't be read."""
     try:
         return digest_of(folder)
     except OSError as e:
@@ -52,6 +53,7 @@ def digest_of(folder: str) -> str | None:
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

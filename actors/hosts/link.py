@@ -61,24 +61,27 @@ class _Pipe:
         self, ws: web.WebSocketResponse | ClientWebSocketResponse, connection: Any, take: Callable[[Items], None],
         timeout: float,
     ) -> None:
-        """Take `connection`, the socket of `ws`."""
+        """Give incoming messages to `take`. `connection` is the socket of `ws`."""
         self._ws, self._socket, self._take = ws, connection, take
-        self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
-        self._out: deque[bytes] = deque()
-        self._wake, self._full = asyncio.Event(), asyncio.Event()
-        self.heard = time.monotonic()
-        """Time of the last message received."""
+        share, least_seconds = SILENCE
+        self._silence_limit = min(timeout, max(share * timeout, least_seconds))
+        self._queue: deque[bytes] = deque()
+        self._has_messages = asyncio.Event()
+        self._is_overfull = asyncio.Event()
+        self.heard_at = time.monotonic()
+        """Time of the last message received, in monotonic seconds."""
 
     def put(self, name: str, message: Any) -> None:
         """Queue a message for the process of this name, or from it; called in the event loop."""
-        self._out.append(pickle.dumps((name, message), protocol=5))
-        self._wake.set()
-        if len(self._out) > MAX_WAITING:
-            self._full.set()
+        self._queue.append(pickle.dumps((name, message), protocol=5))
+        self._has_messages.set()
+        if len(self._queue) > MAX_WAITING:
+            self._is_overfull.set()
 
     async def run(self) -> str:
-        """Work until the connection ends, and return the reason."""
-        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
+        """Send and receive until the connection ends, and return the reason."""
+        parts = self._send, self._receive, self._wait_for_silence, self._wait_for_overflow
+        tasks = [asyncio.ensure_future(part()) for part in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -93,46 +96,49 @@ class _Pipe:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     async def _send(self) -> str:
+        """Send the queue, and an empty frame if it has had no message for BEAT_SECONDS; return why that failed."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), BEAT_SECONDS)
-            self._wake.clear()
+                await asyncio.wait_for(self._has_messages.wait(), BEAT_SECONDS)
+            self._has_messages.clear()
             try:
-                await self._ws.send_bytes(self._next())
-                while self._out:
+                await self._ws.send_bytes(self._next_frame())
+                while self._queue:
                     await asyncio.sleep(0)  # without it, a long queue would starve other tasks
-                    await self._ws.send_bytes(self._next())
+                    await self._ws.send_bytes(self._next_frame())
             except OSError as e:
                 return f"it can't be reached: {e}"
 
-    def _next(self) -> bytes:
+    def _next_frame(self) -> bytes:
+        """Return the oldest messages of the queue as a frame; empty if there are none."""
         frame = bytearray()
-        while self._out and len(frame) < FRAME_BYTES:
-            frame += self._out.popleft()
+        while self._queue and len(frame) < FRAME_BYTES:
+            frame += self._queue.popleft()
         return bytes(frame)
 
     async def _receive(self) -> str:
+        """Hand on incoming messages until none can come, and return why."""
         while True:
             message = await self._ws.receive()
             if message.type is not WSMsgType.BINARY:
                 error = self._ws.exception()
                 return f"the connection broke: {error}" if error else "it ended the connection"
-            self.heard = time.monotonic()
+            self.heard_at = time.monotonic()
             try:
                 items = list(_items(message.data))
-            except Exception as e:  # a message of ours that can't be unpickled here
+            except Exception as e:  # a message that can't be unpickled here
                 return f"a message of it can't be read: {type(e).__name__}"
             if items:
                 self._take(items)
 
-    async def _fill(self) -> str:
-        await self._full.wait()
-        return f"it reads nothing: {len(self._out)} messages wait for it"
+    async def _wait_for_overflow(self) -> str:
+        await self._is_overfull.wait()
+        return f"it reads nothing: {len(self._queue)} messages wait for it"
 
-    async def _watch(self) -> str:
-        while (silent := time.monotonic() - self.heard) < self._timeout:
-            await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
-        return f"no message came from it for {self._timeout:.0f} s"
+    async def _wait_for_silence(self) -> str:
+        while (silence := time.monotonic() - self.heard_at) < self._silence_limit:
+            await asyncio.sleep(min(BEAT_SECONDS, self._silence_limit - silence))
+        return f"no message came from it for {self._silence_limit:.0f} s"
 
 
 def _items(frame: bytes) -> Iterator[tuple[str, Any]]:
@@ -151,17 +157,19 @@ class LoopThread:
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work` in the loop, from any thread; do nothing if the loop has ended."""
         try:
             asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # it was closed
             work.close()
 
-    def call(self, call: Callable[[], Any]) -> None:
-        """Call this in the loop soon; do nothing if the loop has ended."""
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call `function` in the loop soon, from any thread; do nothing if the loop has ended."""
         with suppress(RuntimeError):  # it was closed
-            self.loop.call_soon_threadsafe(call)
+            self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
+        """Cancel all tasks, and end the loop and its thread; does not wait for that."""
         self.begin(self._end())
 
     async def _end(self) -> None:
@@ -206,6 +214,7 @@ class HeadEnd:
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
+        """Start the server and return its port; retry until the port is free."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
             web.get("/join", self._join), web.post("/check", self._check), web.post("/folders", self._folder),
@@ -229,28 +238,29 @@ class HeadEnd:
                 return port
 
     def send(self, host: str, to: str, message: Any) -> None:
-        """Send to a host; the message is dropped if the host is not connected. May be called in any thread."""
+        """Send to a process of a host; drop the message if the host is not connected. Any thread may call this."""
         def put() -> None:
-            connection = self._pipes.get(host)
-            if connection is not None:
-                connection[1].put(to, message)
+            if host in self._pipes:
+                _, pipe = self._pipes[host]
+                pipe.put(to, message)
 
         self._thread.call(put)
 
     def heard(self) -> dict[str, float]:
-        """Return when each connected host last sent a message, in monotonic seconds. May be called in any thread."""
-        return {host: pipe.heard for host, (_, pipe) in self._pipes.copy().items()}
+        """Return when each connected host last sent a message, in monotonic seconds. Any thread may call this."""
+        return {host: pipe.heard_at for host, (_, pipe) in self._pipes.copy().items()}
 
     def hang_up(self, host: str, epoch: int) -> None:
-        """End the connection to this epoch of a host. May be called in any thread."""
+        """End the connection of a host if it was admitted with this epoch. Any thread may call this."""
         def end() -> None:
-            connection = self._pipes.get(host)
-            if connection is not None and connection[0] == epoch:
-                connection[1].close()
+            current_epoch, pipe = self._pipes.get(host, (None, None))
+            if pipe is not None and current_epoch == epoch:
+                pipe.close()
 
         self._thread.call(end)
 
     def stop(self) -> None:
+        """Stop to listen, and end all connections; does not wait for that."""
         def close() -> None:
             if self._server is not None and self._runner.server is not None:
                 self._server.close()
@@ -266,6 +276,7 @@ class HeadEnd:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Have `handler` answer a request with a token of the key. Raises HTTPUnauthorized, HTTPServiceUnavailable."""
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:
@@ -281,13 +292,14 @@ class HeadEnd:
         return await handler(request)
 
     async def _admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
-        """Return the decision of `hello`. Raises TimeoutError while the log can't be written."""
+        """Return the coordinator's decision about a host. Raises TimeoutError while the log can't be written."""
         decision: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._hello(
             offer, request.remote or "", lambda answer: self._thread.call(lambda: _settle(decision, answer)))
         return await asyncio.wait_for(decision, self._timeout)
 
     async def _check(self, request: web.Request) -> web.Response:
+        """Answer a host that asks, before it joins, if it would be refused, with the head's facts."""
         try:
             admission = await self._admission({**await request.json(), "check": True}, request)
         except TimeoutError as e:
@@ -296,9 +308,10 @@ class HeadEnd:
             {"would_refuse": admission.refused, "facts": dict(await asyncio.to_thread(self._facts))})
 
     async def _folder(self, request: web.Request) -> web.Response:
+        """Answer a host that wants a folder: with the files in it, or with the reason why it is refused."""
         try:
-            wish = await request.json()
-            admission = await self._admission({"fetch": wish.get("fetch"), "build": wish.get("build")}, request)
+            body = await request.json()
+            admission = await self._admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         if admission.refused:
@@ -306,11 +319,12 @@ class HeadEnd:
         return await self._folders.listed(Path(admission.folder))
 
     async def _join(self, request: web.Request) -> web.WebSocketResponse:
-        connection = request.get_extra_info("socket")  # now: asyncio reports none that closed meanwhile
+        """Admit a host or refuse it, and keep the connection to an admitted one until it ends."""
+        connection = request.get_extra_info("socket")  # taken now: later asyncio has none if it has closed
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
-            offer = await _first(ws, HELLO_SECONDS)
+            offer = await _first_message(ws, HELLO_SECONDS)
             admission = await self._admission(offer, request)
             if admission.refused:
                 _log.warning("host %s is refused: %s", offer.get("name"), admission.refused)
@@ -320,25 +334,26 @@ class HeadEnd:
         return ws
 
     async def _joined(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
+        """Serve the connection of an admitted host until it ends. It replaces an earlier connection of the host."""
         epoch = admission.epoch
         pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
-        before = self._pipes.get(host)
-        if before is not None and before[0] > epoch:  # the host has a newer epoch already
+        earlier_epoch, earlier_pipe = self._pipes.get(host, (0, None))
+        if earlier_epoch > epoch:  # the host has a newer epoch already
             return
         self._pipes[host] = epoch, pipe
-        if before is not None:
-            before[1].close()
+        if earlier_pipe is not None:
+            earlier_pipe.close()
         try:
             await ws.send_json({"epoch": epoch, "coordinator_epoch": admission.coordinator_epoch})
             self._take(host, epoch, [])  # it is connected
             why = await pipe.run()
         except OSError as e:
             why = f"it can't be reached: {e}"
-        now = self._pipes.get(host)
-        if now == (epoch, pipe):
+        current_epoch, current_pipe = self._pipes.get(host, (None, None))
+        if current_pipe is pipe:
             del self._pipes[host]
-        if now is None or now[0] != epoch or now[1] is pipe:  # unless another connection of this epoch replaced it
-            self._gone(host, epoch, why, pipe.heard)
+        if current_epoch != epoch or current_pipe is pipe:  # otherwise another connection of this epoch replaced it
+            self._gone(host, epoch, why, pipe.heard_at)
 
     def _count_refusal(self, request: web.Request, reason: str) -> None:
         """Count a refused request, and log it unless another one was logged in the last WARN_SECONDS."""
@@ -368,10 +383,7 @@ class HostEnd:
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:
-        """Send to the head as process `name`; without a connection the message is dropped.
-
-        May be called in any thread.
-        """
+        """Send to the head as process `name`; drop the message if there is no connection. Any thread may call this."""
         def put() -> None:
             if self._pipe is not None:
                 self._pipe.put(name, message)
@@ -382,10 +394,11 @@ class HostEnd:
         self._thread.stop()
 
     async def _run(self) -> None:
+        """Connect again and again, until the head refuses this host for good."""
         pauses = Backoff(*REDIAL_SECONDS)
         while True:
             try:
-                why = await self._once(pauses)
+                why = await self._serve_connection(pauses)
             except Refused as e:
                 why, for_good = e.args
                 if for_good:
@@ -397,18 +410,19 @@ class HostEnd:
             self._down(why)
             await asyncio.sleep(pauses.next(0.5))
 
-    async def _once(self, pauses: Backoff) -> str:
+    async def _serve_connection(self, pauses: Backoff) -> str:
+        """Connect to the head, serve the connection until it ends, and return the reason. Raises Refused, OSError."""
         async with self._dialer.session() as session, session.ws_connect("/join", max_msg_size=MAX_FRAME) as ws:
             connection = ws.get_extra_info("socket")
             await ws.send_json(self._hello)
-            answer = require_taken(await _first(ws, HELLO_SECONDS + self._dialer.timeout))
+            answer = require_taken(await _first_message(ws, HELLO_SECONDS + self._dialer.timeout))
             self._pipe = _Pipe(ws, connection, self._take, self._dialer.timeout)
             pauses.reset()
             self._up(int(answer["epoch"]), int(answer["coordinator_epoch"]))
             return await self._pipe.run()
 
 
-async def _first(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: float) -> dict[str, Any]:
+async def _first_message(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: float) -> dict[str, Any]:
     """Return the first message of the other side. Raises ConnectionError, TimeoutError."""
     message = await ws.receive(seconds)
     if message.type is not WSMsgType.TEXT:
@@ -418,5 +432,6 @@ async def _first(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: f
 
 
 def _settle(decision: asyncio.Future[Admission], answer: Admission) -> None:
+    """Set the result of `decision`, unless its waiter has given up."""
     if not decision.done():
         decision.set_result(answer)

@@ -24,26 +24,28 @@ from trinity_es.events.errors import SyncError
 
 __all__ = ["PulledLoads"]
 
-Wanted = tuple[FolderName, str]
-"""The folder to ask the head for, and its path there."""
+HeadFolder = tuple[FolderName, str]
+"""A folder of the head: its name in requests, and its path there."""
 
 
 @dataclass(slots=True)
 class _Pull:
     future: Future[Path]
-    began: float
+    started_at: float
     progress: str = ""
 
 
 @dataclass(slots=True)
 class _Runner:
 
-    weights: messages.LoadWeights | None = None
-    adapters: messages.LoadAdapters | None = None
-    serves: int = 0
-    serves_adapters: dict[str, int] = field(default_factory=dict)
-    waited: tuple[int, float] = (0, 0.0)
-    """Latest version that was handed on, and the seconds that its pull took."""
+    weights_order: messages.LoadWeights | None = None
+    adapters_order: messages.LoadAdapters | None = None
+    """These two wait for pulls."""
+    served_version: int = 0
+    served_adapters: dict[str, int] = field(default_factory=dict)
+    pulled_version: int = 0
+    """Version of the last weights that were pulled for the runner, which took `pull_seconds`."""
+    pull_seconds: float = 0.0
 
 
 class PulledLoads:
@@ -55,14 +57,14 @@ class PulledLoads:
     ) -> None:
         """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in a runner's name."""
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
-        self._pulls: dict[Wanted, _Pull] = {}
+        self._pulls: dict[HeadFolder, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
-        self._places: dict[Wanted, Path] = {}
-        """Folders of adapters, found or pulled."""
+        self._adapter_folders: dict[HeadFolder, Path] = {}
+        """Folders of adapters on this host, found or pulled."""
         self._errors: dict[tuple[str, int], str] = {}
         """Errors of adapters that could not be pulled, by name and version."""
-        self._newest = 0
-        self._adapters: frozenset[Wanted] = frozenset()
+        self._newest_version = 0
+        self._ordered_adapters: frozenset[HeadFolder] = frozenset()
         self._thread = LoopThread("pulls")
 
     def stop(self) -> None:
@@ -71,148 +73,159 @@ class PulledLoads:
 
     # --- orders of the head -----------------------------------------------------------------------------------------
     def load_weights(self, name: str, order: messages.LoadWeights) -> None:
-        """Have a runner load weights once they are here."""
+        """Have a runner load weights once they are on this host; at once if the trainer's group sends them."""
         if order.from_group:
             self._to_runner(name, order)
             return
-        self._newest = max(self._newest, order.version)
-        for (wanted, path), pull in self._pulls.items():
-            if wanted.kind == "weights" and (wanted.version, path) != (order.version, order.path):
+        self._newest_version = max(self._newest_version, order.version)
+        for (folder_name, path), pull in self._pulls.items():
+            if folder_name.kind == "weights" and (folder_name.version, path) != (order.version, order.path):
                 pull.future.cancel()  # a pull of an older order, or from an earlier path
-        self._runner(name).weights = order
-        self._begin(_weights(order))
+        self._runner(name).weights_order = order
+        self._begin_pull(_weights_folder(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
-        """Have a runner load adapters once all of them are here."""
+        """Have a runner load adapters once all of them are on this host, or could not be pulled."""
         runner = self._runner(name)
-        runner.adapters = order
-        named = {(event.adapter, event.version) for event in order.adapters}
-        self._errors = {key: error for key, error in self._errors.items() if key in named}
-        self._adapters = frozenset(map(_adapter, order.adapters))
+        runner.adapters_order = order
+        ordered = {(event.adapter, event.version) for event in order.adapters}
+        self._errors = {adapter: error for adapter, error in self._errors.items() if adapter in ordered}
+        self._ordered_adapters = frozenset(map(_adapter_folder, order.adapters))
         for event in order.adapters:
-            if runner.serves_adapters.get(event.adapter, -1) < event.version:
+            if runner.served_adapters.get(event.adapter, -1) < event.version:
                 self._errors.pop((event.adapter, event.version), None)
-                self._begin(_adapter(event))
+                self._begin_pull(_adapter_folder(event))
         self._give_adapters(name, runner)
 
     # --- pulls ------------------------------------------------------------------------------------------------------
-    def _begin(self, wanted: Wanted) -> None:
-        if wanted in self._pulls and not self._pulls[wanted].future.cancelled():
+    def _begin_pull(self, source: HeadFolder) -> None:
+        """Start to pull a folder of the head, unless its pull is under way."""
+        if source in self._pulls and not self._pulls[source].future.cancelled():
             return
-        name, path = wanted
-        tell = lambda text: self._post(lambda: self._note_progress(wanted, text))  # noqa: E731
-        future = asyncio.run_coroutine_threadsafe(self._puller.pull(name, Path(path), tell), self._thread.loop)
-        self._pulls[wanted] = _Pull(future, time.monotonic())
-        future.add_done_callback(lambda done: self._post(lambda: self._ended(wanted, done)))
+        name, path = source
+        note_progress = lambda text: self._post(lambda: self._note_progress(source, text))  # noqa: E731
+        future = asyncio.run_coroutine_threadsafe(self._puller.pull(name, Path(path), note_progress), self._thread.loop)
+        self._pulls[source] = _Pull(future, time.monotonic())
+        future.add_done_callback(lambda done: self._post(lambda: self._pull_ended(source, done)))
 
-    def _note_progress(self, wanted: Wanted, text: str) -> None:
-        pull = self._pulls.get(wanted)
+    def _note_progress(self, source: HeadFolder, text: str) -> None:
+        pull = self._pulls.get(source)
         if pull is not None:
             pull.progress = text
 
-    def _ended(self, wanted: Wanted, future: Future[Path]) -> None:
-        pull = self._pulls.get(wanted)
+    def _pull_ended(self, source: HeadFolder, future: Future[Path]) -> None:
+        """Hand on the orders that waited for a pull, or report its error. Ignores a pull that another one replaced."""
+        pull = self._pulls.get(source)
         if pull is None or pull.future is not future:
             return
-        del self._pulls[wanted]
-        place, error = _outcome(future)
-        seconds, name = time.monotonic() - pull.began, wanted[0]
-        if place is not None:
-            self._log.info("%s is here after %.1f s: %s", name, seconds, place)
+        del self._pulls[source]
+        folder, error = _outcome(future)
+        seconds, name = time.monotonic() - pull.started_at, source[0]
+        if folder is not None:
+            self._log.info("%s is here after %.1f s: %s", name, seconds, folder)
         elif error:
             self._log.error("%s", error)
         if name.kind == "adapter":
-            if place is not None:
-                self._places[wanted] = place
+            if folder is not None:
+                self._adapter_folders[source] = folder
             elif error:
                 self._errors[name.name, name.version] = error
-            for name_of_runner, runner in self._runners.items():
-                self._give_adapters(name_of_runner, runner)
+            for runner_name, runner in self._runners.items():
+                self._give_adapters(runner_name, runner)
             return
-        for name_of_runner, runner in self._runners.items():
-            order = runner.weights
-            if order is None or _weights(order) != wanted:
+        for runner_name, runner in self._runners.items():
+            order = runner.weights_order
+            if order is None or _weights_folder(order) != source:
                 continue
-            runner.weights, runner.waited = None, (order.version, seconds)
-            if place is not None:
-                self._to_runner(name_of_runner, replace(order, path=str(place)))
+            runner.weights_order = None
+            runner.pulled_version, runner.pull_seconds = order.version, seconds
+            if folder is not None:
+                self._to_runner(runner_name, replace(order, path=str(folder)))
             elif error:
-                result = messages.WeightsLoadResult(name_of_runner, order.incarnation, order.version, seconds, error)
-                self._to_head(name_of_runner, result)
+                result = messages.WeightsLoadResult(runner_name, order.incarnation, order.version, seconds, error)
+                self._to_head(runner_name, result)
 
     def _give_adapters(self, name: str, runner: _Runner) -> None:
-        """Hand on an order whose pulls are over. An adapter that could not be pulled keeps the head's path, and fails.
+        """Hand on an order to load adapters when all its pulls have ended. An adapter that could not be pulled keeps
+        the head's path, so the runner fails to load it.
         """
-        order = runner.adapters
-        if order is None or any(_adapter(event) in self._pulls for event in order.adapters):
+        order = runner.adapters_order
+        if order is None or any(_adapter_folder(event) in self._pulls for event in order.adapters):
             return
-        runner.adapters = None
-        adapters = (replace(e, path=str(self._places.get(_adapter(e), e.path))) for e in order.adapters)
+        runner.adapters_order = None
+        folders = self._adapter_folders
+        adapters = (replace(e, path=str(folders.get(_adapter_folder(e), e.path))) for e in order.adapters)
         self._to_runner(name, replace(order, adapters=tuple(adapters)))
 
     # --- messages of runners ----------------------------------------------------------------------------------------
     def forwarded(self, message: Any) -> Any:
-        """Note what a message says of runners, and return it as it goes to the head, with this host's pulls added."""
+        """Note what a message of a runner or the guardian says, and return it as it goes to the head.
+
+        Added are the version that a runner waits for, the progress and seconds of its pulls, and their errors.
+        """
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
             case messages.RunnerStatus():
                 runner = self._runner(message.name)
-                runner.serves, runner.serves_adapters = message.model_version, dict(message.adapters)
-                if runner.weights is not None and runner.weights.incarnation == message.incarnation:
-                    return replace(message, loading=runner.weights.version)
-            case messages.Heartbeat() if (progress := self._waits_for(message.name)) and not message.waits_for:
-                return replace(message, waits_for=progress)
+                runner.served_version, runner.served_adapters = message.model_version, dict(message.adapters)
+                order = runner.weights_order
+                if order is not None and order.incarnation == message.incarnation:
+                    return replace(message, loading=order.version)
+            case messages.Heartbeat() if not message.waits_for:
+                return replace(message, waits_for=self._pull_progress(message.name))
             case messages.WeightsLoadResult():
                 runner = self._runner(message.name)
                 if message.error is None:
-                    runner.serves = message.version
-                    self._tidy()
-                version, seconds = runner.waited
-                return replace(message, seconds=message.seconds + seconds) if version == message.version else message
+                    runner.served_version = message.version
+                    self._delete_unused_folders()
+                if runner.pulled_version == message.version:
+                    return replace(message, seconds=message.seconds + runner.pull_seconds)
             case messages.AdaptersLoadResult():
-                self._runner(message.name).serves_adapters = dict(message.adapters)
-                self._tidy()
-                errors = [(a, v, self._errors.get((a, v), error)) for a, v, error in message.errors]
+                self._runner(message.name).served_adapters = dict(message.adapters)
+                self._delete_unused_folders()
+                errors = [(name, version, self._errors.get((name, version), e)) for name, version, e in message.errors]
                 return replace(message, errors=errors)
         return message
 
     def _runner(self, name: str) -> _Runner:
+        """Return what is known of a runner; a new entry for an unknown one."""
         return self._runners.setdefault(name, _Runner())
 
-    def _waits_for(self, name: str) -> str:
-        """Return the progress of the pulls that this runner waits for; empty if no order is held."""
+    def _pull_progress(self, name: str) -> str:
+        """Return the progress of the pulls that this runner waits for; empty if it waits for none."""
         runner = self._runners.get(name)
         if runner is None:
             return ""
-        held = [] if runner.weights is None else [_weights(runner.weights)]
-        held += [] if runner.adapters is None else map(_adapter, runner.adapters.adapters)
+        sources = [] if runner.weights_order is None else [_weights_folder(runner.weights_order)]
+        sources += [] if runner.adapters_order is None else map(_adapter_folder, runner.adapters_order.adapters)
         return "; ".join(
-            pull.progress or f"{wanted[0]} is pulled from the head"
-            for wanted in held if (pull := self._pulls.get(wanted)) is not None
+            pull.progress or f"{source[0]} is pulled from the head"
+            for source in sources if (pull := self._pulls.get(source)) is not None
         )
 
-    def _tidy(self) -> None:
-        """Remove everything that no runner serves or is to load."""
+    def _delete_unused_folders(self) -> None:
+        """Delete the pulled folders that no runner serves or is to load."""
         runners = self._runners.values()
-        versions = {self._newest} | {r.serves for r in runners} | {r.weights.version for r in runners if r.weights}
+        versions = {self._newest_version} | {r.served_version for r in runners}
+        versions |= {r.weights_order.version for r in runners if r.weights_order}
         used = {FolderName("weights", version=version) for version in versions}
-        used |= {name for name, _ in (*self._adapters, *self._pulls)}
-        used |= {FolderName("adapter", *named) for r in runners for named in r.serves_adapters.items()}
-        self._places = {wanted: place for wanted, place in self._places.items() if wanted[0] in used}
-        self._thread.begin(self._puller.forget_but({name.label for name in used}))
+        used |= {name for name, _ in (*self._ordered_adapters, *self._pulls)}
+        used |= {FolderName("adapter", *adapter) for r in runners for adapter in r.served_adapters.items()}
+        self._adapter_folders = {source: path for source, path in self._adapter_folders.items() if source[0] in used}
+        self._thread.begin(self._puller.delete_all_but({name.label for name in used}))
 
 
-def _weights(order: messages.LoadWeights) -> Wanted:
+def _weights_folder(order: messages.LoadWeights) -> HeadFolder:
     return FolderName("weights", version=order.version), order.path
 
 
-def _adapter(event: ev.AdapterPublished) -> Wanted:
+def _adapter_folder(event: ev.AdapterPublished) -> HeadFolder:
     return FolderName("adapter", event.adapter, event.version), event.path
 
 
 def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
-    """Return the place of a folder, or the reason why it could not be pulled; neither if the pull was cancelled."""
+    """Return the path of a pulled folder, or why it could not be pulled; neither if the pull was cancelled."""
     try:
         return future.result(), ""
     except CancelledError:

@@ -3,7 +3,8 @@
 A `Lease` is a context manager for workflows. On entry the run reports a lease under a key that it chose, and waits
 until that is in the log. Only then the provider (`actors/lease_providers.py`) creates the sandbox, in the workflow's
 own process. On exit the provider releases it. If a run ends without that (`RunLeases.close`), or its runner does, the
-coordinator has it released (`actors/coordinator/fleet/lease_tracker.py`). Without a `recorder` nothing is recorded.
+coordinator has it released (`actors/coordinator/fleet/lease_tracker.py`). But if the run's next attempt goes on from a
+journal, and the provider has `attach`, that attempt gets the sandbox. Without a `recorder` nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, Self, TypeVar, cast
+
+import orjson
 
 from trinity_es.actors.lease_providers import build_provider, recordable_json
 from trinity_es.events.errors import StartupError, WorkflowError
@@ -25,8 +29,9 @@ from trinity_es.events.errors import StartupError, WorkflowError
 __all__ = ["Lease", "LeaseRecorder", "RunLeases", "call_async", "driven", "running_loop"]
 
 RENEWALS = 3
-SHORTEST_TTL = 5.0
-"""Minimum time to live in seconds, since each renewal is an event."""
+"""Number of renewals in a lease's time to live."""
+MIN_TTL_SECONDS = 5.0
+"""Minimum time to live, since each renewal is an event."""
 CANCEL_SECONDS = 1.0
 """How long a cancelled async `create` may take to end."""
 
@@ -35,9 +40,12 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRecorder(Protocol):
-    """Recorder of lease reports, callable in any thread. The future is done once the log has the report."""
+    """Recorder of lease reports, callable in any thread.
 
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]: ...
+    The future is done once the log has the report; for `taken` with the handle of the resource to take over, or None.
+    """
+
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[Any]: ...
 
 
 class RunLeases:
@@ -45,40 +53,52 @@ class RunLeases:
 
     def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
         self._recorder, self._run = recorder, run
-        self._open: set[str] = set()
-        self._over = False
+        self._open_keys: set[str] = set()
+        self._is_over = False
+        self._numbers: Counter[bytes] = Counter()
 
-    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change of a lease. For `taken` the future is done once the log has it; the others don't wait.
+    def next_number(self, provider: str, args: Mapping[str, Any]) -> int:
+        """Count a lease, and return how many the run took before it with the same provider and arguments."""
+        key = orjson.dumps([provider, args], option=orjson.OPT_SORT_KEYS)
+        self._numbers[key] += 1
+        return self._numbers[key] - 1
 
-        Raises WorkflowError for `taken` after the end of the run.
+    def report(self, lease: str, what: str, **more: Any) -> Future[Any]:
+        """Report a change of the lease with this key: taken, held, renewed, released or left.
+
+        The future of `taken` is done once the log has it, with the handle of a resource to take over or None; that of
+        any other change at once. Raises WorkflowError for `taken` after the end of the run.
         """
-        done: Future[None] = Future()
-        if what == "taken" and self._over:
+        if what == "taken" and self._is_over:
             raise WorkflowError("the run is over: it can take no lease")
-        if self._recorder is not None and (what == "taken" or lease in self._open):
-            (self._open.discard if what in ("released", "left") else self._open.add)(lease)
+        if self._recorder is not None and (what == "taken" or lease in self._open_keys):
+            if what in ("released", "left"):
+                self._open_keys.discard(lease)
+            else:
+                self._open_keys.add(lease)
             recorded = self._recorder.report(lease=lease, what=what, run=self._run, **more)
             if what == "taken":
                 return recorded
+        done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
-        await asyncio.wrap_future(self.report(lease, what, **more))
+    async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> Any:
+        return await asyncio.wrap_future(self.report(lease, what, **more))
 
     def close(self) -> None:
         """End the run; the coordinator releases the leases that are still open."""
-        self._over = True
-        for lease in list(self._open):
+        self._is_over = True
+        for lease in list(self._open_keys):
             self.report(lease, "left", reason="its run ended without releasing it")
 
 
 class Lease:
     """One lease of a workflow: `async with`, or `with` in a sync workflow.
 
-    Inside it has `key`, `handle` and `provider` (the live instance). Errors of `create` are raised on entry. An error
-    of `release` fails nothing: the coordinator tries again.
+    Inside it has `key`, `handle`, `provider` (the live instance), and `attached`: True if it took over the resource of
+    a lost attempt. Errors of `create` are raised on entry. An error of `release` fails nothing: the coordinator tries
+    again.
     """
 
     def __init__(
@@ -86,121 +106,137 @@ class Lease:
         creation_timeout: float = 60.0,
     ) -> None:
         """Raise WorkflowError if an argument can't be recorded or a duration is out of range."""
-        if not (ttl >= SHORTEST_TTL and 0.0 < creation_timeout <= ttl):
+        if not (ttl >= MIN_TTL_SECONDS and 0.0 < creation_timeout <= ttl):
             raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
-                                f"{SHORTEST_TTL:g} s, and creation_timeout above 0 and at most ttl")
-        self._leases, self._path = leases, provider
-        self._args = self._require_recordable("the arguments of a lease's provider", dict(args or {}))
+                                f"{MIN_TTL_SECONDS:g} s, and creation_timeout above 0 and at most ttl")
+        self._leases, self._provider_path = leases, provider
+        self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
-        self.key = f"es-{uuid.uuid4().hex}"
+        self.key = _new_key()
         self.provider: Any = None
         self.handle: Any = None
-        self._until = 0.0
+        self.attached = False
+        self._number = 0
+        self._deadline = 0.0
         """Deadline of its creation, in monotonic seconds."""
-        self._deciding = threading.Lock()
-        self._given_up = False
+        self._accept_lock = threading.Lock()
+        self._is_given_up = False
         """True once the wait for its creation ended: a late result is released."""
-        self._renewing: Callable[[], object] = lambda: None
+        self._stop_renewing: Callable[[], object] = lambda: None
         self._loop: _OwnLoop | None = None
-        self._sync = False
+        self._is_sync = False
+        """True in a sync workflow, whose methods must not wait for an event loop."""
 
     @staticmethod
-    def _require_recordable(what: str, value: Any) -> Any:
+    def _recordable(what: str, value: Any) -> Any:
+        """Return a value as plain JSON. Raises WorkflowError, which names the value by `what`, if it can't be."""
         try:
             return recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
 
-    def _take(self) -> Future[None]:
-        self._until = time.monotonic() + self.creation_timeout
+    def _take(self) -> Future[Any]:
+        """Report the lease as taken, and begin the time for its creation."""
+        self._deadline = time.monotonic() + self.creation_timeout
         return self._leases.report(
-            self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
-            creation_timeout=self.creation_timeout,
+            self.key, "taken", provider=self._provider_path, args=self._args, ttl=self.ttl,
+            creation_timeout=self.creation_timeout, attachable=hasattr(self.provider, "attach"), number=self._number,
         )
 
     def _late_error(self) -> StartupError:
-        return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
+        return StartupError(f"{self._provider_path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
     def _accept(self, handle: Any) -> Future[None] | None:
-        with self._deciding:
-            if self._given_up or time.monotonic() >= self._until:
+        """Keep what `create` made and report the lease as held; None if it came too late."""
+        with self._accept_lock:
+            if self._is_given_up or time.monotonic() >= self._deadline:
                 return None
-            self.handle = self._require_recordable(f"the handle of lease provider {self._path}", handle)
+            self.handle = self._recordable(f"the handle of lease provider {self._provider_path}", handle)
             return self._leases.report(self.key, "held", handle=self.handle)
 
     def _create(self) -> Any:
         """Call `create` in this thread and release a late result. Returns the awaitable of an async `create`."""
-        made = self.provider.create(self.key, self.ttl)
-        if inspect.isawaitable(made):
-            return made
-        reported = self._accept(made)
-        if reported is None:
-            with self._logged("came too late, and could not be released"):
-                _call_here(self.provider.release, self.key, made)
+        handle = self.provider.create(self.key, self.ttl)
+        if inspect.isawaitable(handle):
+            return handle
+        report = self._accept(handle)
+        if report is None:
+            with self._log_failure("came too late, and could not be released"):
+                _call_here(self.provider.release, self.key, handle)
             raise self._late_error()
-        reported.result()
+        report.result()
         return None
 
-    async def _finish(self, making: Awaitable[Any]) -> None:
-        made = await making
-        reported = self._accept(made)
-        if reported is None:
-            with self._logged("came too late, and could not be released"):
-                await call_async(self.provider.release, self.key, made)
+    async def _finish(self, creation: Awaitable[Any]) -> None:
+        """Await an async `create`, and report its result or release a late one."""
+        handle = await creation
+        report = self._accept(handle)
+        if report is None:
+            with self._log_failure("came too late, and could not be released"):
+                await call_async(self.provider.release, self.key, handle)
             raise self._late_error()
-        await asyncio.wrap_future(reported)
+        await asyncio.wrap_future(report)
 
-    async def _in_time(self, making: Coroutine[Any, Any, None]) -> None:
+    async def _in_time(self, creation: Coroutine[Any, Any, None]) -> None:
         """Wait for the creation until its deadline. Then, or if cancelled, give it up."""
-        task = asyncio.ensure_future(making)
+        task = asyncio.ensure_future(creation)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs it as unretrieved
         try:
-            await asyncio.wait({task}, timeout=self._until - time.monotonic())
+            await asyncio.wait({task}, timeout=self._deadline - time.monotonic())
         finally:
             if not task.done():
-                with self._deciding:
-                    self._given_up = True
+                with self._accept_lock:
+                    self._is_given_up = True
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-        if self._given_up:
+        if self._is_given_up:
             raise self._late_error()
         task.result()
 
     @contextlib.contextmanager
-    def _logged(self, problem: str) -> Iterator[None]:
+    def _log_failure(self, problem: str) -> Iterator[None]:
+        """Context that logs an exception as this problem of the lease, and suppresses it."""
         try:
             yield
         except Exception as e:
-            _log.warning("lease %s of %s %s: %r", self.key, self._path, problem, e)
+            _log.warning("lease %s of %s %s: %r", self.key, self._provider_path, problem, e)
 
     async def _leave(self, reason: str, error: BaseException) -> None:
         """Leave the lease to the coordinator, and wait until that is in the log.
 
         Without the wait, a worker process that ends now could lose the report.
         """
-        _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
+        _log.warning("lease %s of %s %s: %r", self.key, self._provider_path, reason, error)
         with contextlib.suppress(WorkflowError):  # the run is over, and `RunLeases.close` has reported it
-            why = f"it {reason}: {type(error).__name__}: {error}"
-            await self._recorded(self._leases.report(self.key, "left", reason=why))
+            reason = f"it {reason}: {type(error).__name__}: {error}"
+            await self._wait_for(self._leases.report(self.key, "left", reason=reason))
 
     # --- in both kinds of workflows; in a sync one nothing here waits for a loop: see `driven` ----------------------
     async def _enter(self) -> Self:
-        self.provider = await self._call(build_provider, self._path, self._args)
+        """Take the lease, create it and begin its renewal; leave it to the coordinator if that fails."""
+        self.provider = await self._call(build_provider, self._provider_path, self._args)
+        self._number = self._leases.next_number(self._provider_path, self._args)
         try:
-            await self._recorded(self._take())
-            if time.monotonic() >= self._until:  # the coordinator would not look for it any more
-                raise self._late_error()
-            await self._make()
+            earlier_handle = await self._wait_for(self._take())
+            if earlier_handle is not None and not await self._attach(earlier_handle):
+                self.key = _new_key()
+                await self._wait_for(self._take())
+            if not self.attached:
+                if time.monotonic() >= self._deadline:  # the coordinator would not look for it any more
+                    raise self._late_error()
+                await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)
             raise
         if hasattr(self.provider, "renew"):
-            renewing = self._renew()
-            self._renewing = (self._own_loop().start(renewing) if self._sync else asyncio.create_task(renewing)).cancel
+            renewals = self._renew()
+            renewal = self._own_loop().start(renewals) if self._is_sync else asyncio.create_task(renewals)
+            self._stop_renewing = renewal.cancel
         return self
 
     async def _exit(self) -> None:
-        self._renewing()
+        """Release the lease; if that fails, leave it to the coordinator."""
+        self._stop_renewing()
         try:
             await self._call(self.provider.release, self.key, self.handle)
         except BaseException as e:
@@ -208,40 +244,59 @@ class Lease:
             if not isinstance(e, Exception):
                 raise
         else:
-            await self._recorded(self._leases.report(self.key, "released"))
+            await self._wait_for(self._leases.report(self.key, "released"))
 
-    async def _recorded(self, reported: Future[None]) -> None:
-        if self._sync:
-            reported.result()
-        else:
-            await asyncio.wrap_future(reported)
+    async def _attach(self, handle: Any) -> bool:
+        """Take over the resource of a lost attempt. Return False, and leave it to the coordinator, if that fails."""
+        args = self.key, handle, self.ttl
+        try:
+            if self._is_sync:
+                attaching = self.provider.attach(*args)
+                if inspect.isawaitable(attaching):
+                    self._on_own_loop(asyncio.wait_for(attaching, self.creation_timeout))
+            else:
+                await asyncio.wait_for(call_async(self.provider.attach, *args), self.creation_timeout)
+        except Exception as e:
+            await self._leave("could not take over the resource of a lost attempt", e)
+            return False
+        self.handle, self.attached = handle, True
+        await self._wait_for(self._leases.report(self.key, "held", handle=handle))
+        return True
+
+    async def _wait_for(self, report: Future[Any]) -> Any:
+        """Wait until a report is done, in a sync workflow by blocking; return its result."""
+        return report.result() if self._is_sync else await asyncio.wrap_future(report)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return a provider's result; of a sync workflow in this thread, or on the lease's own loop if it is async."""
-        if not self._sync:
+        """Return the result of a provider's method; a sync workflow awaits an async one on the lease's own loop."""
+        if not self._is_sync:
             return await call_async(call, *args)
         result = call(*args)
         return self._on_own_loop(result) if inspect.isawaitable(result) else result
 
     async def _make(self) -> None:
-        if self._sync:
-            if (making := self._create()) is not None:
-                self._on_own_loop(self._in_time(self._finish(making)))
-        else:
+        """Have the provider create the sandbox, and report it. Raises StartupError if that takes too long."""
+        if not self._is_sync:
             await self._in_time(self._create_async())
+            return
+        creation = self._create()
+        if creation is not None:
+            self._on_own_loop(self._in_time(self._finish(creation)))
 
     async def _create_async(self) -> None:
+        """Call `create` on this loop, or in a thread if it is not async, and report its result."""
         if inspect.iscoroutinefunction(self.provider.create):
-            making = self.provider.create(self.key, self.ttl)
+            creation = self.provider.create(self.key, self.ttl)
         else:
-            making = await asyncio.to_thread(self._create)
-        if making is not None:
-            await self._finish(making)
+            creation = await asyncio.to_thread(self._create)
+        if creation is not None:
+            await self._finish(creation)
 
     async def _renew(self) -> None:
+        """Renew the lease for ever, RENEWALS times in its time to live."""
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
-            with self._logged("could not be renewed, and is tried again"):
+            with self._log_failure("could not be renewed, and is tried again"):
                 await call_async(self.provider.renew, self.key, self.handle, self.ttl)
                 self._leases.report(self.key, "renewed", ttl=self.ttl)
 
@@ -254,9 +309,10 @@ class Lease:
 
     # --- in a sync workflow -----------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
+        """Take the lease. Raises WorkflowError if an event loop runs in this thread."""
         if running_loop() is not None:
             raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
-        self._sync = True
+        self._is_sync = True
         try:
             return driven(self._enter())
         except BaseException:
@@ -273,6 +329,7 @@ class Lease:
         return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
 
     def _own_loop(self) -> _OwnLoop:
+        """Return the lease's own event loop in a thread, started at the first call."""
         if self._loop is None or not self._loop.thread.is_alive():  # a fork by the workflow lacks this thread
             self._loop = _OwnLoop()
         return self._loop
@@ -283,7 +340,13 @@ class Lease:
         self._loop = None
 
 
+def _new_key() -> str:
+    return f"es-{uuid.uuid4().hex}"
+
+
 class _OwnLoop:
+    """An event loop in a thread of its own."""
+
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -298,16 +361,17 @@ class _OwnLoop:
         self.thread.join(2 * CANCEL_SECONDS)
 
     def _run(self) -> None:
-        running = True
-        while running:
+        """Run the loop in this thread until `close` stops it, and then cancel its tasks."""
+        is_stopped = False
+        while not is_stopped:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task raised it, and its waiter gets it
                 self._loop.run_forever()
-                running = False
-        rest = asyncio.all_tasks(self._loop)
-        for task in rest:
+                is_stopped = True
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        if rest:
-            self._loop.run_until_complete(asyncio.wait(rest, timeout=CANCEL_SECONDS))
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
         self._loop.close()
 
 
@@ -332,6 +396,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _call_here(call: Callable[..., Any], *args: Any) -> None:
+    """Call a provider's method in this thread, an async one on an event loop for this call."""
     result = call(*args)
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))

@@ -54,9 +54,8 @@ class OpenAIServer(Protocol):
     def forget(self, session: str, /) -> None: ...
 
 
-def _blocking(
-    call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
-) -> Callable[Concatenate[Model, _P], _T]:
+def _blocking(call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]) -> Callable[Concatenate[Model, _P], _T]:
+    """Return the blocking twin of an `*_async` method. It calls the method by name, so a subclass may override that."""
     name = call.__name__
 
     @functools.wraps(call)
@@ -71,9 +70,10 @@ class Model(OpenAIAccess):
     """A model as a workflow sees it.
 
     `defaults`: the task's `rollout_args`; the constructor raises DataError for an unknown name or an invalid value.
-    `loop`: the engine's, by default the caller's; without one only the `*_async` methods work. `graders`: without them
-    each `grade` starts a process, which takes a second. `name`: an auxiliary model's; `task`: its requests share one
-    engine. `journal`: answers of earlier attempts at this run, and where its own are recorded.
+    `loop`: the engine's event loop, by default the one that runs in the caller; if none runs there, only the `*_async`
+    methods work. `graders`: without them each `grade` starts a process, which takes a second. `name`: an auxiliary
+    model's. `task`: id of the task; all its requests of an auxiliary model go to one engine. `journal`: answers of
+    earlier attempts at this run, and the place to record its own.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Model(OpenAIAccess):
     ) -> None:
         super().__init__()
         self.engine, self.name, self._task, self.journal = engine, name, task, journal
-        self._server, self._session, self._over = server, "", False
-        self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
+        self._server, self._session, self._is_over = server, "", False
+        self._task_argument: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
         self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
         self._loop, self._graders = loop or running_loop(), graders
@@ -146,12 +146,12 @@ class Model(OpenAIAccess):
         `messages` are `{"role", "content"}`, rendered by the model's chat template. If the last one is the
         assistant's, its content is the start of the answer and part of the prompt.
         """
-        chosen, number = self._chosen(sampling), self.numbered()
+        settings, number = self._merged(sampling), self.next_number()
         chat = plain_messages(messages)
         prompt, text = await self.prompt_of(
             chat, tools, exact=lambda text: self.exact_prompt(text, lambda: self.earlier_prompts(chat, tools))
         )
-        answers = await self._ask(prompt, None, chosen)
+        answers = await self._ask(prompt, None, settings)
         for _, experience in answers:
             experience.messages = [*chat, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
@@ -170,11 +170,13 @@ class Model(OpenAIAccess):
 
         Raises WorkflowError for an unknown sampling name, EngineError if the engine refuses.
         """
-        chosen, number = self._chosen(sampling), self.numbered()
-        many = _prompts(prompts)
-        if len(many) > MOST_PROMPTS:
-            raise WorkflowError(f"{len(many):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
-        requests = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
+        settings, number = self._merged(sampling), self.next_number()
+        prompt_list = _prompt_list(prompts)
+        if len(prompt_list) > MOST_PROMPTS:
+            raise WorkflowError(f"{len(prompt_list):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
+        requests = [
+            asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, settings)) for p in prompt_list
+        ]
         try:
             answers = [answer for group in await asyncio.gather(*requests) for answer in group]
         except BaseException:
@@ -197,13 +199,14 @@ class Model(OpenAIAccess):
         if tokens is None:
             raise WorkflowError("logprobs of which tokens? Give their ids")
         ids = [int(t) for t in checked_prompt(tokens, WorkflowError)]
-        chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
-        before = self.engine.model_version
+        if temperature is None:
+            temperature = self.sampling.temperature or 1.0
+        version_before = self.engine.model_version
         adapter = {"adapter": self.sampling.adapter} if self.sampling.adapter else {}
-        values = await self.engine.logprobs(ids, temperature=chosen, **adapter, **self._for_task)
+        values = await self.engine.logprobs(ids, temperature=temperature, **adapter, **self._task_argument)
         self.usage.requests += 1
         self.usage.prompt_tokens += len(ids)
-        self.usage.saw(before, self.engine.model_version)
+        self.usage.add_versions(version_before, self.engine.model_version)
         return np.asarray(values, dtype=np.float32)
 
     async def experience_from_messages_async(
@@ -223,31 +226,31 @@ class Model(OpenAIAccess):
 
         Raises WorkflowError if this run answered in the conversation, but no answer is in it as it was sampled.
         """
-        longest, chat = self.context, plain_messages(messages)
+        max_tokens, chat = self.context, plain_messages(messages)
         newest = None if as_text else self._newest_sampled(chat, tools)
         turn, last, tools = (None, 0, tools) if newest is None else newest
-        others = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
-        judges = isinstance(self.engine, RemoteEngine)  # it may score another model's answers to its own prompts
-        if turn is not None and not (judges and others):
-            turn.given = True
+        later_answers = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
+        is_auxiliary = isinstance(self.engine, RemoteEngine)  # it may score another model's answers to its own prompts
+        if turn is not None and not (is_auxiliary and later_answers):
+            turn.has_experience = True
             sampled = self.sampled(turn, chat[: last + 1], tools)
             sampled.messages = chat
-            if others:
-                sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *others]
-            if longest and len(turn.tokens) >= longest and turn.cut:
+            if later_answers:
+                sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *later_answers]
+            if max_tokens and len(turn.tokens) >= max_tokens and turn.is_cut:
                 sampled.truncate_status = "response_truncated"
             if not logprobs:
                 sampled.logprobs = None
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
-                await self._set_logprobs(sampled, temperature, longest)
+                await self._set_logprobs(sampled, temperature, max_tokens)
             return sampled
-        if not (as_text or judges) and self._answered_in(chat, tools):
+        if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
             raise WorkflowError(
                 "no answer of this run is in the conversation as it was sampled, after the prompt that it was sampled "
                 "for, or several fit that differ only in reasoning that it leaves out. Keep the reasoning "
                 "(reasoning_content), return extract_experience_from_history(), or train on the text with as_text=True"
             )
-        limit = longest - 1 if longest else None
+        limit = max_tokens - 1 if max_tokens else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))
         if experience.truncate_status == "prompt_truncated":  # all of it is masked
             experience.logprobs = np.zeros(1, dtype=np.float32)
@@ -258,16 +261,19 @@ class Model(OpenAIAccess):
 
     convert_messages_to_experience_async = experience_from_messages_async  # Trinity-RFT's name
 
-    async def _set_logprobs(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
-        """Set an experience's logprobs to those at this temperature, with 0 for masked tokens."""
-        tokens, first, mask = sampled.tokens, sampled.prompt_length, sampled.action_mask
+    async def _set_logprobs(self, sampled: Experience, temperature: float | None, max_tokens: int | None) -> None:
+        """Set an experience's logprobs to those at this temperature, with 0 for masked tokens.
+
+        `max_tokens`: of the engine, to which the experience is cut.
+        """
+        tokens, mask, prompt_length = sampled.tokens, sampled.action_mask, sampled.prompt_length
         assert tokens is not None
         assert mask is not None
-        if longest and len(tokens) >= longest:  # the engine has room for one less
-            tokens, mask = tokens[: longest - 1], mask[: longest - 1 - first]
+        if max_tokens and len(tokens) >= max_tokens:  # the engine has room for one less
+            tokens, mask = tokens[: max_tokens - 1], mask[: max_tokens - 1 - prompt_length]
             sampled.tokens, sampled.action_mask = tokens, mask
         logprobs = await self.logprobs_async(tokens.tolist(), temperature)
-        sampled.logprobs = np.where(mask, logprobs[first - 1 :], np.float32(0))
+        sampled.logprobs = np.where(mask, logprobs[prompt_length - 1 :], np.float32(0))
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return the number of tokens of the prompt of a chat with these messages."""
@@ -290,6 +296,7 @@ class Model(OpenAIAccess):
     convert_messages_to_experience = experience_from_messages
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Return the result of `call` on the engine's loop. Raises WorkflowError if the caller runs on that loop."""
         if self._loop is None or not self._loop.is_running():
             raise WorkflowError("blocking methods need an event loop in another thread, which this model lacks: use "
                                 "those that end in _async")
@@ -297,6 +304,7 @@ class Model(OpenAIAccess):
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def _must_not_block(self) -> None:
+        """Raise WorkflowError on the engine's event loop, where a blocking call would never end."""
         if self._loop is not None and running_loop() is self._loop:
             raise WorkflowError(
                 "a blocking model call would stop the event loop that answers it: await the method that ends in "
@@ -312,14 +320,15 @@ class Model(OpenAIAccess):
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
                 "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.engine_server.EngineServer)"
             )
-        self._session = self._session or ("over" if self._over else self._server.open(self))
+        self._session = self._session or ("over" if self._is_over else self._server.open(self))
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
     async def aclose(self) -> None:
+        """End the run: close its clients and its session; later calls raise WorkflowError."""
         await super().aclose()
         if self._server is not None and self._session:
             self._server.forget(self._session)
-        self._over = True
+        self._is_over = True
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def extract_experience_from_history(
@@ -334,48 +343,53 @@ class Model(OpenAIAccess):
         request's number unless it was set.
         """
         self._require_open()
-        return self.given_out(clear_history, per_request)
+        return self.extracted(clear_history, per_request)
 
     def _require_open(self) -> None:
-        if self._over:
+        if self._is_over:
             raise WorkflowError(
                 "this model can't answer, its run is over: let a workflow await all that it starts, and read "
                 "self.model again in each run (a workflow that is reset gets another one)"
             )
 
     # --- to and from the engine -------------------------------------------------------------------------------------
-    def _chosen(self, sampling: dict[str, Any]) -> Sampling:
+    def _merged(self, sampling: dict[str, Any]) -> Sampling:
+        """Return the task's sampling with a call's own options. Raises WorkflowError if one is invalid."""
         return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
+        """Return the answers to a prompt, each with its experience. `text`: the prompt as text, if known."""
         self._require_open()
-        before = self.engine.model_version
+        version_before = self.engine.model_version
         answers = await self.completions(checked_prompt(prompt, WorkflowError), sampling)
         self._require_open()
-        return self.took(answers, before, text, sampling)
+        return self.with_experiences(answers, version_before, text, sampling)
 
     async def completions(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-        """Return what the engine's `generate` does, from the journal as far as this run has it there."""
+        """Return the completions of a prompt: those that the run's journal has, all others by the engine."""
 
         async def ask(prompt: Prompt, sampling: Sampling, request: str) -> list[Completion]:
-            before = REQUEST_NAME.set(request)
+            """Return the engine's completions; the engine reads the name `request` from the context."""
+            token = REQUEST_NAME.set(request)
             try:
-                return await self.engine.generate(prompt, sampling, **self._for_task)
+                return await self.engine.generate(prompt, sampling, **self._task_argument)
             finally:
-                REQUEST_NAME.reset(before)
+                REQUEST_NAME.reset(token)
 
         if self.journal is None:
-            return await self.engine.generate(prompt, sampling, **self._for_task)
+            return await self.engine.generate(prompt, sampling, **self._task_argument)
         return await self.journal.call(self.engine, self.name, prompt, sampling).answers(ask)
 
-    def took(
-        self, completions: list[Completion], before: int, text: str | None, sampling: Sampling
+    def with_experiences(
+        self, completions: list[Completion], version_before: int, text: str | None, sampling: Sampling
     ) -> list[tuple[Completion, Experience]]:
-        """Make an experience of each answer to one prompt, sent while `before` was served, and count them in `usage`.
+        """Return each answer to one prompt with an experience of it, and count them in `usage`.
+
+        `version_before`: the model version served when the prompt was sent; `text`: the prompt as text, if known.
 
         Raises EngineError for an aborted answer, or logprobs that are not finite.
         """
-        after = self.engine.model_version
+        version_after = self.engine.model_version
         self.usage.requests += 1
         recorded = sampling.recorded()
         if text is None and completions:
@@ -388,8 +402,8 @@ class Model(OpenAIAccess):
                 )
             if sampling.adapter != (completion.adapter or [""])[0]:
                 raise EngineError(f"this model's engine serves no adapter {sampling.adapter!r}", refused=True)
-            spans = _spans(completion, before, after)
-            self.usage.saw(*((v for v, _, _ in spans) if spans else (before, after)))
+            spans = _spans(completion, version_before, version_after)
+            self.usage.add_versions(*((v for v, _, _ in spans) if spans else (version_before, version_after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
@@ -406,14 +420,18 @@ class Model(OpenAIAccess):
         return answers
 
 
-def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:
-    """Return `[version, start, end]` over the response's tokens; [] if unknown."""
+def _spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
+    """Return `[version, start, end]` over the response's tokens; [] if unknown.
+
+    `version_before`, `version_after`: served when the request began, and when it ended.
+    """
     if spans := getattr(completion, "version_spans", ()):
         return [list(span) for span in spans]
-    return [[before, 0, len(completion.token_ids)]] if before == after else []
+    return [[version_before, 0, len(completion.token_ids)]] if version_before == version_after else []
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts of a call as a list, also if it has a single one."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(p, int | np.integer) for p in prompts):

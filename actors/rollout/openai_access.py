@@ -23,8 +23,8 @@ class OpenAIAccess(Remembering):
         super().__init__()
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
-        self.failed: EngineError | None = None
-        """The engine's error at the last request of this run's OpenAI clients, if it failed."""
+        self.engine_error: EngineError | None = None
+        """The engine's error at the last request of this run's OpenAI clients, if that failed."""
 
     def openai_endpoint(self) -> Endpoint:
         """Return the endpoint for OpenAI clients of this run. Raises WorkflowError if the model has none."""
@@ -60,13 +60,14 @@ class OpenAIAccess(Remembering):
         return self.model_name
 
     def served_error(self) -> EngineError | None:
-        return self.failed
+        return self.engine_error
 
     def cause(self, error: Exception) -> Exception:
         """Return the engine's own error if `error` is how openai's client raised it."""
         return (self.served_error() if openai_clients.from_openai(error) else None) or error
 
     async def aclose(self) -> None:
+        """Close the clients, and drop the run's answers."""
         self._close_client()
         if self._async_client is not None:
             with contextlib.suppress(Exception):

@@ -37,64 +37,69 @@ class RunSteps:
         return await self._play(name, fn, args, idempotent, sync=False)
 
     def step(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
+        """Return a step's value. Raises WorkflowError in a thread with a running event loop."""
         if running_loop() is not None:
             raise WorkflowError(f"the blocking {'now()' if fn is time.time else f'step {name!r}'} would stop this "
                                 "thread's event loop: await step_async or now_async")
         return driven(self._play(name, fn, args, idempotent, sync=True))
 
     async def now_async(self) -> float:
-        return float(await self.step_async("now", time.time, (), True))
+        return float(await self.step_async("now", time.time, (), idempotent=True))
 
     def now(self) -> float:
-        return float(self.step("now", time.time, (), True))
+        return float(self.step("now", time.time, (), idempotent=True))
 
     async def record(self, method: str, *args: Any) -> Any:
         """Return the result of a method of the journal; None without a journal."""
         return None if self._journal is None else await getattr(self._journal, method)(*args)
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
+        """Return the future result of `record`, called on the journal's loop."""
         if self._journal is not None:
             assert self._loop is not None  # a run with a journal plays in a runner
             return asyncio.run_coroutine_threadsafe(self.record(method, *args), self._loop)
-        nothing: Future[Any] = Future()
-        nothing.set_result(None)
-        return nothing
+        no_record: Future[Any] = Future()
+        no_record.set_result(None)
+        return no_record
 
     async def _play(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool, sync: bool) -> Any:
         """Return the step's value. With `sync` the coroutine never waits for an event loop (see `driven`)."""
 
-        async def recorded(method: str, *args: Any) -> Any:
-            future = self._recorded(method, *args)
+        async def record(method: str, *args: Any) -> Any:
+            future = self._record_future(method, *args)
             return future.result() if sync else await asyncio.wrap_future(future)
 
         if not callable(fn):
             raise WorkflowError(f"step {name!r} needs a function, and got {fn!r:.80}: give the function and its "
                                 "arguments, not the result of a call")
         key = f"{name} {fingerprint(_plain(f'the arguments of step {name!r}', args))}"
-        nth, kept = await recorded("begin_step", key, idempotent) or (0, None)
-        if kept is not None:
-            return _value(kept)
+        number, step = await record("begin_step", key, idempotent) or (0, None)
+        if step is not None:
+            return _value(step)
         try:
             value = _plain(f"the value of step {name!r}", fn(*args) if sync else await call_async(fn, *args))
         except Exception as e:
             if classify(e)[0] == "infra":  # it may be another one in the next attempt, which gets no value for it
                 raise
             error = _as_json(e)
-            await recorded("end_step", key, nth, None, error)
-            if type(again := error_from_dict(error)) is type(e):
+            await record("end_step", key, number, None, error)
+            recorded_error = error_from_dict(error)
+            if type(recorded_error) is type(e):
                 raise
-            raise again from e  # as the next attempt gets it
-        await recorded("end_step", key, nth, value, None)
+            raise recorded_error from e  # as the next attempt gets it
+        await record("end_step", key, number, value, None)
         return value
 
 
-def _value(kept: KeptStep) -> Any:
-    if kept.error is not None:
-        raise error_from_dict(kept.error)
-    return kept.value
+def _value(step: KeptStep) -> Any:
+    """Return the value of a recorded step, or raise its error."""
+    if step.error is not None:
+        raise error_from_dict(step.error)
+    return step.value
 
 
 def _plain(what: str, value: Any) -> Any:
+    """Return a value as plain JSON. Raises WorkflowError, which names the value by `what`, if it can't be."""
     try:
         return plain(value)
     except NotPlain as e:
@@ -103,6 +108,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def _as_json(error: Exception) -> dict[str, Any]:
+    """Return an error as plain JSON, without the details that can't be."""
     data = error_to_dict(error)
     try:
         return dict(plain(data))

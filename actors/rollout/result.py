@@ -18,8 +18,8 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared",
-    "stamp_and_validate", "with_all",
+    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared_usage",
+    "stamp_and_validate", "with_usage",
 ]
 
 TRACEBACK_CHARACTERS = 3000
@@ -47,7 +47,7 @@ class UnitResult:
     seconds: float = 0.0
     timeout: float | None = None
     """Seconds that an attempt may take, with the lost ones from which it goes on."""
-    spent: float = 0.0
+    lost_seconds: float = 0.0
     """Seconds that the lost attempts took."""
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that belong to no single run: see `RunsFinished`."""
@@ -57,7 +57,7 @@ class UnitResult:
     @property
     def seconds_left(self) -> float | None:
         """Seconds that this attempt may take, at least 1; None without a limit."""
-        return None if self.timeout is None else max(self.timeout - self.spent, 1.0)
+        return None if self.timeout is None else max(self.timeout - self.lost_seconds, 1.0)
 
     def add(self, part: UnitResult) -> None:
         self.results += part.results
@@ -75,13 +75,13 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
     n, numbers = len(runs), {e.eid.run for e in experiences}
     if numbers <= set(runs) and not (n > 1 and numbers == {0}):
         return
-    if numbers == {0}:
-        steps: dict[int, list[Experience]] = {}
+    if numbers == {0}:  # the default of `eid.run`: the workflow set none
+        by_step: dict[int, list[Experience]] = {}
         for experience in experiences:
-            steps.setdefault(experience.eid.step, []).append(experience)
-        if all(len(of_step) == n for of_step in steps.values()):
-            for of_step in steps.values():
-                for run, experience in zip(runs, of_step, strict=True):
+            by_step.setdefault(experience.eid.step, []).append(experience)
+        if all(len(group) == n for group in by_step.values()):
+            for group in by_step.values():
+                for run, experience in zip(runs, group, strict=True):
                     experience.eid.run = run
         else:
             for i, experience in enumerate(experiences):
@@ -92,13 +92,13 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 
 
 def grouped_by_run(
-    experiences: Sequence[Experience], runs: range, workflow: str, lost: Collection[int] = ()
+    experiences: Sequence[Experience], runs: range, workflow: str, failed_runs: Collection[int] = ()
 ) -> dict[int, list[Experience]]:
     """Return the experiences of each run. Raises WorkflowError for an experience of a run not in `runs`.
 
-    `lost`: runs that the workflow reports as failed. If there are any, it has numbered its experiences itself.
+    `failed_runs`: runs that the workflow reports as failed. If there are any, it has numbered its experiences itself.
     """
-    if not lost:
+    if not failed_runs:
         _number_runs(experiences, runs)
     by_run: dict[int, list[Experience]] = {run: [] for run in runs}
     for experience in experiences:
@@ -119,13 +119,13 @@ def stamp_and_validate(
     Raises DataError for an experience that is not valid, WorkflowError for a number that is not finite.
     """
     for experience in experiences:
-        made_by = min((v for v, _, _ in experience.version_spans), default=version)
+        oldest = min((v for v, _, _ in experience.version_spans), default=version)
         eid = experience.eid
         eid.batch, eid.run = task.batch_id, run
         if eid.task == "":
             eid.task = task.task_id
         experience.info = {
-            **(experience.info or {}), "model_version": made_by, "model_version_drift": current_version - made_by,
+            **(experience.info or {}), "model_version": oldest, "model_version_drift": current_version - oldest,
             "task_index": task.index, "use_count": 0,
         }
         try:
@@ -134,8 +134,8 @@ def stamp_and_validate(
             raise errors.WorkflowError(e.message, **e.details) from e
 
 
-def with_all(result: RunResult, usage: Usage) -> RunResult:
-    """Return the result of a run that used the model alone, with all of its tokens."""
+def with_usage(result: RunResult, usage: Usage) -> RunResult:
+    """Return the result of a run that used the model alone, with all of the model's tokens."""
     return replace(
         result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens,
         metrics={**result.metrics, **_forks(usage, 1)},
@@ -143,30 +143,35 @@ def with_all(result: RunResult, usage: Usage) -> RunResult:
 
 
 def _forks(usage: Usage, runs: int) -> dict[str, float]:
+    """Return the metric of forks for each of `runs` runs; {} if no prompt followed an answer."""
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
-def shared(
+def shared_usage(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Divide the usage of a shared model among its runs; returns the results, and the tokens that belong to no run.
+    """Return the results of runs that share a model with their part of its usage, and the tokens of no run.
 
     Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
     """
     if usage.requests == 0:
         return list(results), (0, 0)
-    read, made = dict.fromkeys((r.run for r in results), 0), dict.fromkeys((r.run for r in results), 0)
+    prompt_tokens = dict.fromkeys((r.run for r in results), 0)
+    response_tokens = dict(prompt_tokens)
     for experience in experiences:
         mask = experience.action_mask
-        written = 0 if mask is None else int(mask.sum())
-        made[experience.eid.run] += written
-        read[experience.eid.run] += len(experience.tokens) - written
+        sampled = 0 if mask is None else int(mask.sum())
+        response_tokens[experience.eid.run] += sampled
+        prompt_tokens[experience.eid.run] += len(experience.tokens) - sampled
     forks = _forks(usage, max(len(results), 1))
-    charged = [
-        replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run], metrics={**r.metrics, **forks})
-        for r in results
+    parts = [
+        replace(
+            r, prompt_tokens=prompt_tokens[r.run], response_tokens=response_tokens[r.run],
+            metrics={**r.metrics, **forks},
+        ) for r in results
     ]
-    return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
+    assigned = sum(prompt_tokens.values()), sum(response_tokens.values())
+    return parts, (usage.prompt_tokens - assigned[0], usage.response_tokens - assigned[1])
 
 
 def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
@@ -176,13 +181,14 @@ def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    values = [_metrics(e) for e in experiences]
-    names = {name for one in values for name in one}
+    """Return a run's result with its metrics, without tokens. Raises DataError if a metric can't be recorded."""
+    metrics_of_each = [_metrics(e) for e in experiences]
+    names = {name for metrics in metrics_of_each for name in metrics}
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
             _warn_once("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
-    metrics = aggregate_run(values)
+    metrics = aggregate_run(metrics_of_each)
     items: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
     for name, value in items:
         if not isinstance(value, Real):
@@ -202,9 +208,7 @@ def _metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def classify(
-    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
-) -> tuple[FailureKind, str]:
+def classify(error: BaseException, timeout: float | None = None, key: str = "max_timeout") -> tuple[FailureKind, str]:
     """Return the kind and the message of a failure. `key`: the config key of `timeout`."""
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
@@ -212,8 +216,8 @@ def classify(
         return "data" if error.details.get("refused") else "infra", str(error)
     if isinstance(error, errors.EnvironmentFailed):
         return error.details.get("kind", "infra"), str(error)
-    for classes, kind in _KINDS.items():
-        if isinstance(error, classes):
+    for error_class, kind in _KINDS.items():
+        if isinstance(error, error_class):
             return kind, str(error)
     frames = "".join(traceback.format_exception(error)).rstrip()
     return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

@@ -13,6 +13,7 @@ import bisect
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
-import numpy as np
+import orjson
 
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
 from trinity_es.events.journal import MOST_SPLICES, KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
@@ -50,9 +51,8 @@ def starts_over(sampling: Sampling) -> str:
     These penalties count the tokens of the answer and not of the prompt, a schema has a state, and the journal has only
     the sampled tokens.
     """
-    default = Sampling()
-    fields = ("presence_penalty", "frequency_penalty", "json_schema", "top_logprobs")
-    return next((name for name in fields if getattr(sampling, name) != getattr(default, name)), "")
+    fields = ("presence_penalty", "frequency_penalty", "json_schema", "top_logprobs")  # 0 or empty by default
+    return next((name for name in fields if getattr(sampling, name)), "")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,7 +84,8 @@ class OpenCall:
         except Exception as e:  # it reads engine internals, which differ between releases
             _warn_once("the tokens of open requests can't be read, and are not kept: %s: %s", type(e).__name__, str(e))
             return []
-        return [record for index, part in parts.items() if part.token_ids for record in self._record(index, part)]
+        return [record for index, part in parts.items() if part.token_ids
+                for record in self._record(index, part, part.token_ids, part.logprobs)]
 
     def end(self, completions: Sequence[Completion]) -> list[bytes]:
         """Return records of the rest of the answers, and of their ends."""
@@ -94,25 +95,24 @@ class OpenCall:
             if whole.token_ids[:first] != recorded:  # a user's engine asked several times, and took another answer
                 first, self.recorded[index] = 0, []
             rest = None if whole.logprobs is None else whole.logprobs[first:]
-            records += self._record(index, replace(whole, token_ids=whole.token_ids[first:], logprobs=rest))
+            records += self._record(index, whole, whole.token_ids[first:], rest)
         return records
 
-    def _record(self, index: int, new: Completion) -> list[bytes]:
-        """Record new tokens if it is known which weights made them, and their logprobs are finite."""
+    def _record(self, index: int, answer: Completion, tokens: list[int], logprobs: list[float] | None) -> list[bytes]:
+        """Record the new tokens of an answer if it is known which weights made them, and their logprobs are finite."""
         choice, before = self.choices[index]
-        if not new.version_spans or (new.logprobs is not None and not np.isfinite(new.logprobs).all()):
+        if not answer.version_spans or not math.isfinite(sum(logprobs or ())):
             return []
         recorded = self.recorded.setdefault(index, [])
         start = len(before.tokens) + len(recorded)
-        ended = new.finish_reason not in ("", "abort", "error")
-        recorded += new.token_ids
-        prompt = before.prompt or (new.prompt_token_ids if self.by_text else [])
+        ended = answer.finish_reason not in ("", "abort", "error")
+        recorded += tokens
         journal = self.journal
         return [chunk(journal.run, journal.seconds(), self.call, self.nth, choice, start, KeptAnswer(
-            prompt=prompt, tokens=new.token_ids, logprobs=new.logprobs, splices=_splices(before),
-            spans=_joined_spans(before.spans, new.version_spans, len(before.tokens)),
-            finish=new.finish_reason if ended else "", text=new.text if ended else "",
-            adapter=None if new.adapter is None else list(new.adapter), forbids=self.forbids,
+            prompt=before.prompt or (answer.prompt_token_ids if self.by_text else []), tokens=tokens, logprobs=logprobs,
+            spans=_joined_spans(before.spans, answer.version_spans, len(before.tokens)), splices=_splices(before),
+            finish=answer.finish_reason if ended else "", text=answer.text if ended else "",
+            adapter=None if answer.adapter is None else list(answer.adapter), forbids=self.forbids,
             model=self.model, max_tokens=self.max_tokens,
         ))]
 
@@ -159,7 +159,7 @@ class RunJournal:
         `further` are options beyond `sampling`; `forbids` names an option with which a kept part can't be continued.
         """
         options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
-        key = fingerprint(model, repr(prompt).encode(), options)  # any prompt: a wrong one is refused by the engine
+        key = fingerprint(model, _prompt_bytes(prompt), options)
         nth, self._asked[key] = self._asked[key], self._asked[key] + 1
         return JournaledCall(
             journal=self, engine=engine, model=model, prompt=prompt, sampling=sampling, key=(key, nth),
@@ -271,6 +271,13 @@ class JournaledCall:
             answers = [_cut_at_stop(cast(KeepsProgress, self.engine), answers[0], self.sampling, before)]
         await self.written(call, answers)
         return answers if before is None else [_spliced(answers[0], before)]
+
+
+def _prompt_bytes(prompt: Any) -> bytes:
+    try:
+        return orjson.dumps(prompt)
+    except TypeError:  # a prompt that is no JSON is refused by the engine, in its own words
+        return repr(prompt).encode()
 
 
 def _seed(seed: int | None, choice: int, offset: int) -> int | None:

@@ -50,6 +50,7 @@ def as_runner() -> None:
 
 
 def unit_context() -> contextvars.Context:
+    """Return a copy of this context for the workflow of the current unit."""
     context = contextvars.copy_context()
     context.run(_OWNER.set, UNIT.get())
     return context
@@ -61,6 +62,7 @@ class _KeptTask(asyncio.Task[Any]):
     owner: Any = None
 
     def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the task. Raises WorkflowError in a workflow that is not the task's owner."""
         if not self.done() and _OWNER.get() is not _RUNNER and (self.owner is None or _OWNER.get() != self.owner):
             name = getattr(self.get_coro(), "__qualname__", None) or self.get_name()
             raise WorkflowError(
@@ -82,6 +84,8 @@ def _new_task(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asynci
 
 
 def _for_the_runner(name: str) -> Any:
+    """Return the loop's method of this name with a WorkflowError if a workflow calls it."""
+
     def method(self: EngineLoop, *args: Any) -> Any:
         self._refuse(name)
         return getattr(_Loop, name)(self, *args)
@@ -94,7 +98,7 @@ class EngineLoop(_Loop):
 
     def __init__(self, threads: int) -> None:
         super().__init__()
-        self._threads: dict[Any, ThreadPoolExecutor] = {}
+        self._executors: dict[Any, ThreadPoolExecutor] = {}  # by unit
         super().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="runner"))
         super().set_task_factory(_new_task)
 
@@ -114,9 +118,9 @@ class EngineLoop(_Loop):
         """Run a function in a thread: a workflow's in its unit's threads, unless it names an executor."""
         owner = _OWNER.get()
         if executor is None and owner is not _RUNNER:
-            executor = self._threads.get(owner)
+            executor = self._executors.get(owner)
             if executor is None:
-                executor = self._threads[owner] = ThreadPoolExecutor(WORKFLOW_THREADS, thread_name_prefix="workflow")
+                executor = self._executors[owner] = ThreadPoolExecutor(WORKFLOW_THREADS, thread_name_prefix="workflow")
         return super().run_in_executor(executor, func, *args)
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
@@ -127,9 +131,10 @@ class EngineLoop(_Loop):
         return await self.run_in_executor(None, socket.getnameinfo, sockaddr, flags)
 
     def forget(self, unit: Any) -> None:
-        threads = self._threads.pop(unit, None)
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads of a unit that is over, once their calls have returned."""
+        executor = self._executors.pop(unit, None)
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         self._refuse("stop")
@@ -140,6 +145,7 @@ class EngineLoop(_Loop):
         _for_the_runner, ("set_exception_handler", "shutdown_asyncgens", "shutdown_default_executor"))
 
     def _refuse(self, method: str) -> None:
+        """Raise WorkflowError unless the runner's own code runs."""
         if _OWNER.get() is not _RUNNER:
             raise WorkflowError(f"a workflow called {method}() of the event loop, which belongs to its runner: leave "
                                 "it alone")
@@ -154,10 +160,12 @@ class Limits:
 
     def __init__(self) -> None:
         self._deadlines: dict[int, tuple[Any, float]] = {}
-        self._late: dict[Any, float] = {}
+        """Unit and deadline of each playing run, by its number."""
+        self._late_since: dict[Any, float] = {}
         self._number = 0
 
     def begin(self, deadline: float) -> int:
+        """Add a run of the current unit; returns its number for `end`."""
         self._number += 1
         self._deadlines[self._number] = (UNIT.get(), deadline)
         return self._number
@@ -167,6 +175,6 @@ class Limits:
 
     def overdue(self, now: float, patience: float) -> list[Any]:
         """Return the units that were late in all calls of the last `patience` seconds."""
-        late = {unit for unit, deadline in self._deadlines.values() if now > deadline and unit is not None}
-        self._late = {unit: self._late.get(unit, now) for unit in late}
-        return [unit for unit, since in self._late.items() if now - since >= patience]
+        late_units = {unit for unit, deadline in self._deadlines.values() if now > deadline and unit is not None}
+        self._late_since = {unit: self._late_since.get(unit, now) for unit in late_units}
+        return [unit for unit, since in self._late_since.items() if now - since >= patience]

@@ -74,24 +74,25 @@ class WorkflowRunner:
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
+        """Why the engine is dead, if a run noticed it."""
         self.played = RunActivity()
         self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
-        self._imports: dict[str, asyncio.Lock] = {}
-        self._idle: dict[type[Any], list[Any]] = {}
-        self._playing: set[asyncio.Task[Any]] = set()
+        self._import_locks: dict[str, asyncio.Lock] = {}  # by module
+        self._idle_workflows: dict[type[Any], list[Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio keeps no task alive
 
     async def run_task(
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
         """Run a task and return its status and experiences; evals return no experiences."""
-        done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
+        result = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
         message = None
-        if done.failures:
-            message = f"{len(done.results)}/{repeat_times} runs completed. First error: {done.failures[0][2]}"
-        metrics = [dict(r.metrics) for r in done.results]
-        status = Status(completed_runs=len(done.results), total_runs=repeat_times, metrics=metrics, message=message)
-        return status, [] if task.is_eval else done.experiences
+        if result.failures:
+            message = f"{len(result.results)}/{repeat_times} runs completed. First error: {result.failures[0][2]}"
+        metrics = [dict(r.metrics) for r in result.results]
+        status = Status(completed_runs=len(result.results), total_runs=repeat_times, metrics=metrics, message=message)
+        return status, [] if task.is_eval else result.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
         """Return id, model version and times of the current or last workflow, and its `model.set_workflow_state`."""
@@ -109,7 +110,7 @@ class WorkflowRunner:
         """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
-        begun: list[float] = []
+        begin_times: list[float] = []
         try:
             cls = await self._workflow_class(task)
             portable = self._portable_task(cls, task)
@@ -117,15 +118,16 @@ class WorkflowRunner:
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
             async def play(part: range) -> None:
+                """Play one run (all of them if the workflow repeats), and add its result to `out`."""
                 name = f"{batch_id}/{task.task_id}/{part.start}"
-                own = UnitResult(timeout=out.timeout)
+                part_result = UnitResult(timeout=out.timeout)
                 try:
                     with self.played.shown(name, len(part), self.engine.model_version) as row:
-                        async with AsyncExitStack() as over:
+                        async with AsyncExitStack() as stack:
                             own_journal = None
                             if journal is not None:
                                 own_journal = journal(part.start)
-                                own.spent = own_journal.kept.seconds
+                                part_result.lost_seconds = own_journal.kept.seconds
                             models = [
                                 self._model(self.engine, task, part.start, own_journal),
                                 *self._auxiliary_models(task, own_journal),
@@ -134,31 +136,31 @@ class WorkflowRunner:
                             models[0].steps.random.seed(name)
                             if leases is not None:
                                 models[0].leases = RunLeases(leases, part.start)
-                            over.callback(models[0].leases.close)
+                            stack.callback(models[0].leases.close)
                             for model in models:
-                                await over.enter_async_context(aclosing(model))
+                                await stack.enter_async_context(aclosing(model))
                             if portable is not None:
-                                await self._in_worker(portable, task, part, repeats, models, own, begun)
+                                await self._in_worker(portable, task, part, repeats, models, part_result, begin_times)
                             else:
-                                begun.append(self.clock())
-                                await self._in_this_process(cls, _copied(task), part, repeats, models, own)
-                            for experience in own.experiences if models[0].steps.possibly_delivered else ():
+                                begin_times.append(self.clock())
+                                await self._in_this_process(cls, _copied(task), part, repeats, models, part_result)
+                            for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
-                    self._fail(e, part, own)
-                out.add(own)
+                    self._fail(e, part, part_result)
+                out.add(part_result)
 
-            waiting = iter(parts)
+            remaining_parts = iter(parts)
 
-            async def play_on() -> None:
-                for part in waiting:
+            async def play_remaining() -> None:
+                for part in remaining_parts:
                     await play(part)
 
             at_once = RUNS_AT_ONCE if portable is None or self.workers is None else self.workers.places
             if self.concurrent_mode == "sequential" or len(parts) == 1:
-                await play_on()
+                await play_remaining()
             else:
-                await asyncio.gather(*(play_on() for _ in range(min(len(parts), at_once))))
+                await asyncio.gather(*(play_remaining() for _ in range(min(len(parts), at_once))))
         except Exception as e:
             self._fail(e, runs, out)
         out.results.sort(key=lambda r: r.run)
@@ -166,23 +168,26 @@ class WorkflowRunner:
         out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
         out.model_version_end = self.engine.model_version
         # Starting a process or importing a module does not count as the task's time.
-        out.seconds = self.clock() - begun[0] if begun else 0.0
+        out.seconds = self.clock() - begin_times[0] if begin_times else 0.0
         return out
 
-    def _failed(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+        """Return a failure's kind and message; note if the engine is dead, or (in `out`) the machine lacks a module."""
         if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         out.lacks = out.lacks or isinstance(error, errors.UnknownWorkflow)
         return outcome.classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
-        kind, message = self._failed(error, out)
+        """Add a failure to `out` for those of the runs that have no result and no failure yet."""
+        kind, message = self._failure(error, out)
         if len(runs) == 1 and isinstance(error, errors.DataError) and str(error.details.get("eid")).startswith("//"):
             message = f"run {runs.start}: {message}"  # the experience had no ids yet
-        done = {r.run for r in out.results} | {f[0] for f in out.failures}
-        out.failures.extend((run, kind, message) for run in runs if run not in done)
+        ended_runs = {r.run for r in out.results} | {f[0] for f in out.failures}
+        out.failures.extend((run, kind, message) for run in runs if run not in ended_runs)
 
     async def _workflow_class(self, task: Task) -> type[Any]:
+        """Return the class of a task's workflow. Raises UnknownWorkflow if the task names none or it can't be found."""
         if task.workflow is None:
             raise errors.UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
         if not isinstance(task.workflow, str):
@@ -197,7 +202,7 @@ class WorkflowRunner:
         module, _, attribute = path.partition(":")
         if self.workers is None or not attribute or module.partition(".")[0] == "trinity_es":
             return resolve(name, self.registry, "workflow")
-        async with self._imports.setdefault(module, asyncio.Lock()):
+        async with self._import_locks.setdefault(module, asyncio.Lock()):
             if module not in sys.modules:
                 await self.workers.templates.prepare(path)
                 # In a thread: it may take seconds, and the loop must answer meanwhile.
@@ -224,39 +229,42 @@ class WorkflowRunner:
 
     async def _in_worker(
         self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, models: Sequence[Model],
-        out: UnitResult, begun: list[float],
+        out: UnitResult, begin_times: list[float],
     ) -> None:
+        """Play runs in a worker process, and add its result to `out`. Raises OutOfTime."""
         assert self.workers is not None
-        limit = 0
+        limit_number = 0
 
         def begin() -> None:
-            nonlocal limit
-            begun.append(self.clock())
-            self.limits.end(limit)  # called again if a worker ended before it took the runs
-            limit = self._limit(out.seconds_left)
+            """Begin the deadline of the runs; again if a worker ended before it took them."""
+            nonlocal limit_number
+            begin_times.append(self.clock())
+            self.limits.end(limit_number)
+            limit_number = self._begin_limit(out.seconds_left)
 
         try:
-            done, dead = await self.workers.run(
+            result, engine_dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models,
-                timeout=out.seconds_left, begun=begin,
+                timeout=out.seconds_left, on_begin=begin,
             )
         except TimeoutError as e:
             raise outcome.OutOfTime from e
         finally:
-            self.limits.end(limit)
-        for experience in done.experiences:  # the worker knows only the version at its last request
+            self.limits.end(limit_number)
+        for experience in result.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # the worker knows only the tokens of requests over its pipe
-            done.results, out.other_tokens = outcome.shared(done.results, done.experiences, models[0].usage)
+            result.results, out.other_tokens = outcome.shared_usage(result.results, result.experiences, models[0].usage)
         else:
-            done.results = [outcome.with_all(result, models[0].usage) for result in done.results]
-        self.engine_dead = dead or self.engine_dead
-        out.results.extend(done.results)
-        out.experiences.extend(done.experiences)
-        out.failures.extend(done.failures)
-        out.lacks = out.lacks or done.lacks
+            result.results = [outcome.with_usage(r, models[0].usage) for r in result.results]
+        self.engine_dead = engine_dead or self.engine_dead
+        out.results.extend(result.results)
+        out.experiences.extend(result.experiences)
+        out.failures.extend(result.failures)
+        out.lacks = out.lacks or result.lacks
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
+        """Return the rollout model for one run of a task."""
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # runs of a task differ, and repeat with the same seed
@@ -265,16 +273,17 @@ class WorkflowRunner:
         return Model(engine, defaults=sampling, server=server, graders=graders, journal=journal)
 
     def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
-        key = f"{task.batch_id}/{task.task_id}"
+        task_key = f"{task.batch_id}/{task.task_id}"
         return [
-            Model(a.engine, defaults=a.defaults, name=a.name, task=key, journal=journal) for a in self.auxiliary
+            Model(a.engine, defaults=a.defaults, name=a.name, task=task_key, journal=journal) for a in self.auxiliary
         ]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
+        """Return a workflow of this class for a task: an idle one that it resets, or a new one."""
         model, *auxiliary = models
         try:
-            if getattr(cls, "can_reset", False) and self._idle.get(cls):
-                workflow = self._idle[cls].pop()
+            if getattr(cls, "can_reset", False) and self._idle_workflows.get(cls):
+                workflow = self._idle_workflows[cls].pop()
                 workflow.model, workflow.auxiliary_model_wrappers = model, auxiliary or None
                 workflow.reset(task)
                 return workflow
@@ -283,8 +292,9 @@ class WorkflowRunner:
             raise outcome.error_of_exit(cls, e) from e
 
     async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
+        """Return what a workflow's `run` or `run_async` gives. Raises WorkflowError unless that is experiences."""
         play = self._on_loop if type(workflow).is_async else self._off_loop
-        limit = self._limit(timeout)
+        limit_number = self._begin_limit(timeout)
         try:
             returned = await play(workflow, timeout, context)
         except Exception as e:
@@ -293,59 +303,61 @@ class WorkflowRunner:
                 raise
             raise cause from e
         finally:
-            self.limits.end(limit)
+            self.limits.end(limit_number)
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
         if not isinstance(returned, list):
             raise errors.WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
-        for number, item in enumerate(returned):
+        for i, item in enumerate(returned):
             if not isinstance(item, Experience):
-                raise errors.WorkflowError(f"{name} returned a list whose item {number} is of type "
+                raise errors.WorkflowError(f"{name} returned a list whose item {i} is of type "
                                            f"{type(item).__name__}: a list of Experience is expected")
         if not returned and not getattr(workflow, "failed_runs", None):
             raise errors.WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
-    def _limit(self, timeout: float | None) -> int:
+    def _begin_limit(self, timeout: float | None) -> int:
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
         """Return the result of `run_async`. Raises OutOfTime; then, or if cancelled itself, it cancels the workflow."""
-        playing = asyncio.create_task(_run_async(workflow), context=context)
-        self._playing.add(playing)
-        playing.add_done_callback(self._over)
+        task = asyncio.create_task(_run_async(workflow), context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._drop_task)
         try:
-            await asyncio.wait({playing}, timeout=timeout)
-            if playing.cancelled():
+            await asyncio.wait({task}, timeout=timeout)
+            if task.cancelled():
                 raise outcome.error_of_exit(type(workflow), asyncio.CancelledError())
-            if playing.done():
-                return playing.result()
+            if task.done():
+                return task.result()
             raise outcome.OutOfTime
         finally:
-            if not playing.done():
-                playing.cancel()
-                await asyncio.wait({playing}, timeout=GRACE_SECONDS)
-            if not playing.done():
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GRACE_SECONDS)
+            if not task.done():
                 _log.warning("%s goes on after it was cancelled: its run is over", type(workflow).__name__)
 
-    def _over(self, playing: asyncio.Task[Any]) -> None:
-        self._playing.discard(playing)
-        if not playing.cancelled():
-            playing.exception()  # else asyncio logs that it was never retrieved
+    def _drop_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio logs that it was never retrieved
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        playing = asyncio.create_task(asyncio.to_thread(self._run_sync, workflow), context=context)
+        """Return the result of `run`, called in a thread, which goes on if this raises OutOfTime."""
+        task = asyncio.create_task(asyncio.to_thread(self._run_sync, workflow), context=context)
         try:
-            await asyncio.wait({playing}, timeout=timeout)
-            if not playing.done():
+            await asyncio.wait({task}, timeout=timeout)
+            if not task.done():
                 raise outcome.OutOfTime
-            return playing.result()
+            return task.result()
         finally:
-            playing.cancel()
+            task.cancel()
 
     @staticmethod
     def _run_sync(workflow: Any) -> Any:
+        """Return the result of `run`. Raises WorkflowError if that raises SystemExit or the like."""
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
@@ -354,36 +366,40 @@ class WorkflowRunner:
     async def _in_this_process(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
     ) -> None:
-        started, before, usage = self.clock(), self.engine.model_version, models[0].usage
+        """Play runs on the loop or in a thread, and add their results to `out`."""
+        started_at, version, usage = self.clock(), self.engine.model_version, models[0].usage
         context = unit_context()
         n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
         # Workflows read the number of answers from `rollout_args.n`.
-        shown = replace(task, rollout_args=Args({**task.rollout_args, "n": n}), reward_fn=_reward_class(task.reward_fn))
-        workflow = context.run(self._build, cls, shown, models)
+        args = Args({**task.rollout_args, "n": n})
+        workflow_task = replace(task, rollout_args=args, reward_fn=_reward_class(task.reward_fn))
+        workflow = context.run(self._build, cls, workflow_task, models)
         if repeats:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
         experiences = await self._call(workflow, models[0], out.seconds_left, context)
-        seconds = self.clock() - started
-        lost: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
-        by_run = outcome.grouped_by_run(experiences, runs, cls.__name__, lost) if repeats else {runs.start: experiences}
-        failed = len(out.failures)
+        seconds = self.clock() - started_at
+        errors_by_run: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
+        by_run = {runs.start: experiences}
+        if repeats:
+            by_run = outcome.grouped_by_run(experiences, runs, cls.__name__, errors_by_run)
+        failure_count = len(out.failures)
         for run, group in by_run.items():
             try:
-                if run in lost:
-                    raise lost.pop(run)
+                if run in errors_by_run:
+                    raise errors_by_run.pop(run)
                 if not group:
                     raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}")
-                outcome.stamp_and_validate(group, task, run, before, self.engine.model_version)
+                outcome.stamp_and_validate(group, task, run, version, self.engine.model_version)
                 result = outcome.run_result(run, group, seconds)
             except Exception as e:
-                out.failures.append((run, *self._failed(e, out)))
+                out.failures.append((run, *self._failure(e, out)))
                 continue
-            out.results.append(result if repeats else outcome.with_all(result, usage))
+            out.results.append(result if repeats else outcome.with_usage(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = outcome.shared(out.results, out.experiences, usage)
-        if cls.can_reset and (repeats or len(out.failures) == failed):
-            self._idle.setdefault(cls, []).append(workflow)
+            out.results, out.other_tokens = outcome.shared_usage(out.results, out.experiences, usage)
+        if cls.can_reset and (repeats or len(out.failures) == failure_count):
+            self._idle_workflows.setdefault(cls, []).append(workflow)
 
 
 def _copied(task: Task) -> Task:

@@ -53,7 +53,8 @@ def import_ahead() -> None:
 class Runner(BaseActor):
     """Actor of a runner. The guardian starts it with StartRunner."""
 
-    lease_waited_for = False
+    lease_awaited = False
+    """True if a run waits for the log to have its new lease."""
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
@@ -61,10 +62,11 @@ class Runner(BaseActor):
         return not hasattr(self, "incarnation") or getattr(message, "incarnation", self.incarnation) == self.incarnation
 
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
+        """Set this process up as the runner that the guardian wants, and start its engine."""
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
-        self.model, self.how = message.model, self.config.models[message.model]
+        self.model, self.model_config = message.model, self.config.models[message.model]
         engine = self.config.engine_config(message.model)
         if message.url:
             options = {**engine.options, "url": message.url, "weights": message.weights}
@@ -85,13 +87,15 @@ class Runner(BaseActor):
         self.load_seconds = 0.0
         self.outbox = Outbox(self.name, self.incarnation)
         self.leases = LeaseReports(self.name, self.incarnation)
-        self.loading: int | None = None
+        self.loading_version: int | None = None
         self.known: Mark | None = None
-        self.beats = 0
-        self.answered = self.beaten = self.now()
+        """End of the log, as far as this runner has heard."""
+        self.beat_count = 0
+        self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that it has, or whose outcomes it keeps."""
-        self.given_up: int | None = None
+        self.last_report: int | None = None
+        """Number of the outcome group with the unit for which this runner ends."""
         self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
         self.engine_side.start()
@@ -100,7 +104,7 @@ class Runner(BaseActor):
         """Tell the guardian if this runner failed before its engine's side was made: no heartbeat would report it."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(
-                self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.how.engine_type,
+                self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.model_config.engine_type,
                 model=self.model, reason=f"{type(error).__name__}: {error}",
             ))
 
@@ -108,54 +112,60 @@ class Runner(BaseActor):
         """Report to a new coordinator: identity, units, and everything that was never confirmed."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
-        self.send_due(anew=True)
+        self.send_due(resend_all=True)
 
-    def send_due(self, *, anew: bool = False) -> None:
-        """Send again what the coordinator has not confirmed for long, or with `anew` everything unconfirmed."""
-        for group in (*self.leases.due(self.now(), anew=anew), *self.outbox.due(self.now(), anew=anew)):
+    def send_due(self, *, resend_all: bool = False) -> None:
+        """Send again what the coordinator has not confirmed for long, or with `resend_all` everything unconfirmed."""
+        now = self.now()
+        for group in (*self.leases.due(now, resend_all=resend_all), *self.outbox.due(now, resend_all=resend_all)):
             self.tell(group)
 
     def beat(self) -> None:
-        """Send a heartbeat, which says how long the engine's loop has not answered; send again what may be lost."""
+        """Send a heartbeat with the silence of the engine's loop; give up a unit that blocks it; resend what is due."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        now, last_beat = self.now(), self.beaten
-        if now - last_beat > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
-            self.answered = now
-        self.beaten = now
+        now, last_beat_at = self.now(), self.last_beat_at
+        if now - last_beat_at > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
+            self.loop_answered_at = now
+        self.last_beat_at = now
 
-        def answered() -> None:
-            self.answered = now
+        def note_answer() -> None:
+            self.loop_answered_at = now
 
-        self.engine_side.ping(answered)
-        silent = 0.0 if self.answered >= last_beat else max(0.0, now - self.answered - BEAT_SECONDS)
-        if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.loop.playing()):
-            self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
-        if self.given_up is not None:  # it is ending for that unit: the guardian must not do it and blame all
-            silent = 0.0
+        self.engine_side.ping(note_answer)
+        silence = 0.0
+        if self.loop_answered_at < last_beat_at:
+            silence = max(0.0, now - self.loop_answered_at - BEAT_SECONDS)
+        if silence > HANG_SHARE * self.config.system.hang_timeout:
+            key = self.engine_side.loop.playing()
+            if key is not None:
+                self.give_up(key, f"its workflow blocked the engine's loop for {silence:.0f} s: await, or use a thread")
+        if self.last_report is not None:  # ended by the guardian, it would give all its units a strike
+            silence = 0.0
         trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
         heartbeat = messages.Heartbeat(
-            self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
+            self.name, self.incarnation, os.getpid(), silence, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.runs_wait,
         )
         self.tell(heartbeat)
         self.send(self.guardian, heartbeat)
-        self.beats += 1
+        self.beat_count += 1
         if self.coordinator is None:
             return
-        if self.beats % ANNOUNCE_BEATS == 0:
+        if self.beat_count % ANNOUNCE_BEATS == 0:
             self.announce()
         self.send_due()
 
     def announce(self) -> None:
+        """Send coordinator and guardian the state of this runner and the units that it has."""
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
-        for (batch_id, submission, task, base), item in self.units.items():
-            running.setdefault((batch_id, submission), []).append((task, base, item.unit.attempt))
+        for (batch_id, submission, task, first_run), item in self.units.items():
+            running.setdefault((batch_id, submission), []).append((task, first_run, item.unit.attempt))
         places = self.engine_side.places
         status = messages.RunnerStatus(
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
-            engine=self.how.engine_type, places=places.count,
+            engine=self.model_config.engine_type, places=places.count,
             model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
-            loading=self.loading, adapters=self.engine_side.adapters,
+            loading=self.loading_version, adapters=self.engine_side.adapters,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.engine_side.url if self.state == "ready" else "",
             model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
@@ -166,7 +176,8 @@ class Runner(BaseActor):
         self.send(self.guardian, status)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
-        if not self.trusts(message.end):
+        """Forget the confirmed outcomes, and begin the units, unless this attempt at them has begun or ended."""
+        if not self.accept_log_end(message.end):
             return
         settled = self.outbox.acknowledge(message.acks)
         if settled:
@@ -176,10 +187,10 @@ class Runner(BaseActor):
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
                 del self.units[key]
-        if self.given_up in message.acks:
+        if self.last_report in message.acks:
             self.after(0.0, "give up", self.end)
-        if self.state != "ready" or self.given_up is not None:
-            return  # it could not run them; its report when it is ready brings them again
+        if self.state != "ready" or self.last_report is not None:
+            return  # it could not run them; the coordinator sends them again when a status lacks them
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
             current = self.units.get(key)
@@ -190,9 +201,8 @@ class Runner(BaseActor):
             self.units[key] = item
             self.engine_side.begin(key, item)
 
-    def trusts(self, end: Mark | None) -> bool:
-        """Return True if the sender's log reaches as far as this runner knows; otherwise report what this runner knows.
-        """
+    def accept_log_end(self, end: Mark | None) -> bool:
+        """Note the end of the sender's log. If it lacks events, report what this runner knows and return False."""
         loss = lost_between(self.known, end)
         if loss is not None:  # its log lost events, or the message comes from a coordinator that was replaced
             self.log.error("refused what a coordinator sent: %s", loss)
@@ -202,8 +212,8 @@ class Runner(BaseActor):
         return True
 
     def on_CancelUnits(self, message: messages.CancelUnits, sender: Any) -> None:
-        for task, base in message.units:
-            key = (message.batch_id, message.submission, task, base)
+        for task, first_run in message.units:
+            key = (message.batch_id, message.submission, task, first_run)
             self.units.pop(key, None)
             self.engine_side.stop_unit(key)
 
@@ -212,14 +222,14 @@ class Runner(BaseActor):
 
     def on_QueryActivity(self, message: messages.QueryActivity, sender: Any) -> None:
         state = runner_state(
-            self.engine_side.played, runner=self.name, incarnation=self.incarnation, model=self.model,
+            self.engine_side.activity, runner=self.name, incarnation=self.incarnation, model=self.model,
             state=self.state, model_version=self.engine_side.model_version, units=len(self.units),
         )
         self.send(sender, messages.RunnerActivity(self.name, self.incarnation, state))
 
     def on_LoadWeights(self, message: messages.LoadWeights, sender: Any) -> None:
-        if self.loading != message.version:  # else it was sent twice
-            self.loading = message.version
+        if self.loading_version != message.version:  # otherwise the order came twice
+            self.loading_version = message.version
             self.engine_side.load_weights(message)
 
     def on_LoadAdapters(self, message: messages.LoadAdapters, sender: Any) -> None:
@@ -229,6 +239,7 @@ class Runner(BaseActor):
         self.engine_side.join_group(message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
+        """Stop the engine and report it; the guardian then ends this process."""
         def retired() -> None:
             self.state = "retired"
             self.announce()
@@ -237,6 +248,7 @@ class Runner(BaseActor):
 
     # --- what the engine's side tells -------------------------------------------------------------------------------
     def become(self, state: str, reason: str, seconds: float) -> None:
+        """Take over and report a new state of the engine; `seconds`: how long it took to load."""
         if self.state == "retired":
             return  # it got the order to stop while its engine loaded
         self.state, self.reason, self.load_seconds = state, reason, seconds
@@ -247,23 +259,24 @@ class Runner(BaseActor):
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
-    def lease_changed(self, change: messages.LeaseChange, recorded: Future[None]) -> None:
+    def lease_changed(self, change: messages.LeaseChange, recorded: Future[Any]) -> None:
         """Send the coordinator a lease change: at once if a run waits for it, otherwise soon."""
         self.leases.put(change, recorded)
         if change.what == "taken":
-            self.lease_waited_for = True
+            self.lease_awaited = True
         elif not self.has_timer("leases"):
             self.after(LEASE_SECONDS, "leases", self.send_leases)
 
     def after_message(self) -> None:
         """Send lease changes for which a run waits, with all others of this turn."""
-        if self.lease_waited_for:
+        if self.lease_awaited:
             self.send_leases()
 
     def send_leases(self) -> None:
-        self.lease_waited_for = False
+        """Send all lease changes that were not sent yet."""
+        self.lease_awaited = False
         self.cancel("leases")
-        for group in self.leases.gathered(self.known, self.now()):
+        for group in self.leases.next_groups(self.known, self.now()):
             self.tell(group)
 
     def on_LeaseReply(self, message: messages.LeaseReply, sender: Any) -> None:
@@ -272,26 +285,28 @@ class Runner(BaseActor):
     def give_up(self, key: Key, reason: str) -> None:
         """Fail a unit that can't be stopped, and end this runner for it. Its other units run again without a strike."""
         item = self.units.get(key)
-        if self.given_up is not None or item is None or self.state != "ready":
+        if self.last_report is not None or item is None or self.state != "ready":
             return
         self.log.error("unit %s is given up, and this process with it: %s", key, reason)
         self.report([failed(item, "workflow", reason)])
-        self.given_up, self.ended_for = self.outbox.number, reason
+        self.last_report, self.end_reason = self.outbox.number, reason
         self.after(GIVE_UP_SECONDS, "give up", self.end)
 
     def end(self) -> None:
         """Ask the guardian to replace this runner at once, and repeat the request until this process is ended."""
         self.after(ASK_SECONDS, "give up", self.end)
-        self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.ended_for))
+        self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.end_reason))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        if self.loading == version:
-            self.loading = None
+        """Report that the engine has loaded a version of the weights, or failed to."""
+        if self.loading_version == version:
+            self.loading_version = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
         if error is None:
             self.announce()  # a runner that failed without weights may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
+        """Report the result of the order `number` to load adapters."""
         self.tell(messages.AdaptersLoadResult(
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
             adapters=self.engine_side.adapters,
@@ -303,5 +318,6 @@ class Runner(BaseActor):
         self.tell(messages.GroupJoinResult(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:
+        """Send to the coordinator; drop the message while none is known."""
         if self.coordinator is not None:
             self.send(self.coordinator, message)

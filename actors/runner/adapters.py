@@ -18,6 +18,8 @@ __all__ = ["AdaptersLoaded", "serve_adapters"]
 
 @dataclass(slots=True)
 class AdaptersLoaded:
+    """Result of an order to load adapters; those that the engine served already are in neither list."""
+
     loaded: list[tuple[str, int, float]] = field(default_factory=list)
     """(adapter, version, seconds)."""
     errors: list[tuple[str, int, str]] = field(default_factory=list)
@@ -25,26 +27,26 @@ class AdaptersLoaded:
 
 
 async def serve_adapters(
-    engine: Engine | None, wanted: Sequence[AdapterPublished], failed: Callable[[str, BaseException], str]
+    engine: Engine | None, adapters: Sequence[AdapterPublished], report_error: Callable[[str, BaseException], str]
 ) -> AdaptersLoaded:
-    """Have the engine serve exactly these adapters. `failed` makes the text of an error."""
-    done = AdaptersLoaded()
+    """Have the engine serve exactly these adapters. `report_error(what, error)` logs an error and returns its text."""
+    result = AdaptersLoaded()
     serving = cast(ServesAdapters, engine)
-    names = {event.adapter for event in wanted}
+    names = {event.adapter for event in adapters}
     for name in [name for name in getattr(engine, "adapters", {}) if name not in names]:
         await serving.remove_adapter(name)
-    for event in wanted:
+    for event in adapters:
         name, version = event.adapter, event.version
         if getattr(engine, "adapters", {}).get(name, -1) >= version:
             continue  # the engine has this version, or a newer one of a later order
-        started = time.monotonic()
+        started_at = time.monotonic()
         try:
             if not hasattr(engine, "load_adapter"):
                 raise SyncError(f"{type(engine).__name__} serves no adapters")
             require_same(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
             await serving.load_adapter(name, version, event.path, event.digest)
         except BaseException as e:
-            done.errors.append((name, version, failed(f"adapter {name} not loaded", e)))
+            result.errors.append((name, version, report_error(f"adapter {name} not loaded", e)))
         else:
-            done.loaded.append((name, version, time.monotonic() - started))
-    return done
+            result.loaded.append((name, version, time.monotonic() - started_at))
+    return result

@@ -40,24 +40,27 @@ MOST_CUT = 0.5
 class _Round:
     """Sums over the steps of an engine. Steps without requests count nothing."""
 
-    begun: int = 0
-    """Number of units that had finished before."""
+    finished_before: int = 0
+    """Number of units that had finished before the round."""
     running: float = 0.0
-    """Sum over all steps; each makes a token for each running request."""
+    """Sum of running requests, and so of generated tokens: one for each running request in each step."""
     waiting: float = 0.0
-    full: float = 0.0
-    """Fill level, weighted by generated tokens, so a batch's last few requests count little."""
-    again: float = 0.0
-    taken: bool = False
+    """Sum of waiting requests."""
+    fill: float = 0.0
+    """Sum of fill levels, each weighted by the generated tokens, so a batch's last few requests count little."""
+    recomputed: float = 0.0
+    """Sum of recomputed tokens."""
+    all_taken: bool = False
     """True if all places were in use in any step."""
 
-    def add(self, load: EngineLoad, all_taken: bool) -> None:
+    def add(self, load: EngineLoad, *, all_taken: bool) -> None:
+        """Add one step."""
         self.running += load.running
         self.waiting += load.waiting
-        self.full += load.share * load.running
+        self.fill += load.share * load.running
         if load.kv_share >= ROOM:  # otherwise it is a change of weights, after which an engine reads all requests again
-            self.again += load.again
-        self.taken |= all_taken
+            self.recomputed += load.again
+        self.all_taken |= all_taken
 
 
 class AdaptivePlaces:
@@ -76,44 +79,49 @@ class AdaptivePlaces:
         self.places, self.most = start, most
         self._round = _Round()
         self._too_many: int | None = None
+        """Number of places at which the engine last recomputed too much."""
 
     def after_step(self, load: EngineLoad, taken: int, finished: int) -> int:
-        """Return the number of places after one more step of the engine.
+        """Return the number of places after one more step of the engine; it changes only at the end of a round.
 
         `taken`: places in use now; `finished`: units finished since the start.
         """
-        self._round.add(load, taken >= self.places)
-        if finished - self._round.begun >= self.places and self._round.running:
+        self._round.add(load, all_taken=taken >= self.places)
+        if finished - self._round.finished_before >= self.places and self._round.running:
             self.places = self._places_after(self._round)
             self._round = _Round(finished)
         return self.places
 
     def _places_after(self, past: _Round) -> int:
-        full, queue, recomputed = (total / past.running for total in (past.full, past.waiting, past.again))
+        """Return the number of places after a round, by the rules in the class's documentation."""
+        fill = past.fill / past.running
+        queue = past.waiting / past.running
+        recomputed = past.recomputed / past.running
         if recomputed > AGAIN_MOST:
             self._too_many = self.places
             return max(1, int(self.places * CUT))
         if queue > QUEUE_MOST:
             return max(1, int(self.places * max(MOST_CUT, (1 + QUEUE_AFTER) / (1 + queue))))
-        if not past.taken or queue > QUEUE_FOR_MORE or recomputed > AGAIN_FOR_MORE:
+        if not past.all_taken or queue > QUEUE_FOR_MORE or recomputed > AGAIN_FOR_MORE:
             return self.places
-        growth = min(MOST_GROWTH, ROOM / full if full else MOST_GROWTH)
-        wanted = max(int(self.places * growth), self.places + max(1, int(self.places * STEP_SHARE)))
-        if self._too_many is not None and full * self._too_many < ROOM * self.places:
+        growth = min(MOST_GROWTH, ROOM / fill) if fill else MOST_GROWTH
+        target = max(int(self.places * growth), self.places + max(1, int(self.places * STEP_SHARE)))
+        if self._too_many is not None and fill * self._too_many < ROOM * self.places:
             self._too_many = None  # the cache would hold them: the load has changed
         most = self.most if self._too_many is None else min(self.most, self._too_many - 1)
-        return max(self.places, min(wanted, most))
+        return max(self.places, min(target, most))
 
 
 class Places:
-    """A semaphore for units, whose size follows the engine's load if `given` is auto.
+    """A semaphore for units, whose size follows the engine's load if `max_concurrency` is auto.
 
     Units that have a place keep it when the size shrinks.
     """
 
-    def __init__(self, given: int | Literal["auto"]) -> None:
-        self.adaptive = given == "auto"
-        self.count, self.taken = START if given == "auto" else given, 0
+    def __init__(self, max_concurrency: int | Literal["auto"]) -> None:
+        self.adaptive = max_concurrency == "auto"
+        self.count = START if max_concurrency == "auto" else max_concurrency
+        self.taken = 0
         self.finished = 0
         """Number of units that left without an error."""
         self.kv_share, self.waiting = 0.0, 0
@@ -121,6 +129,7 @@ class Places:
         self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
+        """Take a place, after the units that wait already."""
         if self.taken < self.count:  # no unit waits then
             self.taken += 1
             return
@@ -138,14 +147,15 @@ class Places:
         self._leave()
 
     def watch(self, engine: Engine, tell: Callable[[], None], workers: WorkerPool | None) -> None:
-        """Follow the load of an engine that reports it; call `tell` when the number of places has changed.
+        """If the number is adaptive and the engine reports its load, follow the load; call `tell` after each change.
 
-        It does not grow while units wait for a process of `workers`.
+        The number does not grow while units wait for a process of `workers`.
         """
         decide = AdaptivePlaces(self.count)
 
         def follow(load: EngineLoad) -> None:
-            count = decide.after_step(load, 0 if workers is not None and workers.full else self.taken, self.finished)
+            taken = 0 if workers is not None and workers.full else self.taken
+            count = decide.after_step(load, taken, self.finished)
             if count != self.count:
                 self.kv_share, self.waiting = load.kv_share, load.waiting
                 self.resize(count)
@@ -155,6 +165,7 @@ class Places:
             engine.on_load = follow
 
     def resize(self, count: int) -> None:
+        """Set the number of places, and let waiting units in if it grew."""
         self.count = count
         self._let_in()
 
@@ -163,6 +174,7 @@ class Places:
         self._let_in()
 
     def _let_in(self) -> None:
+        """Give free places to the units that wait longest."""
         while self._queue and self.taken < self.count:
             turn = self._queue.popleft()
             if not turn.done():

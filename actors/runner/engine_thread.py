@@ -74,7 +74,7 @@ _P = ParamSpec("_P")
 
 
 def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
-    """Make a method that schedules `work` on the loop and returns at once."""
+    """Return a method that schedules `work` on the engine's loop, from any thread, and returns at once."""
 
     @functools.wraps(work)
     def scheduled(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -97,14 +97,14 @@ class EngineOwner(Protocol):
     def announce(self) -> None: ...
     def give_up(self, key: Key, reason: str) -> None: ...
     def report(self, outcomes: list[UnitOutcome]) -> None: ...
-    def lease_changed(self, change: LeaseChange, recorded: Future[None]) -> None: ...
+    def lease_changed(self, change: LeaseChange, recorded: Future[Any]) -> None: ...
     def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None: ...
     def group_joined(self, id: str, error: str | None) -> None: ...
 
 
 class EngineThread:
-    """The engine's side for `model`; `how` has its engine's class and settings, `config` is the system's.
+    """The engine's side for `model`, whose section of the config is `model_config`; `config` is the system's.
 
     The thread reads the owner's state directly, and leaves reports to the owner's loop (`tell`).
     """
@@ -114,13 +114,13 @@ class EngineThread:
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.config, self.log = owner, name, model, config, log
-        self.how, self.engine_config = config.models[model], engine
+        self.model_config, self.engine_config = config.models[model], engine
         self.places = Places(config.explorer.max_concurrency)
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
         self.workflows: WorkflowRunner | None = None
-        self.ending = False
+        self.is_ending = False
         self.patience = config.synchronizer.sync_timeout
         """Seconds of waiting for the trainer's weights."""
         self.secrets = SecretFile(config.system.log_dir)
@@ -129,9 +129,9 @@ class EngineThread:
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
-        self.ordering = asyncio.Lock()
+        self.adapters_lock = asyncio.Lock()
         self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log)
-        self.reporting: asyncio.Task[None]
+        self.report_task: asyncio.Task[None]
         self.journal: Journal | None = None
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
@@ -158,14 +158,14 @@ class EngineThread:
     @property
     def runs_wait(self) -> str:
         """External event that runs wait for, as they or the engine report it; empty if none."""
-        return self.played.waits() or getattr(self.engine, "runs_wait", "")
+        return self.activity.waits() or getattr(self.engine, "runs_wait", "")
 
     @property
     def url(self) -> str:
         return self.server.url if self.server is not None else ""
 
     @property
-    def played(self) -> RunActivity:
+    def activity(self) -> RunActivity:
         return RunActivity() if self.workflows is None else self.workflows.played
 
     # --- on the loop ------------------------------------------------------------------------------------------------
@@ -174,9 +174,10 @@ class EngineThread:
         self.owner.post(functools.partial(method, *args))
 
     def run_loop(self) -> None:
+        """Start the engine and run the loop, which never ends; otherwise end this process."""
         as_runner()
         asyncio.set_event_loop(self.loop)
-        self.starting = self.loop.create_task(self.start_engine())
+        self.start_task = self.loop.create_task(self.start_engine())
         try:
             self.loop.run()
         finally:  # nothing would ever be answered again, so a new runner is better
@@ -184,24 +185,27 @@ class EngineThread:
 
     @_on_loop
     def ping(self, answer: Callable[[], None]) -> None:
-        """Have the actor call `answer`, which shows that the loop is not blocked.
+        """Have the actor call `answer`, which shows that the loop is not blocked, and check what the loop needs.
 
-        Also check the tasks that the loop needs: restart them if they ended, or end this runner.
+        A report task that ended is restarted, a dead engine or endpoint ends this runner, overdue units are given up.
         """
         self.tell(answer)
-        if self.ending or self.workflows is None:
+        if self.is_ending or self.workflows is None:
             return
-        if self.reporting.done():
+        if self.report_task.done():
             self.log.error("the task that reports outcomes ended: it is started again")
-            self.reporting = self.loop.create_task(self.reporter.run())
-        dead = getattr(self.engine, "dead", None)
-        if dead is not None or (self.server is not None and not self.server.serves()):
-            self.end_with_engine(dead or "its HTTP endpoint ended")
+            self.report_task = self.loop.create_task(self.reporter.run())
+        death_reason = getattr(self.engine, "dead", None)
+        if death_reason is None and self.server is not None and not self.server.serves():
+            death_reason = "its HTTP endpoint ended"
+        if death_reason is not None:
+            self.end_with_engine(death_reason)
         for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
             self.tell(self.owner.give_up, key, "its workflow goes on beyond its timeout, and nothing ends it")
 
     async def start_engine(self) -> None:
-        started = time.monotonic()
+        """Start the engine, its endpoint and what runs need, and have the actor become "ready" or "failed"."""
+        started_at = time.monotonic()
         if self.model == "rollout":
             self.workers = self.warm_workers()
         try:
@@ -211,8 +215,8 @@ class EngineThread:
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
                 for name, engine in self.auxiliary.items():
                     engine.update(self.endpoints.get(name, {}))
-            cls = resolve(self.how.engine_class, {}, "engine")
-            self.engine = cls(self.engine_config)
+            engine_class = resolve(self.model_config.engine_class, {}, "engine")
+            self.engine = engine_class(self.engine_config)
             if self.model == "rollout":
                 self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
@@ -225,7 +229,7 @@ class EngineThread:
             return
         if self.model != "rollout":
             self.places.resize(0)
-            self.tell(self.owner.become, "ready", "", time.monotonic() - started)
+            self.tell(self.owner.become, "ready", "", time.monotonic() - started_at)
             return
         self.workflows = WorkflowRunner(
             self.engine, defaults=self.config.rollout.rollout_args(),
@@ -233,13 +237,13 @@ class EngineThread:
             concurrent_mode=self.config.explorer.concurrent_mode, timeout=self.config.explorer.max_timeout,
             workers=self.workers, server=self.server,
         )
-        self.reporting = self.loop.create_task(self.reporter.run())
+        self.report_task = self.loop.create_task(self.reporter.run())
         progress, store = self.config.explorer.progress, self.config.store
         if progress.seconds:
-            opens = functools.partial(open_journals, store.url, durability=store.durability)
-            self.journal = Journal(opens, (self.name, self.owner.incarnation), progress, self.log)
-            self.journaling = self.loop.create_task(self.journal.run())
-        self.tell(self.owner.become, "ready", "", time.monotonic() - started)
+            open_store = functools.partial(open_journals, store.url, durability=store.durability)
+            self.journal = Journal(open_store, (self.name, self.owner.incarnation), progress, self.log)
+            self.journal_task = self.loop.create_task(self.journal.run())
+        self.tell(self.owner.become, "ready", "", time.monotonic() - started_at)
 
     def warm_workers(self) -> WorkerPool:
         """Return the pool of worker processes.
@@ -249,18 +253,18 @@ class EngineThread:
         """
         log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
         pool = WorkerPool(self.places.count, log_file=log_file)
-        needed = [*(["torch:Tensor"] if self.how.engine_type == "vllm" else []), *self.config.workflows]
-        if needed:
-            self.warming = self.loop.create_task(pool.warm(needed))
+        imports = [*(["torch:Tensor"] if self.model_config.engine_type == "vllm" else []), *self.config.workflows]
+        if imports:
+            self.warm_task = self.loop.create_task(pool.warm(imports))
         return pool
 
     async def serve(self, engine: Engine) -> EngineServer:
         """Return the engine's HTTP endpoint. If it can't start, stop the engine, since no client could reach it."""
         try:
-            name = self.how.model_path or "rollout" if self.model == "rollout" else self.model
+            name = (self.model_config.model_path if self.model == "rollout" else "") or self.model
             server = EngineServer(
                 engine, name=name, token=engine_token(read_key()), address=self.config.system.address,
-                defaults=self.how.rollout_args(), exact=self.model != "rollout", on_dead=self.end_with_engine,
+                defaults=self.model_config.rollout_args(), exact=self.model != "rollout", on_dead=self.end_with_engine,
             )
             await server.start()
         except BaseException:
@@ -270,7 +274,7 @@ class EngineThread:
 
     @_on_loop
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Take the URLs of auxiliary models, by runner and by model."""
+        """Use these URLs of auxiliary models, by model and by runner."""
         self.endpoints = endpoints
         for name, engine in self.auxiliary.items():
             engine.update(endpoints.get(name, {}))
@@ -278,7 +282,7 @@ class EngineThread:
     @_on_loop
     async def stop(self, stopped: Callable[[], None]) -> None:
         """End all units and the engine; then have the actor call `stopped`."""
-        self.ending = True
+        self.is_ending = True
         for key in list(self.units):
             self._stop_unit(key)  # errors that a closing engine or a killed worker causes are no outcomes
         try:
@@ -293,6 +297,7 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
+        """Begin to run a unit, in place of an earlier attempt at it."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
@@ -303,14 +308,15 @@ class EngineThread:
         if self.units.get(key) is not task:
             return
         del self.units[key]
-        how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
-        self.log.error("the task of unit %s %s", key, how)
-        message = f"the task that ran it {how}, by a workflow on the same loop"
-        done = UnitResult(failures=[(run, "workflow", message) for run in runs_of(item.unit)])
-        self.reporter.finished.put_nowait((item, done))
+        outcome = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
+        self.log.error("the task of unit %s %s", key, outcome)
+        message = f"the task that ran it {outcome}, by a workflow on the same loop"
+        result = UnitResult(failures=[(run, "workflow", message) for run in runs_of(item.unit)])
+        self.reporter.finished.put_nowait((item, result))
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
+        """Stop a unit that the coordinator cancelled, and free its journal."""
         self._stop_unit(key)
         if self.journal is not None:
             self.journal.settled(key)
@@ -323,16 +329,19 @@ class EngineThread:
             self.loop.call_later(LOST_SECONDS, self._free_journal, lost)
 
     def _free_journal(self, keys: list[Key]) -> None:
+        """Free the journal of these units, except those that run again here."""
         for key in keys:
             if self.journal is not None and key not in self.units:
                 self.journal.settled(key)
 
     def _stop_unit(self, key: Key) -> None:
-        running = self.units.pop(key, None)
-        if running is not None:
-            running.cancel()
+        """Cancel a unit's task without an outcome; a missing unit is fine."""
+        task = self.units.pop(key, None)
+        if task is not None:
+            task.cancel()
 
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
+        """Play a unit once it has a place, and hand its result to the reporter. A dead engine ends this runner."""
         UNIT.set(key)
         async with self.places:
             runs = runs_of(item.unit)
@@ -344,21 +353,21 @@ class EngineThread:
                 task = task_from_dict(revealed, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
-                limit, journal = item.timeout or None, await self.journal_of(key, item)
-                done = await self.workflows.execute(
-                    task, item.batch_id, runs, timeout=limit, leases=leases, journal=journal
+                journal = await self.journal_of(key, item)
+                result = await self.workflows.execute(
+                    task, item.batch_id, runs, timeout=item.timeout or None, leases=leases, journal=journal
                 )
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
                 lacks = isinstance(e, DataError)  # a secret that this host does not have
-                done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs], lacks=lacks)
-        done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
+                text = f"{type(e).__name__}: {e}"
+                result = UnitResult(failures=[(run, "infra", text) for run in runs], lacks=lacks)
+        result.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in result.failures]
         self.units.pop(key, None)
-        self.reporter.finished.put_nowait((item, done))
-        dead = self.workflows.engine_dead if self.workflows is not None else None
-        if dead is not None:
-            self.end_with_engine(dead)
+        self.reporter.finished.put_nowait((item, result))
+        if self.workflows is not None and self.workflows.engine_dead is not None:
+            self.end_with_engine(self.workflows.engine_dead)
 
     async def journal_of(self, key: Key, item: UnitAssignment) -> Callable[[int], RunJournal] | None:
         """Return a function from a unit's run to its journal with earlier attempts' records; None without a journal."""
@@ -381,34 +390,35 @@ class EngineThread:
 
     def end_with_engine(self, reason: str) -> None:
         """End this runner, since its engine is dead; finished units are reported first. The guardian replaces it."""
-        if self.owner.state != "ready" or self.ending:
+        if self.owner.state != "ready" or self.is_ending:
             return
-        self.ending = True
+        self.is_ending = True
         self.log.error("the engine is dead: %s", reason)
         self.tell(self.owner.become, "failed", f"its engine ended: {reason}", 0.0)
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
 
     @_on_loop
     async def load_weights(self, message: LoadWeights) -> None:
-        started = time.monotonic()
+        """Load weights from their folder or from the trainer's group; `weights_done` gets the result."""
+        started_at = time.monotonic()
         error = None
         try:
             assert self.engine is not None
             if message.from_group:
-                receiving = cast(ReceivesWeights, self.engine)
-                await receiving.receive_weights(message.version, message.path, self.patience)
+                receiver = cast(ReceivesWeights, self.engine)
+                await receiver.receive_weights(message.version, message.path, self.patience)
             else:
                 await self.engine.load_weights(message.version, message.path)
         except BaseException as e:
-            error = self.load_error("weights not loaded", e)
-        self.tell(self.owner.weights_done, message.version, time.monotonic() - started, error)
+            error = self.report_load_error("weights not loaded", e)
+        self.tell(self.owner.weights_done, message.version, time.monotonic() - started_at, error)
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:
         """Serve the adapters of an order one after another; `adapters_done` gets the result."""
-        async with self.ordering:
-            done = await serve_adapters(self.engine, message.adapters, self.load_error)
-        self.tell(self.owner.adapters_done, message.number, done)
+        async with self.adapters_lock:
+            result = await serve_adapters(self.engine, message.adapters, self.report_load_error)
+        self.tell(self.owner.adapters_done, message.number, result)
 
     @_on_loop
     async def join_group(self, message: JoinGroup) -> None:
@@ -417,15 +427,15 @@ class EngineThread:
         try:
             engine = cast(ReceivesWeights, self.engine)
             if not hasattr(engine, "join_weight_group"):
-                raise SyncError(f"{self.how.engine_class} can't get weights from a group of processes")
+                raise SyncError(f"{self.model_config.engine_class} can't get weights from a group of processes")
             await engine.join_weight_group(
                 message.address, message.port, message.rank_offset, message.world_size, self.patience
             )
         except BaseException as e:
-            error = self.load_error("no group for weights", e)
+            error = self.report_load_error("no group for weights", e)
         self.tell(self.owner.group_joined, message.id, error)
 
-    def load_error(self, what: str, error: BaseException) -> str:
+    def report_load_error(self, what: str, error: BaseException) -> str:
         """Log that loading failed, and return the error's text for the coordinator. A dead engine ends this runner."""
         self.log.error(what, exc_info=error)
         text = _error_text(error)
@@ -435,4 +445,5 @@ class EngineThread:
 
 
 def _error_text(error: BaseException) -> str:
+    """Return an error as text, with its type unless it is one of ours."""
     return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

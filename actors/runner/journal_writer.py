@@ -1,8 +1,9 @@
-"""The runner's journal: records of unfinished runs, written in groups by a thread of its own.
+"""The runner's journal: records of unfinished runs.
 
-At each interval the new tokens of all open calls are one write. The end of a call or step is written at once, with
-whatever else waits. If the store can't be written, work goes on without a journal, and the runner's log says so. Lost
-records only make a kept prefix shorter.
+At each interval the new tokens of all open calls are one write. The end of a call or step is written at once. A thread
+does what takes time: it syncs files to the disk, and writes to PostgreSQL whatever waits in one group. If the store
+can't be written, work goes on without a journal, and the runner's log says so. Lost records only make a kept prefix
+shorter.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Journal:
         """Unsettled units that may have records, by segment."""
         self._active: set[Key] = set()
         self._unsynced = self._durable = False
-        self._failing = ""
+        self._failing = False
 
     async def run(self) -> None:
         """Write queued records as they come and, at each interval, the new tokens of open calls, until cancelled."""
+        with contextlib.suppress(LogUnavailable):  # the first write tries again, and says so
+            await self._in_thread(self._open)
         due = time.monotonic() + self._settings.seconds
         while True:
             with contextlib.suppress(TimeoutError):
@@ -76,10 +79,16 @@ class Journal:
 
         If `durable` they survive a crash of the machine too; otherwise only after the next interval.
         """
-        if not records or sum(len(data) for data, _ in self._waiting) > self._settings.max_bytes:
+        data = b"".join(records)
+        if not data or sum(len(waiting) for waiting, _ in self._waiting) > self._settings.max_bytes:
             return
+        if self._writes_at_once():
+            self._write_at_once(data)
+            if not durable:
+                return
+            data = b""
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append((b"".join(records), done))
+        self._waiting.append((data, done))
         self._durable = self._durable or durable
         self._wake.set()
         await asyncio.wait([done], timeout=PATIENCE_SECONDS)
@@ -99,30 +108,55 @@ class Journal:
             if not units and segment != self._segment:
                 self._free(segment)
 
+    def _writes_at_once(self) -> bool:
+        return self._store is not None and self._store.quick
+
+    def _write_at_once(self, data: bytes) -> None:
+        try:
+            self._append(self._segment, data, False)
+        except Exception as e:
+            self._fail(e)
+        else:
+            self._unsynced = True
+            self._grow(len(data))
+
     async def _put(self, data: bytes, durable: bool) -> None:
         """Write a group. `durable` syncs it and all earlier ones to the disk; otherwise the next interval does."""
+        if data and self._writes_at_once():
+            self._write_at_once(data)
+            data = b""
+        if not data and not durable:
+            return
+        self._unsynced = not durable
         try:
             await self._in_thread(self._append, self._segment, data, durable)
         except Exception as e:
-            if not self._failing:
-                self._log.error("the journal is not written, and work goes on without it: %s", e)
-            self._failing = str(e)
-            self._next_segment()  # the tail of this one may be torn
-            return
-        if self._failing:
-            self._log.warning("the journal is written again")
-        self._failing, self._unsynced = "", not durable
-        self._grow(len(data))
+            self._fail(e)
+        else:
+            self._grow(len(data))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failing:
+            self._log.error("the journal is not written, and work goes on without it: %s", error)
+        self._failing = True
+        self._next_segment()  # the tail of this one may be torn
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
-    def _append(self, segment: int, data: bytes, durable: bool) -> None:
+    def _open(self) -> Journals:
         if self._store is None:
             self._store = self._opens()
-        self._store.append(self._life, segment, data, durable=durable)
+        return self._store
+
+    def _append(self, segment: int, data: bytes, durable: bool) -> None:
+        self._open().append(self._life, segment, data, durable=durable)
 
     def _grow(self, size: int) -> None:
+        """Count written bytes. Begin a new segment if this one is full, and drop the oldest beyond the limit."""
+        if self._failing:
+            self._log.warning("the journal is written again")
+            self._failing = False
         self._sizes[self._segment] = self._sizes.get(self._segment, 0) + size
         if self._sizes[self._segment] >= SEGMENT_BYTES:
             self._next_segment()

@@ -32,21 +32,25 @@ class LeaseReports(NumberedGroups[LeaseReport]):
 
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
-        self._waiting: list[LeaseChange] = []
-        self._futures: dict[str, Future[None]] = {}
-        """Changes for leases that were taken and are not in the log yet."""
+        self._unsent: list[LeaseChange] = []
+        self._futures: dict[str, Future[Any]] = {}
+        """What runs wait for, by lease: that the log has a lease that they take."""
 
-    def put(self, change: LeaseChange, recorded: Future[None]) -> None:
-        """Add a change to the next group. `recorded` ends when the log has the lease; at once if none is taken."""
+    def put(self, change: LeaseChange, recorded: Future[Any]) -> None:
+        """Add a change to the next group.
+
+        `recorded` ends once the log has the lease that the change takes, with the handle that it takes over, if any; at
+        once if it takes none.
+        """
         if change.what in ("released", "left") and change.lease in self._futures:
-            self._take_back(change.lease)
-        self._waiting.append(change)
+            self._withdraw(change.lease)
+        self._unsent.append(change)
         if change.what == "taken":
             self._futures[change.lease] = recorded
         else:
             recorded.set_result(None)
 
-    def _take_back(self, lease: str) -> None:
+    def _withdraw(self, lease: str) -> None:
         """Drop the taking of a lease that was left before the log confirmed it: nothing was created for it.
 
         The log may have the lease, and the coordinator may have released it: sent again, it would be taken once more.
@@ -55,18 +59,17 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         def without_taking(changes: list[LeaseChange]) -> list[LeaseChange]:
             return [c for c in changes if (c.lease, c.what) != (lease, "taken")]
 
-        self._waiting = without_taking(self._waiting)
-        self.unacked = {n: replace(group, changes=without_taking(group.changes)) for n, group in self.unacked.items()}
+        self._unsent = without_taking(self._unsent)
+        for number, group in self.unconfirmed.items():
+            self.unconfirmed[number] = replace(group, changes=without_taking(group.changes))
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
-    def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return the lease changes that were not sent yet, in groups that fit a message. `known`: end of the log that
-        this runner has seen.
-        """
-        if not self._waiting:
+    def next_groups(self, known: Mark | None, now: float) -> list[LeaseReport]:
+        """Return the unsent changes as groups to send now. `known`: the end of the log, as far as this runner heard."""
+        if not self._unsent:
             return []
-        parts = grouped(self._waiting, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
-        self._waiting = []
+        parts = grouped(self._unsent, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
+        self._unsent = []
         groups = []
         for part in parts:
             self.number += 1
@@ -74,7 +77,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         return groups
 
     def acknowledge(self, reply: LeaseReply) -> None:
-        """Forget a confirmed group, and end the waiting of its runs. A second confirmation does nothing."""
+        """Forget a confirmed group, and tell the runs whose leases it takes. A second confirmation does nothing."""
         group = self.drop(reply.number)
         if group is None:
             return
@@ -85,38 +88,43 @@ class LeaseReports(NumberedGroups[LeaseReport]):
             if change.lease in reply.refused:
                 future.set_exception(WorkflowError(reply.refused[change.lease]))
             else:
-                future.set_result(None)
+                future.set_result(reply.attaches.get(change.lease))
 
 
 class UnitLeases:
     """Reporter of the leases of one attempt's runs (a `LeaseRecorder`), usable from any thread."""
 
     def __init__(
-        self, changed: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
+        self, send: Callable[[LeaseChange, Future[Any]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
-        """Call `changed` with each change, from any thread. `secrets`: of tasks; the log must not have them."""
-        self._changed, self._item, self._secrets = changed, item, secrets
+        """Call `send` with each change, from any thread. `secrets`: those of tasks, which the log must not have."""
+        self._send, self._item, self._secrets = send, item, secrets
 
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
-        """Report a change to the coordinator. Raises WorkflowError for values that can't or must not be recorded."""
-        for name in more.keys() & {"args", "handle"}:
-            self._require_recordable(f"the {name} of a lease", more[name])
-        if "reason" in more:
-            more["reason"] = shortened(masked_text(self._secrets.scrubbed(more["reason"]), os.environ))
+    def report(self, *, lease: str, what: Any, run: int, **fields: Any) -> Future[Any]:
+        """Report a change to the coordinator; the future ends when the log has it, as `LeaseReports.put` says.
+
+        `fields`: further fields of `LeaseChange`. Raises WorkflowError for values that can't or must not be recorded.
+        """
+        for name in fields.keys() & {"args", "handle"}:
+            self._require_recordable(f"the {name} of a lease", fields[name])
+        if "reason" in fields:
+            fields["reason"] = shortened(masked_text(self._secrets.scrubbed(fields["reason"]), os.environ))
         item = self._item
         change = LeaseChange(
-            lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
+            lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run,
+            **fields,
         )
-        recorded: Future[None] = Future()
+        recorded: Future[Any] = Future()
         recorded.set_running_or_notify_cancel()  # so that no caller can cancel it, and setting its result never fails
-        self._changed(change, recorded)
+        self._send(change, recorded)
         return recorded
 
     def _require_recordable(self, what: str, value: Any) -> None:
+        """Raise WorkflowError for a value that is not plain JSON, is too large or holds a secret; `what` names it."""
         try:
             recordable_json(what, value)
         except ValueError as e:
             raise WorkflowError(str(e)) from None
-        if self._secrets.stands_in(value):
+        if self._secrets.holds_secret(value):
             raise WorkflowError(f"{what} holds a secret of a task, which the log must not have: let the provider read "
                                 "it from the environment")

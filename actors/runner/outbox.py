@@ -26,6 +26,7 @@ Key = tuple[BatchId, str, int, int]
 
 
 def key_of(outcome: UnitOutcome) -> Key:
+    """Return the identity of an outcome's unit."""
     return (outcome.batch_id, outcome.submission, outcome.unit.task, outcome.unit.run_id_base)
 
 
@@ -39,30 +40,33 @@ class NumberedGroups(Generic[_G]):
         self.name, self.incarnation = name, incarnation
         self.number = 0
         """Number of the newest group."""
-        self.unacked: dict[int, _G] = {}
-        self._sent: dict[int, float] = {}
+        self.unconfirmed: dict[int, _G] = {}
+        self._sent_at: dict[int, float] = {}
 
     def keep(self, group: _G, now: float) -> _G:
         """Keep a group under the newest number; the caller sends it now."""
-        self.unacked[self.number], self._sent[self.number] = group, now
+        self.unconfirmed[self.number] = group
+        self._sent_at[self.number] = now
         return group
 
-    def due(self, now: float, *, anew: bool = False) -> list[_G]:
+    def due(self, now: float, *, resend_all: bool = False) -> list[_G]:
         """Return the groups to send now, and note them as sent.
 
-        These are the groups unconfirmed for too long, or with `anew` all of them, for a new coordinator.
+        These are the groups unconfirmed for too long, or with `resend_all`, for a new coordinator, all of them.
         """
-        numbers = [n for n in self.unacked if anew or now - self._sent[n] > RESEND_SECONDS]
-        self._sent.update(dict.fromkeys(numbers, now))
-        return [self.unacked[n] for n in numbers]
+        numbers = [n for n in self.unconfirmed if resend_all or now - self._sent_at[n] > RESEND_SECONDS]
+        self._sent_at.update(dict.fromkeys(numbers, now))
+        return [self.unconfirmed[n] for n in numbers]
 
     def drop(self, number: int) -> _G | None:
         """Forget a group; return it, or None if it is forgotten already."""
-        self._sent.pop(number, None)
-        return self.unacked.pop(number, None)
+        self._sent_at.pop(number, None)
+        return self.unconfirmed.pop(number, None)
 
 
 class Outbox(NumberedGroups[OutcomeReport]):
+    """Groups of outcomes, and the units whose outcomes are in the log."""
+
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
@@ -74,7 +78,11 @@ class Outbox(NumberedGroups[OutcomeReport]):
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
         """Forget these groups, which are in the log; return their outcomes. A second confirmation is fine."""
-        outcomes = [outcome for n in numbers if (group := self.drop(n)) for outcome in group.outcomes]
+        outcomes: list[UnitOutcome] = []
+        for number in numbers:
+            group = self.drop(number)
+            if group is not None:
+                outcomes += group.outcomes
         for outcome in outcomes:
             self._settled[key_of(outcome), outcome.unit.attempt] = None
         while len(self._settled) > REMEMBERED_UNITS:
@@ -82,5 +90,5 @@ class Outbox(NumberedGroups[OutcomeReport]):
         return outcomes
 
     def has_settled(self, key: Key, attempt: int) -> bool:
-        """Return True if this attempt's outcome is in the log, as far as it is remembered."""
+        """Return True if the outcome of this attempt is in the log and is still remembered."""
         return (key, attempt) in self._settled

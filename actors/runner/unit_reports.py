@@ -24,7 +24,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore, open_payload
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["Reporter", "failed", "runs_of", "written"]
+__all__ = ["Reporter", "failed", "runs_of", "write_group"]
 
 STORE_SECONDS = 2.0
 """Time limit of one attempt at the payload store."""
@@ -33,6 +33,8 @@ FULL_SECONDS = 0.5, 5.0
 
 
 class Reporter:
+    """Writer of finished units into the payload store; `report` gets their outcomes. Used on the engine's loop."""
+
     payloads: PayloadStore
 
     def __init__(
@@ -59,7 +61,7 @@ class Reporter:
         self.payloads = patient(opened, store.retry_for)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the payload store in the one thread that uses it, and return its answer."""
+        """Return the result of a call that uses the payload store, made in the store's own thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def run(self) -> None:
@@ -71,7 +73,7 @@ class Reporter:
                 self._group.append(self.finished.get_nowait())
             group = list(self._group)
             try:
-                outcomes = await self._stored(group)
+                outcomes = await self._write_patiently(group)
             except Exception as e:
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
@@ -80,17 +82,17 @@ class Reporter:
             for part in grouped(outcomes, outcome_size):
                 self.report(part)
 
-    async def _stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
-        """Write finished units. If the store can't be written, for instance because its disk is full, wait without
-        limit.
+    async def _write_patiently(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
+        """Write finished units and return their outcomes. While the store can't be written, for instance because its
+        disk is full, retry without limit.
 
-        It is no unit's failure, and generating again costs more than keeping. Meanwhile the runner takes no more units
-        than it has places, and every heartbeat says what it waits for.
+        That is no unit's failure, and generating again costs more than keeping. Meanwhile the runner takes no more
+        units than it has places, and every heartbeat says what it waits for.
         """
         pauses = Backoff(*FULL_SECONDS)
         while True:
             try:
-                done: list[UnitOutcome] = await self.in_thread(written, group, self.payloads)
+                outcomes: list[UnitOutcome] = await self.in_thread(write_group, group, self.payloads)
             except LogUnavailable as e:
                 if not self.trouble:
                     self.log.error("payloads not written, trying again: %s", e)
@@ -100,39 +102,40 @@ class Reporter:
             if self.trouble:
                 self.log.warning("payloads are written again")
                 self.trouble = ""
-            return done
+            return outcomes
 
 
-def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
+def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
     """Write one payload for all experiences of the group, and one for the results of a unit with many of them; return
     an outcome for each unit.
     """
-    kept = [done.experiences if item.keep_experiences else [] for item, done in group]
-    broken: dict[int, str] = {}
+    experiences = [result.experiences if item.keep_experiences else [] for item, result in group]
+    errors: dict[int, str] = {}
     try:
-        data = Experience.serialize_many([e for part in kept for e in part])
-    except TrinityError:  # one of them can't be written: find it, and keep the others
-        for index, part in enumerate(kept):
+        data = Experience.serialize_many([e for part in experiences for e in part])
+    except TrinityError:  # one unit's experiences can't be written: find it, and write the others
+        for index, part in enumerate(experiences):
             try:
                 Experience.serialize_many(part)
             except TrinityError as e:
-                broken[index], kept[index] = str(e), []
-        data = Experience.serialize_many([e for part in kept for e in part])
-    digest = payloads.put(data) if any(kept) else ""
+                errors[index], experiences[index] = str(e), []
+        data = Experience.serialize_many([e for part in experiences for e in part])
+    digest = payloads.put(data) if any(experiences) else ""
     first = 0
     outcomes = []
-    for index, (item, done) in enumerate(group):
-        if index in broken:
-            outcomes.append(failed(item, "data", broken[index]))
+    for index, (item, result) in enumerate(group):
+        if index in errors:
+            outcomes.append(failed(item, "data", errors[index]))
             continue
+        count = len(experiences[index])
         outcome = UnitOutcome(
-            batch_id=item.batch_id, submission=item.submission, unit=item.unit, results=done.results,
-            failures=_brief(done.failures),
-            payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
-            model_version=done.model_version, model_version_end=done.model_version_end, seconds=done.seconds,
-            other_tokens=done.other_tokens, lacks=done.lacks,
+            batch_id=item.batch_id, submission=item.submission, unit=item.unit, results=result.results,
+            failures=_brief(result.failures),
+            payload=PayloadRef(digest=digest, first=first, count=count) if count else None,
+            model_version=result.model_version, model_version_end=result.model_version_end, seconds=result.seconds,
+            other_tokens=result.other_tokens, lacks=result.lacks,
         )
-        first += len(kept[index])
+        first += count
         try:
             if (size := outcome_size(outcome)) > LARGEST_RESULTS:
                 outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
@@ -145,19 +148,21 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
 
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
+    """Return the outcome of a unit all of whose runs failed."""
     failures = _brief([(run, kind, message) for run in runs_of(item.unit)])
     return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
 
 
 def runs_of(unit: Unit) -> range:
+    """Return the numbers of a unit's runs."""
     return range(unit.run_id_base, unit.run_id_base + unit.runs)
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """Return the first message of each kind, fit for a message and the log; that one is recorded."""
-    told: set[FailureKind] = set()
-    out = []
+    """Return the failures with only the first message of each kind, which alone is recorded, fit for the log."""
+    kinds: set[FailureKind] = set()
+    brief = []
     for run, kind, message in failures:
-        out.append((run, kind, "" if kind in told else shortened(message)))
-        told.add(kind)
-    return out
+        brief.append((run, kind, "" if kind in kinds else shortened(message)))
+        kinds.add(kind)
+    return brief

@@ -60,7 +60,7 @@ from trinity_es.actors.serving.request_limits import (
     dumped,
 )
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
-from trinity_es.actors.serving.token_id_routes import Ask, token_id_routes
+from trinity_es.actors.serving.token_id_routes import JsonHandler, token_id_routes
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 
@@ -82,15 +82,18 @@ Send = Callable[[Any], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class _Session:
+    """Requests of one run, or of no run."""
+
     model: Model
-    working: set[_Exchange] = field(default_factory=set)
-    kept: bool = True
-    """True if the model keeps the answers."""
-    over: bool = False
-    """True if its run is over."""
+    exchanges: set[_Exchange] = field(default_factory=set)
+    """Requests that the engine is answering."""
+    keeps_answers: bool = True
+    """True if the model keeps the answers as experiences."""
+    run_ended: bool = False
 
     def abort(self) -> None:
-        for exchange in list(self.working):
+        """Abort all requests that the engine is answering; any thread may call this."""
+        for exchange in list(self.exchanges):
             exchange.loop.call_soon_threadsafe(exchange.abort)
 
 
@@ -106,17 +109,18 @@ class EngineServer:
         self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1", port: int = 0,
         defaults: Mapping[str, Any] | None = None, on_dead: Callable[[str], None] | None = None, exact: bool = False,
     ) -> None:
-        self.exact = token_id_routes(engine) if exact else {}
+        self.id_routes = token_id_routes(engine) if exact else {}
         self.load = 0
-        """Open requests."""
+        """Number of open requests."""
         self.engine, self.name, self.token = engine, name, token
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
         """URL such as `http://127.0.0.1:41234`, once the server is started."""
-        self.plain = _Session(Model(engine, defaults=defaults), kept=False)
+        self.no_session = _Session(Model(engine, defaults=defaults), keeps_answers=False)
+        """The requests that name no session."""
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
-        self._playing = 0
+        self._exchange_count = 0
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -131,11 +135,11 @@ class EngineServer:
 
     async def stop(self) -> None:
         """Stop serving and abort open requests. Idempotent."""
-        for session in list(self.sessions):
-            self.forget(session)
-        self.plain.abort()
-        while self._playing:
-            await asyncio.sleep(0.01)  # nothing continues in the engine
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        self.no_session.abort()
+        while self._exchange_count:  # until none of them continues in the engine
+            await asyncio.sleep(0.01)
         if self._serving is not None:
             end(self._server)
             await asyncio.wait({self._serving})
@@ -147,17 +151,17 @@ class EngineServer:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
     def open(self, model: Model) -> str:
-        """Return a session for the clients of this run: requests to `{url}/s/{session}/v1` are kept as experiences."""
-        session = secrets.token_hex(8)
-        self.sessions[session] = _Session(model)
-        return session
+        """Return the id of a session for a run's clients: answers at `{url}/s/{id}/v1` are kept as experiences."""
+        session_id = secrets.token_hex(8)
+        self.sessions[session_id] = _Session(model)
+        return session_id
 
-    def forget(self, session: str) -> None:
-        """Abort the requests of a run that is over. A missing session is fine."""
-        found = self.sessions.pop(session, None)
-        if found is not None:
-            found.over = True
-            found.abort()
+    def forget(self, session_id: str) -> None:
+        """Close the session of a run that is over, and abort its requests. A missing session is fine."""
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            session.run_ended = True
+            session.abort()
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,103 +170,110 @@ class EngineServer:
 
         request = Request(scope, receive)
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        found = _SESSION.fullmatch(scope["path"])
-        named, path = found.groups() if found else (None, scope["path"])
+        match = _SESSION.fullmatch(scope["path"])
+        session_id, path = match.groups() if match else (None, scope["path"])
         exchange = _Exchange(receive, send, path, framed=_WANTED in headers)
         self.load += 1
         try:
             if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
-            session = self._admitted(named, headers)
-            if path in self.exact and request.method == "POST":
-                await self._give_exactly(request, self.exact[path], send)
+            session = self._session_of(session_id, headers)
+            if path in self.id_routes and request.method == "POST":
+                await self._answer_with_ids(request, self.id_routes[path], send)
             else:
-                await self._answered(request, session, path, exchange)
+                await self._answer_by_application(request, session, path, exchange)
         except Exception as e:
             await exchange.failed(e)
         finally:
             self.load -= 1
 
-    def _admitted(self, name: str | None, headers: Mapping[bytes, bytes]) -> _Session:
-        """Return the session of a request. Raises ApiError."""
+    def _session_of(self, session_id: str | None, headers: Mapping[bytes, bytes]) -> _Session:
+        """Return the session of a request. Raises ApiError for a wrong token or an unknown session."""
         if not hmac.compare_digest(bearer(headers), f"Bearer {self.token}".encode()):
             raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                            code="invalid_api_key")
-        session = self.plain if name is None else self.sessions.get(name)
+        session = self.no_session if session_id is None else self.sessions.get(session_id)
         if session is None:
             raise ApiError(
-                f"there is no session {name}: its run is over (a workflow that is reset gets another model: take the "
-                "client of self.model anew in each run)", status=404, code="session_not_found",
+                f"there is no session {session_id}: its run is over (a workflow that is reset gets another model: take "
+                "the client of self.model again in each run)", status=404, code="session_not_found",
             )
         return session
 
-    async def _answered(self, request: Request, session: _Session, path: str, exchange: _Exchange) -> None:
+    async def _answer_by_application(
+        self, request: Request, session: _Session, path: str, exchange: _Exchange
+    ) -> None:
+        """Have the application answer a request, with its session's default sampling. Raises ApiError, EngineError."""
         if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
-        session.model.failed = None
+        session.model.engine_error = None
         raw = await read_body(request)
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
-            body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
-            if session.kept or exchange.framed:
+            keeps_answers, defaults = session.keeps_answers, session.model.defaults
+            body, longest, unsaid = completed(path, checked(path, raw), defaults, with_ids=keeps_answers)
+            if keeps_answers or exchange.framed:
                 check_recorded(path, body, len(raw))
             adapter = session.model.sampling.adapter
-            named = body.get("model")
+            model_name = body.get("model")
             adapters = getattr(self.engine, "adapters", ())
-            if isinstance(named, str) and named in adapters:
-                adapter, body["model"] = named, self.name
-            elif named not in (None, "", self.name):
-                # vLLM would say it too, but hides a name that is a path
+            if isinstance(model_name, str) and model_name in adapters:
+                adapter, body["model"] = model_name, self.name
+            elif model_name not in (None, "", self.name):
+                # vLLM would refuse it too, but hides a name that is a path
                 served = ", ".join(map(repr, [self.name, *adapters]))
-                raise ApiError(f"the model {brief(named)} does not exist; GET /v1/models tells those that do: {served}",
-                               status=404, param="model", code=404)
+                raise ApiError(f"the model {brief(model_name)} does not exist; GET /v1/models lists those that do: "
+                               f"{served}", status=404, param="model", code=404)
             raw = dumped(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
-            kept=session.kept, wanted=session.kept or exchange.framed, chat=path in CHATS, adapter=adapter,
+            keeps_answers=session.keeps_answers, wanted=session.keeps_answers or exchange.framed, chat=path in CHATS,
+            adapter=adapter,
         )
-        if session.kept:
-            record.number = session.model.numbered()
+        if session.keeps_answers:
+            record.number = session.model.next_number()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
         if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server requires it by itself
             headers.append((b"authorization", f"Bearer {key}".encode()))
         scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
         application = await self._app()
-        if session.over:
+        if session.run_ended:  # while the application was made
             raise ApiError(_RUN_GONE, status=503)
         REQUEST.set(record)  # a request has a task of its own, and so a context
-        session.working.add(exchange)
-        self._playing += 1
+        session.exchanges.add(exchange)
+        self._exchange_count += 1
         try:
             await exchange.play(application, scope, raw, record)
         finally:
-            session.working.discard(exchange)
-            self._playing -= 1
+            session.exchanges.discard(exchange)
+            self._exchange_count -= 1
 
-    async def _give_exactly(self, request: Request, ask: Ask, send: Send) -> None:
+    async def _answer_with_ids(self, request: Request, handle: JsonHandler, send: Send) -> None:
+        """Answer a request to one of `token_id_routes`; add the served version and the number of open requests."""
         from starlette.responses import Response
 
         try:
-            told = await while_listening(request.receive, ask(json.loads(await read_body(request))))
+            reply = await while_listening(request.receive, handle(json.loads(await read_body(request))))
         except EngineError as e:
-            self._fail(self.plain, e)
+            self._fail(self.no_session, e)
             raise
-        told |= {"model_version": self.engine.model_version, "load": self.load}
+        reply |= {"model_version": self.engine.model_version, "load": self.load}
         # not orjson, which writes a logprob of -inf as null
-        await Response(json.dumps(told), media_type="application/json")(request.scope, request.receive, send)
+        await Response(json.dumps(reply), media_type="application/json")(request.scope, request.receive, send)
 
     async def _app(self) -> Any:
-        """Return the application: the engine's own, made at its first use, or the small one."""
-        if self._application is None or (self._application.done() and self._application.exception() is not None):
-            made = getattr(self.engine, "application", None)
-            making = made(self.name, REQUEST.get) if made else small_api.application(self.engine, self.name)
-            self._application = asyncio.ensure_future(making)
-        return self._application.result() if self._application.done() else await asyncio.shield(self._application)
+        """Return the engine's own application, or else `small_api`'s. The first request makes it."""
+        task = self._application
+        if task is None or (task.done() and task.exception() is not None):
+            make_own = getattr(self.engine, "application", None)
+            making = make_own(self.name, REQUEST.get) if make_own else small_api.application(self.engine, self.name)
+            task = self._application = asyncio.ensure_future(making)
+        return await asyncio.shield(task)  # other requests wait for it too
 
     def _fail(self, session: _Session, error: EngineError) -> None:
-        session.model.failed = error
+        session.model.engine_error = error
         if error.details.get("dead") and self.on_dead is not None:
             self.on_dead(str(error))
 
@@ -283,20 +294,24 @@ class _Exchange:
     """
 
     def __init__(self, receive: Receive, send: Send, path: str, framed: bool) -> None:
-        self._receive, self._send, self.framed = receive, Framed(send) if framed else send, framed
-        self._task, self.loop = asyncio.current_task(), asyncio.get_running_loop()
-        self._body: bytes | None = None
+        self.framed, self.loop = framed, asyncio.get_running_loop()
+        self._receive, self._send = receive, Framed(send) if framed else send
+        self._task = asyncio.current_task()
+        self._body: bytes | None = None  # the request's, until the application has received it
         self._record: RequestRecord | None = None
-        self._version, self._message, self._place = 0, "", StreamPlace(path)
-        self._may_ask_again = path == RESPONSES
-        """True if the engine may be asked again after an answer."""
-        self._start_message: Any = None
-        self._held_part: Any = None
-        """Newest part of an answer after which the engine may be asked again."""
-        self._has_begun = self._has_ended = self._is_stored = False
-        self._client_left = self._is_aborted = self._past_deadline = False
-        self._listening: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._version = 0  # the engine's when the request came
+        self._response_id, self._stream_place = "", StreamPlace(path)
+        self._may_ask_again = path == RESPONSES  # the application may call the engine again after an answer
+        self._start_message: Any = None  # status and headers, sent with the first part of the body
+        self._held_part: Any = None  # newest part of the body, held while it may be followed by another answer
+        self._status_sent = False
+        self._end_sent = False
+        self._is_stored = False
+        self._client_left = False
+        self._is_aborted = False
+        self._past_deadline = False
+        self._receiving_tasks: set[asyncio.Task[Any]] = set()  # tasks of the application that wait in `receive`
+        self._deadline_timer: asyncio.TimerHandle | None = None
 
     async def play(self, application: Any, scope: Scope, body: bytes, record: RequestRecord) -> None:
         """Answer the request. Raises ApiError if it was aborted or its client left, EngineError if nothing was
@@ -313,24 +328,24 @@ class _Exchange:
             if not self._client_left:
                 raise
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._deadline_timer is not None:
+                self._deadline_timer.cancel()
         if self._is_aborted:
             raise ApiError(_RUN_GONE, status=503)
         if self._client_left:
             raise Gone("the request was aborted: its client is gone", status=503)
-        if not self._has_begun:
+        if not self._status_sent:
             raise record.failed or EngineError("the engine's server gave no answer")
 
     async def receive(self) -> Any:
-        """Return the body, and later the client's departure: ASGI's `receive`."""
+        """Return the body at the first call, and then wait until the client leaves: the application's `receive`."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         if not self._client_left:
             task = asyncio.current_task()
             assert task is not None
-            self._listening.add(task)
+            self._receiving_tasks.add(task)
             try:
                 while (await self._receive())["type"] != "http.disconnect":
                     pass
@@ -339,21 +354,22 @@ class _Exchange:
                 if not self._is_aborted or task.uncancel():
                     raise
             finally:
-                self._listening.discard(task)
+                self._receiving_tasks.discard(task)
         return {"type": "http.disconnect"}
 
     def abort(self) -> None:
-        """End the request with 503, since its run is over."""
+        """End the request with 503, since its run is over: for the application, the client has left."""
         if not self._is_aborted:
             self._is_aborted = True
             self._leave()
-            for listening in list(self._listening):
-                listening.cancel()
+            for task in list(self._receiving_tasks):
+                task.cancel()
 
     def _leave(self) -> None:
+        """Note that the client left. The application has LEAVING_SECONDS to end the request."""
         if not self._client_left:
             self._client_left = True
-            self._timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
+            self._deadline_timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
 
     def _cancel(self) -> None:
         assert self._task is not None
@@ -361,39 +377,43 @@ class _Exchange:
         self._task.cancel()
 
     async def send(self, message: Any) -> None:
-        """Forward what the application sends: ASGI's `send`."""
+        """Forward a message of the application to the client; before the end, store the answer. Raises EngineError."""
         assert self._record is not None
         if message["type"] == "http.response.start":
             self._start_message = message
             return
-        if self._has_ended or self._client_left:
+        if self._end_sent or self._client_left:
             return
         failed = self._record.failed
-        if not self._has_begun and failed is not None:
+        if not self._status_sent and failed is not None:
             raise failed
-        ends = not message.get("more_body", False)
-        self._message = self._message or id_in(message.get("body", b""))
-        whole = self._record.complete() and (ends or not self._may_ask_again)
-        found = self._kept_now() if whole and not self._is_stored and self._start_message["status"] == 200 else None
-        frame = Framed.recorded(self._record, found, self._message) if found is not None and self.framed else None
-        if not self._has_begun:
+        is_last = not message.get("more_body", False)
+        self._response_id = self._response_id or id_in(message.get("body", b""))
+        experiences = None
+        is_complete = self._record.complete() and (is_last or not self._may_ask_again)
+        if is_complete and not self._is_stored and self._start_message["status"] == 200:
+            experiences = self._store_answer()
+        frame = None
+        if experiences is not None and self.framed:
+            frame = Framed.record_data(self._record, experiences, self._response_id)
+        if not self._status_sent:
             version = (b"x-model-version", str(self._version).encode())
             await self._send({**self._start_message, "headers": [*self._start_message.get("headers", ()), version]})
-            self._has_begun = True  # not earlier: a task that is cancelled while it waits has sent nothing
+            self._status_sent = True  # not earlier: a task that is cancelled while it waits has sent nothing
         if frame is not None and isinstance(self._send, Framed):
             await self._send.record(frame)
         if self._may_ask_again:  # the last part waits until it is recorded
             self._held_part, message = message, self._held_part
             if message is not None:
-                self._place.count(message.get("body", b""))
+                self._stream_place.count(message.get("body", b""))
                 await self._send({**message, "more_body": True})
-            message = self._held_part if ends else None
-        self._has_ended = ends
+            message = self._held_part if is_last else None
+        self._end_sent = is_last
         if message is not None:
             await self._send(message)
 
-    def _kept_now(self) -> list[Experience] | None:
-        """Keep the generated tokens before the client knows that the answer is complete. Raises EngineError."""
+    def _store_answer(self) -> list[Experience] | None:
+        """Return the answer's experiences, kept by the model; None if they are not wanted. Raises EngineError."""
         assert self._record is not None
         self._is_stored = True
         if not self._record.wanted:
@@ -414,16 +434,16 @@ class _Exchange:
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)
-        if self._has_ended:
+        if self._end_sent:
             return
-        if self._has_begun:
+        if self._status_sent:
             headers: dict[bytes, bytes] = dict(self._start_message.get("headers", ()))
             if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
                 return
-            self._has_ended = True
-            body = self._place.last_event(refused)
+            self._end_sent = True
+            body = self._stream_place.last_event(refused)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
             return
-        self._has_begun = self._has_ended = True
-        response = json_response(body_of(refused, self._place.path), refused.status)
+        self._status_sent = self._end_sent = True
+        response = json_response(body_of(refused, self._stream_place.path), refused.status)
         await response({"type": "http"}, None, self._send)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ from trinity_es.events.errors import DataError, EngineError, TrinityError, Workf
 
 __all__ = ["ApiError", "StreamPlace", "body_of", "event", "json_object", "refusal", "wrong"]
 
-_ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-               404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
+_ANTHROPIC_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+                    404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
 """Anthropic's name for an error, by status; others are `api_error`."""
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 
@@ -27,8 +27,9 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        """Return the response's JSON in OpenAI's form."""
+        error_type = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
 
 def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
@@ -43,12 +44,12 @@ def json_object(raw: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as e:
         raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
-        raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
+        raise ApiError(f"the body is JSON of type {type(body).__name__}: give an object")
     return body
 
 
 def refusal(error: Exception) -> ApiError:
-    """Return the error response for an exception that occurred during a request."""
+    """Return the error response for an exception that ended a request: 400 if the request caused it, else 5xx."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, WorkflowError | DataError):
@@ -62,6 +63,7 @@ def refusal(error: Exception) -> ApiError:
 
 
 def event(body: dict[str, Any]) -> bytes:
+    """Return a JSON value as a server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
@@ -69,19 +71,22 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
     """Return an error in the form of this route: Anthropic's under `/v1/messages`, otherwise OpenAI's."""
     if not path.startswith("/v1/messages"):
         return error.body()
-    kind = _ANTHROPICS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    error_type = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": error_type, "message": str(error)}}
 
 
 class StreamPlace:
     """Position in a stream of events on this route: an error that ends the stream needs the next number."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.number = path, 0
+        self.path = path
+        self.next_number = 0
 
     def count(self, part: bytes) -> None:
-        if self.path == "/v1/responses" and (numbers := _NUMBER.findall(part)):
-            self.number = int(numbers[-1]) + 1
+        """Note the number of the last event in this part of a stream; only the route `/v1/responses` numbers events."""
+        numbers = _NUMBER.findall(part) if self.path == "/v1/responses" else []
+        if numbers:
+            self.next_number = int(numbers[-1]) + 1
 
     def last_event(self, error: ApiError) -> bytes:
         """Return an error as the event that ends the stream here.
@@ -92,5 +97,5 @@ class StreamPlace:
         if self.path == "/v1/responses":
             # OpenAI's event is flat, and its Python client raises only if there is an `error` too.
             body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
-                     "sequence_number": self.number}
+                     "sequence_number": self.next_number}
         return (b"event: error\n" if "type" in body else b"") + event(body)

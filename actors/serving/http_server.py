@@ -22,7 +22,7 @@ import orjson
 
 from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.events.errors import StartupError
-from trinity_es.events.processes import open_files
+from trinity_es.events.processes import raise_file_limit
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -50,12 +50,12 @@ MOST_CONNECTIONS = 16_384
 """Maximum number of connections; further ones wait. It is lower if this process may open fewer files."""
 SPARE_FILES = 256
 """Files reserved for other uses: engines, the log, actors."""
-FULL_SECONDS = 0.05
+FULL_PAUSE_SECONDS = 0.05
 """Pause before the next check for room for another connection."""
 IDLE_SECONDS = 1.0
 """How long a connection may be idle while others wait, before it is closed."""
-TELL_SECONDS = 60.0
-"""Interval between two log lines that say that there is no room."""
+WARN_SECONDS = 60.0
+"""Minimum interval between two warnings that new clients wait."""
 BODY_SECONDS = 300.0
 """How long a request's body may take."""
 
@@ -93,13 +93,13 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > limit:
-        more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
-        raise ApiError(f"the body has {more}: the limit is {limit:,}", status=413, code="body_too_large")
+        known_size = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
+        raise ApiError(f"the body has {known_size}: the limit is {limit:,}", status=413, code="body_too_large")
     return b"".join(parts)
 
 
 def bearer(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the key of a request as `Bearer <key>`, also if it came in the form of Anthropic's clients."""
+    """Return the key of a request as `Bearer <key>`, also if it came as `x-api-key`, as from Anthropic's clients."""
     return headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
@@ -134,31 +134,32 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ValueError) as e:  # SSLError is an OSError whose own text is the clearest
-        said = getattr(e, "reason", None) or getattr(e, "strerror", None) or e
+        reason = getattr(e, "reason", None) or getattr(e, "strerror", None) or e
         raise StartupError(
-            f"the certificate {cert} with the private key {key} can't be used ({said}): give two PEM files that belong "
-            "together, which this user may read, the key without a password"
+            f"the certificate {cert} with the private key {key} can't be used ({reason}): give two PEM files that "
+            "belong together, which this user may read, the key without a password"
         ) from e
     return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
 def limited_http() -> Any:
-    """Return uvicorn's `http`, whose connections give way to waiting ones and keep nothing of an answered request."""
+    """Return uvicorn's `http`, whose idle connections give way to waiting clients and keep nothing of old requests."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
         return "h11"
 
     class Limited(HttpToolsProtocol):
-        _playing: Any = None
-        """The request in work; uvicorn's own `cycle` is the last one read."""
+        _current_cycle: Any = None
+        """The request that is being answered; uvicorn's own `cycle` is the last one read."""
 
         def connection_lost(self, exc: Exception | None) -> None:
+            """Extend uvicorn's: drop the requests that wait, and tell the one in work that its client is gone."""
             self._unset_keepalive_if_required()  # uvicorn leaves it after a reset of the connection
             self.pipeline.clear()
-            if self._playing is not None and not self._playing.response_complete:
-                self._playing.disconnected = True
-                self._playing.message_event.set()
+            if self._current_cycle is not None and not self._current_cycle.response_complete:
+                self._current_cycle.disconnected = True
+                self._current_cycle.message_event.set()
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
@@ -166,15 +167,16 @@ def limited_http() -> Any:
             Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self._playing = cycle
+            """Extend uvicorn's: an answer ends its connection while the server is full."""
+            self._current_cycle = cycle
             if getattr(self.server_state, "full", False):
-                cycle.keep_alive = False  # its client hears so, and its place is free
+                cycle.keep_alive = False  # the answer's headers say so, too
             super()._start_asgi_task(cycle, app)
 
         def give_way(self) -> None:
-            """Close this connection if it has been idle for long."""
-            idle = self.timeout_keep_alive_task
-            if idle is not None and idle.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
+            """Close this connection if it has been idle for IDLE_SECONDS."""
+            timer = self.timeout_keep_alive_task  # runs while the connection is idle
+            if timer is not None and timer.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
                 self.transport.close()
 
     return Limited
@@ -184,13 +186,13 @@ def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
     """Return the error for a request that matches none of these routes (path -> method); it names a similar one."""
     if path in routes:
         return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
-    rest = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
-    meant = next((f" ({routes[p]} {p} is one)" for p in (f"/v1{rest}", rest) if p in routes), "")
-    return ApiError(f"{method} {path}: there is no such route{meant}", status=404)
+    bare_path = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
+    similar = next((f" ({routes[p]} {p} is one)" for p in (f"/v1{bare_path}", bare_path) if p in routes), "")
+    return ApiError(f"{method} {path}: there is no such route{similar}", status=404)
 
 
 def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
-    """Return an ASGI application of these routes: (path, method, handler). May be called in a thread."""
+    """Return an ASGI application of these routes: (path, method, handler). Any thread may call this."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
@@ -198,8 +200,8 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     methods = {path: method for path, method, _ in routes}
 
     async def not_found(request: Request, error: Exception) -> Response:
-        refused = no_route(request.method, request.url.path, methods)
-        return json_response(body_of(refused, request.url.path), refused.status)
+        refusal = no_route(request.method, request.url.path, methods)
+        return json_response(body_of(refusal, request.url.path), refusal.status)
 
     app = Starlette()
     app.add_exception_handler(HTTPException, not_found)
@@ -209,7 +211,7 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections fit into this many open files: each may need a second one, to an engine."""
+    """Return how many connections a process with this many files may have: each may need another, to an engine."""
     return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
 
 
@@ -222,77 +224,85 @@ def server_class() -> Any:
 
     class Server(uvicorn.Server):
         arriving = 0
-        """Connections that are accepted and not served yet."""
-        files = most = 0
-        """Files that this process may open, and connections that are served at once."""
+        """Number of connections that are accepted and not served yet."""
+        files = 0
+        """Number of files that this process may open."""
+        limit = 0
+        """Maximum number of open connections."""
 
         @property
-        def taken(self) -> int:
+        def connection_count(self) -> int:
             """Number of open connections."""
             return len(self.server_state.connections) + self.arriving
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Extend uvicorn's: accept the connections of these sockets in tasks of its own."""
             for listening in sockets or ():
                 listening.setblocking(False)
                 listening.listen(self.config.backlog)
             await super().startup(sockets=[])
-            self.files = open_files()
-            self.most, self.told_at = most_connections(self.files), -math.inf
-            self.accepting = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
-            self.meeting: set[asyncio.Task[None]] = set()
+            self.files = raise_file_limit()
+            self.limit, self.warned_at = most_connections(self.files), -math.inf
+            self.accept_tasks = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
+            self.serve_tasks: set[asyncio.Task[None]] = set()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            for task in self.accepting:
+            for task in self.accept_tasks:
                 task.cancel()
-            await asyncio.gather(*self.accepting, return_exceptions=True)
+            await asyncio.gather(*self.accept_tasks, return_exceptions=True)
             await super().shutdown(sockets)
 
         async def accept(self, listening: socket.socket) -> None:
+            """Accept connections one after another, and none while `limit` of them are open."""
             loop, state = asyncio.get_running_loop(), self.server_state
             while True:
-                state.full = self.taken >= self.most  # type: ignore[attr-defined]  # `Limited` reads it
-                if self.taken >= self.most:
-                    self.tell(f"{self.taken} connections are there, which is the most that {self.files} open files "
-                              "allow")
+                is_full = self.connection_count >= self.limit
+                state.full = is_full  # type: ignore[attr-defined]  # `Limited` reads it
+                if is_full:
+                    self.warn(f"{self.connection_count} connections are there, which is the most that {self.files} "
+                              "open files allow")
                     for connection in list(state.connections):
                         getattr(connection, "give_way", lambda: None)()  # h11's has none
-                    await asyncio.sleep(FULL_SECONDS)
+                    await asyncio.sleep(FULL_PAUSE_SECONDS)
                     continue
                 try:
-                    end, _ = await loop.sock_accept(listening)
+                    client, _ = await loop.sock_accept(listening)
                 except OSError as e:
-                    self.tell(f"a connection could not be accepted ({e.strerror})")
-                    await asyncio.sleep(FULL_SECONDS)
+                    self.warn(f"a connection could not be accepted ({e.strerror})")
+                    await asyncio.sleep(FULL_PAUSE_SECONDS)
                     continue
                 self.arriving += 1
-                task = asyncio.create_task(self.meet(end))
-                self.meeting.add(task)
-                task.add_done_callback(self.meeting.discard)
+                task = asyncio.create_task(self.serve_client(client))
+                self.serve_tasks.add(task)
+                task.add_done_callback(self.serve_tasks.discard)
 
-        async def meet(self, end: socket.socket) -> None:
+        async def serve_client(self, client: socket.socket) -> None:
+            """Hand an accepted connection to uvicorn, after its TLS handshake."""
+
             def protocol() -> Any:
                 return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
                     config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
             try:
-                await asyncio.get_running_loop().connect_accepted_socket(protocol, sock=end, ssl=self.config.ssl)
-            except OSError:  # its client left, or speaks no TLS
-                end.close()
+                await asyncio.get_running_loop().connect_accepted_socket(protocol, sock=client, ssl=self.config.ssl)
+            except OSError:  # the client left, or speaks no TLS
+                client.close()
             finally:
                 self.arriving -= 1
 
-        def tell(self, why: str) -> None:
-            if (now := time.monotonic()) - self.told_at >= TELL_SECONDS:
-                self.told_at = now
+        def warn(self, why: str) -> None:
+            """Log why new clients wait, at most once in WARN_SECONDS."""
+            if (now := time.monotonic()) - self.warned_at >= WARN_SECONDS:
+                self.warned_at = now
                 _log.warning("%s: new clients wait; raise the limit of open files (ulimit -Hn, LimitNOFILE=)", why)
 
     return Server
 
 
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
-    """Return a server of an ASGI application. Requests still open `stop_seconds` after its end are cancelled.
+    """Return a server of an ASGI application. Requests still open `stop_seconds` after `end` are cancelled.
 
-    May be called in a thread. `tls` is the result of `tls_options`.
+    Any thread may call this. `tls` is the result of `tls_options`.
     """
     import uvicorn
 
@@ -321,15 +331,15 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
 
 
 def end(server: Any) -> None:
-    """Have a server end, in its own loop: it accepts nothing more, and its task ends when all requests are answered."""
+    """Have a server accept no more connections and end when all requests are answered; call this in its own loop."""
     server.should_exit = True
     server.ending.set()
 
 
 async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
-    """Serve on this socket until requests are answered. Raises StartupError.
+    """Start to serve on this socket; return the server's task once it answers requests. Raises StartupError.
 
-    To end it, call `end` and await the task.
+    To end the server, call `end` and await the task.
     """
     serving: asyncio.Task[None] = asyncio.create_task(server.serve([listening]))
     deadline = time.monotonic() + START_SECONDS
@@ -343,34 +353,34 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
 
 
 async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`, or cancel it when the client disconnects, which raises Gone."""
-    gone = False
+    """Return the result of `work`. If the client disconnects meanwhile, cancel `work` and raise Gone."""
+    client_left = False
 
-    async def listen_on() -> None:
-        nonlocal gone
+    async def cancel_on_disconnect() -> None:
+        nonlocal client_left
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = not working.done()
-        working.cancel()
+        client_left = not work_task.done()
+        work_task.cancel()
 
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(listen_on())
+    work_task = asyncio.ensure_future(work)
+    listener = asyncio.ensure_future(cancel_on_disconnect())
     try:
-        found = await working  # a request costs two tasks, and no third one that waits for both
+        result = await work_task  # a request costs two tasks, and no third one that waits for both
     except asyncio.CancelledError:
-        own = asyncio.current_task()
-        if not gone or own is None or own.cancelling():
+        own_task = asyncio.current_task()
+        if not client_left or own_task is None or own_task.cancelling():
             raise
     finally:
-        leaving.cancel()
-    if gone:
+        listener.cancel()
+    if client_left:
         raise Gone("the request was aborted: its client is gone", status=503)
-    return found
+    return result
 
 
 def json_response(value: Any, status: int = 200) -> Response:
     """Return any JSON value as a response."""
     from starlette.responses import Response
 
-    left = {"connection": "close"} if status == 408 else {}  # the rest of the body is still to come
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json", headers=left)
+    headers = {"connection": "close"} if status == 408 else {}  # the rest of the request's body is still to come
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json", headers=headers)

@@ -56,6 +56,7 @@ class Framed:
         self._send = send
 
     async def __call__(self, message: Any) -> None:
+        """Send a message of the application: its headers with WANTED added, or a part of its body as a frame."""
         if message["type"] == "http.response.start":
             headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
             await self._send({**message, "headers": [*headers, (WANTED.encode(), b"1")]})
@@ -63,25 +64,28 @@ class Framed:
             await self._send({**message, "body": _frame(b"b", message.get("body", b""))})
 
     @staticmethod
-    def recorded(record: RequestRecord, experiences: list[Experience], message: str) -> bytes:
-        """Return the data of a record's frame. `message` is the response's id."""
-        versions = [g.before for g in record.generations]
+    def record_data(record: RequestRecord, experiences: list[Experience], response_id: str) -> bytes:
+        """Return the data of a record's frame: its header's length, the header as JSON, the experiences."""
+        calls = record.generations
+        versions = [call.before for call in calls]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
-        answers = [c for g in record.generations for c in g.completions or ()]
-        with_tokens = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
+        answers = [completion for call in calls for completion in call.completions or ()]
+        indexes = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
         header = orjson.dumps(Record(
-            message=message or uuid4().hex, versions=versions,
-            prompt_tokens=sum(len(g.completions[0].prompt_token_ids) for g in record.generations if g.completions),
-            response_tokens=sum(len(c.token_ids) for c in answers), choices=with_tokens,
+            message=response_id or uuid4().hex, versions=versions,
+            prompt_tokens=sum(len(call.completions[0].prompt_token_ids) for call in calls if call.completions),
+            response_tokens=sum(len(answer.token_ids) for answer in answers), choices=indexes,
         ))
-        payload = Experience.serialize_many([experiences[i] for i in with_tokens]) if with_tokens else b""
+        payload = Experience.serialize_many([experiences[i] for i in indexes]) if indexes else b""
         return len(header).to_bytes(8, "big") + header + payload
 
     async def record(self, data: bytes) -> None:
+        """Send a frame with a record."""
         await self._send({"type": "http.response.body", "body": _frame(b"r", data), "more_body": True})
 
 
 def _frame(kind: bytes, data: bytes) -> bytes:
+    """Return the bytes of a frame."""
     return kind + len(data).to_bytes(8, "big") + data
 
 
@@ -101,7 +105,7 @@ async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes
 
 
 def recorded(data: bytes) -> tuple[Record, bytes]:
-    """Return a frame's record and its serialized experiences; empty if there are none."""
+    """Return the record in the data of a frame, and its serialized experiences; empty if there are none."""
     end = 8 + int.from_bytes(data[:8], "big")
     record: Record = orjson.loads(data[8:end])
     return record, data[end:]

@@ -39,7 +39,9 @@ ROUTES = [*(("GET", path) for path in sorted(_GET_ROUTES)), *(("POST", path) for
 
 def allowed(method: str, path: str) -> bool:
     """Return True for a route that clients may use: none that changes the engine or requests of others."""
-    return path in (_GET_ROUTES if method in ("GET", "HEAD") else _POST_ROUTES if method == "POST" else ())
+    if method in ("GET", "HEAD"):
+        return path in _GET_ROUTES
+    return method == "POST" and path in _POST_ROUTES
 
 
 def checked(path: str, raw: bytes) -> dict[str, Any]:
@@ -47,15 +49,16 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     body = json_object(raw)
     body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
     sampling = _sampling_of(path, body)
-    for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
+    for name, limit in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
                        ("min_tokens", MOST_TOKENS)):
         value = sampling.get(name)
-        if _number(value) > most:
-            raise ApiError(f"{name}: {brief(value)} was given: the limit is {most:,}", param=name, code="invalid_value")
+        if _number(value) > limit:
+            raise ApiError(f"{name}: {brief(value)} was given: the limit is {limit:,}", param=name,
+                           code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
-            if wrong := oversized({name: part[name]}):
-                raise ApiError(f"{name}: {wrong}", param=name, code="invalid_value")
+            if problem := oversized({name: part[name]}):
+                raise ApiError(f"{name}: {problem}", param=name, code="invalid_value")
     if sampling.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
@@ -115,13 +118,13 @@ def dumped(body: Mapping[str, Any]) -> bytes:
 
 
 def completed(
-    path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
+    path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, with_ids: bool
 ) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
     """Return the request with the run's sampling as defaults, its default length, and sampling that its API lacks.
 
     The default length (None if the request has its own) is not written into the request: if the context has less room,
     the room is the limit, which is no error. The sampling that the route's API can't express goes to
-    the engine directly. `ids`: the answer is to have token ids.
+    the engine directly. `with_ids`: the answer is to have token ids.
     """
     engine_only: dict[str, Any] = {}
     if path not in _SAMPLED:
@@ -140,7 +143,7 @@ def completed(
                 sampling["response_format"] = {"type": "json_schema", "json_schema": named_schema}
         elif sampling.get(name) is None:
             sampling[name] = list(value) if isinstance(value, tuple) else value
-    if ids and path in (CHAT, COMPLETIONS) and body.get("return_token_ids") is None:
+    if with_ids and path in (CHAT, COMPLETIONS) and body.get("return_token_ids") is None:
         body["return_token_ids"] = True
     has_length = any(sampling.get(name) is not None for name in _LENGTHS)
     return body, None if has_length else defaults.get("max_tokens"), engine_only

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["application"]
 
-_LEAST = -9999.0
+_LEAST_LOGPROB = -9999.0
 """OpenAI's logprob for a token that could not occur; JSON can't express infinity."""
 
 
@@ -55,10 +55,11 @@ async def application(engine: Engine, name: str) -> Any:
     """Return the ASGI application of an engine whose model has this `name` for clients."""
     server = _SmallServer(engine, name)
     return make_app([
-        ("/v1/models", "GET", server.models), ("/version", "GET", server.version), ("/ping", "GET", server.nothing),
-        ("/load", "GET", server.nothing), (CHAT, "POST", server.told(server.chat)),
-        (COMPLETIONS, "POST", server.told(server.completions)), (GENERATE, "POST", server.told(server.generate)),
-        ("/tokenize", "POST", server.told(server.tokenize)), ("/detokenize", "POST", server.told(server.detokenize)),
+        ("/v1/models", "GET", server.models), ("/version", "GET", server.version),
+        ("/ping", "GET", server.empty_object),
+        ("/load", "GET", server.empty_object), (CHAT, "POST", server.route(server.chat)),
+        (COMPLETIONS, "POST", server.route(server.completions)), (GENERATE, "POST", server.route(server.generate)),
+        ("/tokenize", "POST", server.route(server.tokenize)), ("/detokenize", "POST", server.route(server.detokenize)),
     ])
 
 
@@ -66,10 +67,10 @@ class _SmallServer:
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self._created = engine, name, int(time.time())
 
-    def told(self, handler: Callable[[dict[str, Any], RequestRecord], Coroutine[Any, Any, Response]]) -> Any:
-        """Return a handler of a request's body and record; its errors are answers in OpenAI's form."""
+    def route(self, handler: Callable[[dict[str, Any], RequestRecord], Coroutine[Any, Any, Response]]) -> Any:
+        """Return `handler`, which takes a body and a record, as a handler of requests; its errors become answers."""
 
-        async def answered(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             record = REQUEST.get()
             assert record is not None  # the server sets it
             try:
@@ -78,10 +79,11 @@ class _SmallServer:
                 refused = refusal(e)
                 return json_response(refused.body(), refused.status)
 
-        return answered
+        return handle
 
     # --- what needs no engine -----------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
+        """Answer with the model and its adapters, each as a model."""
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
                  "root": self.name, "parent": None, "max_model_len": getattr(self.engine, "max_model_len", None)}
         names = sorted(getattr(self.engine, "adapters", ()))
@@ -91,19 +93,20 @@ class _SmallServer:
     async def version(self, request: Request) -> Response:
         return json_response({"version": getattr(self.engine, "version", "")})
 
-    async def nothing(self, request: Request) -> Response:
+    async def empty_object(self, request: Request) -> Response:
         return json_response({})
 
     async def tokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Answer with the token ids of a chat or a text."""
         if "messages" in body:
-            given = messages_of(body["messages"]), tools_of(body), template_of(body)
-            ids = await off_the_loop(is_large([*given]), lambda: record.model.render(*given))
+            chat = messages_of(body["messages"]), tools_of(body), template_of(body)
+            ids = await off_the_loop(is_large([*chat]), lambda: record.model.render(*chat))
         elif isinstance(prompt := body.get("prompt"), str):
             ids = await off_the_loop(is_large(prompt), lambda: self.engine.tokenizer.encode(prompt))
         else:
             raise wrong("prompt", body.get("prompt"), "a text, or messages")
-        longest = getattr(self.engine, "max_model_len", None)
-        return json_response({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None})
+        max_length = getattr(self.engine, "max_model_len", None)
+        return json_response({"count": len(ids), "max_model_len": max_length, "tokens": ids, "token_strs": None})
 
     async def detokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
         ids = ids_of("tokens", body.get("tokens"))
@@ -112,38 +115,42 @@ class _SmallServer:
 
     # --- what asks it -------------------------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Answer a chat, as OpenAI's route does."""
         logprobs = body.get("logprobs") or False
         if logprobs not in (True, False):
             raise wrong("logprobs", logprobs, "true or false")
-        top = body.get("top_logprobs") or 0
-        if top and not logprobs:
-            raise wrong("top_logprobs", top, "logprobs: true as well")
+        top_count = body.get("top_logprobs") or 0
+        if top_count and not logprobs:
+            raise wrong("top_logprobs", top_count, "logprobs: true as well")
         messages = messages_of(body.get("messages"))
-        asked = self._asked(body, record, chat=True, shown=bool(logprobs), top=top)
+        answer = self._empty_answer(body, record, is_chat=True, with_logprobs=bool(logprobs), top_count=top_count)
         prompt, _ = await record.model.prompt_of(messages, tools_of(body), template_of(body), record.exact)
-        return await self._answer(record, [prompt], asked)
+        return await self._respond(record, [prompt], answer)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Continue one prompt or several, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
             raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
                          "tokens beside each sampled one")
-        asked = self._asked(body, record, chat=False, shown=logprobs is not None, top=logprobs or 0)
-        return await self._answer(record, prompts_of(body.get("prompt")), asked)
+        with_logprobs, top_count = logprobs is not None, logprobs or 0
+        answer = self._empty_answer(body, record, is_chat=False, with_logprobs=with_logprobs, top_count=top_count)
+        return await self._respond(record, prompts_of(body.get("prompt")), answer)
 
     async def generate(self, body: dict[str, Any], record: RequestRecord) -> Response:
+        """Answer token ids with token ids, as vLLM's route does."""
         params = body.get("sampling_params") or {}
         check_fields(params)
         ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record.sampling, "max_tokens")
-        shown = params.get("logprobs")
-        if shown:
-            sampling = merged_into(sampling, {"top_logprobs": shown}, "logprobs")
+        top_count = params.get("logprobs")
+        if top_count:
+            sampling = merged_into(sampling, {"top_logprobs": top_count}, "logprobs")
         if body.get("stream"):
             raise wrong("stream", True, "false: token ids are answered whole here")
         [completions] = await self._generated(record, [ids], sampling)
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
-             "logprobs": None if shown is None else {"content": [
+             "logprobs": None if top_count is None else {"content": [
                  {**_entry(t, p), "top_logprobs": [_entry(*other) for other in row]} for t, p, row in _rows(c)]}}
             for i, c in enumerate(completions)
         ]
@@ -153,24 +160,29 @@ class _SmallServer:
             "usage": _usage(len(ids), sum(len(c.token_ids) for c in completions)),
         })
 
-    def _asked(self, body: dict[str, Any], record: RequestRecord, *, chat: bool, shown: bool, top: int) -> _Answer:
+    def _empty_answer(
+        self, body: dict[str, Any], record: RequestRecord, *, is_chat: bool, with_logprobs: bool, top_count: int
+    ) -> _Answer:
+        """Return an answer without completions yet, in the form that the request asks for. Raises ApiError."""
         check_fields(body)
         stream, options = body.get("stream") or False, body.get("stream_options")
         if not isinstance(stream, bool):
             raise wrong("stream", stream, "true or false")
         if not isinstance(options, dict | None):
             raise wrong("stream_options", options, "an object")
-        lengths = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+        lengths = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
         sampling = sampling_of(body, record.sampling, *lengths)
-        if shown:
-            sampling = merged_into(sampling, {"top_logprobs": top}, "top_logprobs")
+        if with_logprobs:
+            sampling = merged_into(sampling, {"top_logprobs": top_count}, "top_logprobs")
         return _Answer(
-            self.name, self.engine.tokenizer, chat=chat, sampling=sampling, shown=shown, stream=stream,
-            ids=bool(body.get("return_token_ids")), named_by_id=bool(body.get("return_tokens_as_token_ids")),
-            usage=options is not None and options.get("include_usage") is True,
+            self.name, self.engine.tokenizer, is_chat=is_chat, sampling=sampling, with_logprobs=with_logprobs,
+            stream=stream, with_ids=bool(body.get("return_token_ids")),
+            named_by_id=bool(body.get("return_tokens_as_token_ids")),
+            with_usage=options is not None and options.get("include_usage") is True,
         )
 
-    async def _answer(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
+    async def _respond(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
+        """Generate for the prompts, and return the answer whole or as a stream."""
         if answer.stream:
             return await _streamed(self._chunks(record, prompts, answer))
         return json_response(answer.whole(await self._generated(record, prompts, answer.sampling)))
@@ -178,7 +190,9 @@ class _SmallServer:
     async def _generated(
         self, record: RequestRecord, prompts: list[str | list[int]] | list[list[int]], sampling: Sampling
     ) -> list[list[Completion]]:
-        async def one(prompt: str | list[int]) -> list[Completion]:
+        """Return the completions of each prompt; all prompts are generated at once and recorded. Raises EngineError."""
+
+        async def complete(prompt: str | list[int]) -> list[Completion]:
             generation = record.begin(sampling, {}, prompt if isinstance(prompt, str) else None)
             try:
                 generation.completions = await record.model.completions(prompt, sampling)
@@ -187,18 +201,19 @@ class _SmallServer:
                 raise
             return generation.completions
 
-        asking = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(complete(prompt)) for prompt in prompts]
         try:
-            return list(await asyncio.gather(*asking))
+            return list(await asyncio.gather(*tasks))
         finally:
-            for task in asking:  # gather leaves the others running, with their requests
+            for task in tasks:  # after an error gather leaves the others running
                 task.cancel()
 
     async def _chunks(
         self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer
     ) -> AsyncGenerator[bytes]:
+        """Yield a stream's events: of one completion as its tokens come; of several, or with a journal, at the end."""
         sampling = answer.sampling
-        if len(prompts) * sampling.n > 1 or record.model.journal is not None:  # each in one piece, when all are there
+        if len(prompts) * sampling.n > 1 or record.model.journal is not None:
             groups = await self._generated(record, prompts, sampling)
             for i, completion in enumerate(c for group in groups for c in group):
                 yield answer.chunk(completion, i, new_prompt=i % sampling.n == 0)
@@ -208,10 +223,10 @@ class _SmallServer:
             parts: list[Completion] = []
             try:
                 async with aclosing(self.engine.stream(prompt, sampling)) as stream:
-                    async for new in stream:
-                        parts.append(new)
-                        if not new.finish_reason:
-                            yield answer.chunk(new, 0)
+                    async for part in stream:
+                        parts.append(part)
+                        if not part.finish_reason:  # the last part waits until the completion is recorded
+                            yield answer.chunk(part, 0)
                 if not parts or not parts[-1].finish_reason:
                     raise EngineError("the stream ended without an end of its answer")
                 generation.completions = [Completion.joined(parts)]
@@ -226,73 +241,77 @@ class _SmallServer:
 class _Answer:
     """The answer to a chat or completions request, whole or in chunks.
 
-    `shown`: with logprobs; `ids`: with token ids; `named_by_id`: tokens are called `token_id:N` in logprobs; `usage`: a
-    stream reports it at its end.
+    `named_by_id`: tokens are called `token_id:N` in logprobs; `with_usage`: a stream ends with its token counts.
     """
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, *, chat: bool, sampling: Sampling, shown: bool, ids: bool,
-        named_by_id: bool, stream: bool, usage: bool,
+        self, model: str, tokenizer: Tokenizer, *, is_chat: bool, sampling: Sampling, with_logprobs: bool,
+        with_ids: bool, named_by_id: bool, stream: bool, with_usage: bool,
     ) -> None:
-        self.chat, self.sampling, self.stream, self._tokenizer = chat, sampling, stream, tokenizer
-        self._shown, self._ids, self._named_by_id, self._usage = shown, ids, named_by_id, usage
-        what = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
+        self.sampling, self.stream, self._is_chat, self._tokenizer = sampling, stream, is_chat, tokenizer
+        self._with_logprobs, self._with_ids, self._with_usage = with_logprobs, with_ids, with_usage
+        self._named_by_id = named_by_id
+        object_type = "text_completion"
+        if is_chat:
+            object_type = "chat.completion.chunk" if stream else "chat.completion"
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "object": what, "created": int(time.time()),
-            "model": model,
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": object_type,
+            "created": int(time.time()), "model": model,
         }
-        self._begun: set[int] = set()
-        self._offsets, self._used = dict[int, int](), (0, 0)
+        self._text_lengths: dict[int, int] = {}
+        """Characters sent of each completion that has begun, by its index in the stream."""
+        self._prompt_tokens = self._response_tokens = 0
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
-        """Return the answers to all prompts as one response."""
+        """Return all prompts' completions as one response."""
         choices: list[dict[str, Any]] = []
         for group in groups:
-            self._count(len(group[0].prompt_token_ids), sum(len(c.token_ids) for c in group))
+            self._prompt_tokens += len(group[0].prompt_token_ids)
             for c in group:
-                said = {"message": {"role": "assistant", "content": c.text}} if self.chat else {"text": c.text}
-                prompt = {"prompt_token_ids": c.prompt_token_ids} if self._ids and not self.chat else {}
-                choices.append({"index": len(choices), **said, **self._choice(c, 0), **prompt})
+                self._response_tokens += len(c.token_ids)
+                text = {"message": {"role": "assistant", "content": c.text}} if self._is_chat else {"text": c.text}
+                prompt = {"prompt_token_ids": c.prompt_token_ids} if self._with_ids and not self._is_chat else {}
+                choices.append({"index": len(choices), **text, **self._choice(c, 0), **prompt})
         head = dict(self._head)
-        if self._ids and self.chat:
+        if self._with_ids and self._is_chat:
             head["prompt_token_ids"] = groups[0][0].prompt_token_ids
-        return {**head, "choices": choices, "usage": _usage(*self._used)}
+        return {**head, "choices": choices, "usage": _usage(self._prompt_tokens, self._response_tokens)}
 
-    def chunk(self, new: Completion, index: int, new_prompt: bool = True) -> bytes:
-        """Return the new part of an answer in a stream."""
-        said: dict[str, Any] = {"delta": {"content": new.text}} if self.chat else {"text": new.text}
-        body, choice = dict(self._head), {"index": index, **said, **self._choice(new, self._offsets.get(index, 0))}
-        if index not in self._begun:
-            self._begun.add(index)
-            self._count(len(new.prompt_token_ids) if new_prompt else 0, 0)
-            if self.chat:
+    def chunk(self, part: Completion, index: int, new_prompt: bool = True) -> bytes:
+        """Return the event with the next part of completion `index`. `new_prompt`: its prompt is not counted yet."""
+        text: dict[str, Any] = {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
+        body, offset = dict(self._head), self._text_lengths.get(index, 0)
+        choice = {"index": index, **text, **self._choice(part, offset)}
+        if index not in self._text_lengths:
+            self._prompt_tokens += len(part.prompt_token_ids) if new_prompt else 0
+            if self._is_chat:
                 choice["delta"]["role"] = "assistant"
-            if self._ids:
-                (body if self.chat else choice)["prompt_token_ids"] = new.prompt_token_ids
-        self._offsets[index] = self._offsets.get(index, 0) + len(new.text)
-        self._count(0, len(new.token_ids))
-        if self._usage:
+            if self._with_ids:
+                (body if self._is_chat else choice)["prompt_token_ids"] = part.prompt_token_ids
+        self._text_lengths[index] = offset + len(part.text)
+        self._response_tokens += len(part.token_ids)
+        if self._with_usage:
             body["usage"] = None
         return event({**body, "choices": [choice]})
 
     def end(self) -> bytes:
-        """Return the end of a stream, after its last chunk."""
-        usage = {**self._head, "choices": [], "usage": _usage(*self._used)}
-        return (event(usage) if self._usage else b"") + b"data: [DONE]\n\n"
-
-    def _count(self, prompt: int, response: int) -> None:
-        self._used = (self._used[0] + prompt, self._used[1] + response)
+        """Return the events that end a stream."""
+        usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
+        return (event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 
     def _choice(self, c: Completion, offset: int) -> dict[str, Any]:
-        shown = self._logprobs(c, offset) if self._shown else None
-        ids = {"token_ids": c.token_ids} if self._ids else {}
-        return {"finish_reason": c.finish_reason or None, "logprobs": shown, **ids}
+        """Return fields of a choice, whole or in a chunk. `offset`: number of its characters before the chunk."""
+        logprobs = self._logprobs(c, offset) if self._with_logprobs else None
+        ids = {"token_ids": c.token_ids} if self._with_ids else {}
+        return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}
 
-    def _named(self, token: int) -> str:
+    def _name_of(self, token: int) -> str:
+        """Return a token as logprobs name it: its text, or `token_id:N` if the request asks for that."""
         return f"token_id:{token}" if self._named_by_id else self._tokenizer.decode([token])
 
     def _logprobs(self, c: Completion, offset: int) -> dict[str, Any]:
-        if self.chat:
+        """Return the `logprobs` of a choice, in the form of its route."""
+        if self._is_chat:
             return {"refusal": None, "content": [
                 {**self._token(t, p), "top_logprobs": [self._token(*other) for other in row]} for t, p, row in _rows(c)
             ]}
@@ -302,21 +321,23 @@ class _Answer:
             offset += len(self._tokenizer.decode([t]))
         top = None
         if c.top_logprobs is not None:
-            top = [{self._named(t): max(p, _LEAST) for t, p in reversed(row)} for row in c.top_logprobs]
-        return {"tokens": [self._named(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
+            top = [{self._name_of(t): max(p, _LEAST_LOGPROB) for t, p in reversed(row)} for row in c.top_logprobs]
+        return {"tokens": [self._name_of(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
                 "top_logprobs": top, "text_offset": offsets}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token with its logprob in the form of a chat's `logprobs`."""
         text = self._tokenizer.decode([token])
-        return {"token": self._named(token), "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+        return {"token": self._name_of(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
-    return {"token_id": token, "token": f"token_id:{token}", "logprob": max(logprob, _LEAST)}
+    """Return a token with its logprob in the form of the route GENERATE."""
+    return {"token_id": token, "token": f"token_id:{token}", "logprob": max(logprob, _LEAST_LOGPROB)}
 
 
 def _rows(c: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """Return each token with its logprob and the likeliest alternatives."""
+    """Return each sampled token with its logprob and the likeliest tokens at its place, each with its logprob."""
     return list(zip(c.token_ids, c.logprobs or [], c.top_logprobs or [[] for _ in c.token_ids], strict=True))
 
 
@@ -325,14 +346,14 @@ def _usage(prompt: int, response: int) -> dict[str, int]:
 
 
 async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
-    """Return server-sent events, once the first exists: an earlier failure has its status, a later one is the last
-    event.
+    """Return a response of server-sent events, once the first exists: an earlier error is raised, a later one is the
+    last event.
     """
     from starlette.responses import StreamingResponse
 
     first = await anext(chunks)
 
-    async def every() -> AsyncGenerator[bytes]:
+    async def all_events() -> AsyncGenerator[bytes]:
         async with aclosing(chunks):
             yield first
             try:
@@ -341,4 +362,4 @@ async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
             except EngineError as e:
                 yield event(refusal(e).body())
 
-    return StreamingResponse(every(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    return StreamingResponse(all_events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -17,13 +17,13 @@ __all__ = [
     "check_fields", "ids_of", "merged_into", "messages_of", "prompts_of", "sampling_of", "template_of", "tools_of",
 ]
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
     "chat_template": (), "continue_final_message": (False,), "echo": (False,), "include_stop_str_in_output": (False,),
     "logit_bias": ({},), "prompt_logprobs": (), "stop_token_ids": ([],), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("auto", "none"),
 }
-"""Fields that would change an answer, and the values by which they don't."""
+"""Fields that this engine does not support, each with its values that change no answer."""
 _TEMPLATES_OWN = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
@@ -33,11 +33,11 @@ _TEMPLATES_OWN = frozenset({
 
 
 def check_fields(body: Any) -> None:
-    """Refuse fields that would change an answer and are not supported. Raises ApiError, as all functions here."""
+    """Raise ApiError, as all functions here, for a field that is not supported and would change an answer."""
     if not isinstance(body, dict):
         raise wrong("sampling_params", body, "an object")
-    for name, fine in _REFUSED.items():
-        if body.get(name) is not None and body[name] not in fine:
+    for name, neutral_values in _NEUTRAL_VALUES.items():
+        if body.get(name) is not None and body[name] not in neutral_values:
             raise ApiError(f"{name}: {brief(body[name])} is not supported by this engine", param=name,
                            code="unsupported_value")
 
@@ -45,7 +45,7 @@ def check_fields(body: Any) -> None:
 def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> Sampling:
     """Return `sampling` with the request's values.
 
-    `lengths`: names of the request's fields for the maximum number of tokens, of which the first that it has counts.
+    `lengths`: names of the request's fields for the maximum number of tokens; the first one present is used.
     """
     for name in (*SHARED, "top_k", "stop"):
         if body.get(name) is not None:
@@ -58,68 +58,72 @@ def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> S
     return sampling
 
 
-def merged_into(base: Sampling, chosen: dict[str, Any], name: str) -> Sampling:
-    """Return `base` with the value of the field `name`."""
+def merged_into(base: Sampling, values: dict[str, Any], name: str) -> Sampling:
+    """Return `base` with these values, which come from the request's field `name`."""
     try:
-        return merged(base, chosen, DataError, "the request")
+        return merged(base, values, DataError, "the request")
     except DataError as e:
-        raise ApiError(str(e) if name in chosen else f"{name}: {e}", param=name, code="invalid_value") from e
+        raise ApiError(str(e) if name in values else f"{name}: {e}", param=name, code="invalid_value") from e
 
 
-def _schema(given: Any) -> str:
-    """Return a `response_format` as `Sampling.json_schema`."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind == "text":
+def _schema(response_format: Any) -> str:
+    """Return a `response_format` as `Sampling.json_schema`: "" for text, "{}" for any JSON, otherwise its schema."""
+    format_type = response_format.get("type") if isinstance(response_format, dict) else None
+    if format_type == "text":
         return ""
-    if kind == "json_object":
+    if format_type == "json_object":
         return "{}"
-    schema: Any = given.get("json_schema") if kind == "json_schema" else None
+    schema: Any = response_format.get("json_schema") if format_type == "json_schema" else None
     schema = schema.get("schema") if isinstance(schema, dict) else None
     if not isinstance(schema, dict) or not schema:
-        raise wrong("response_format", given, "type text, json_object, or json_schema with json_schema.schema")
+        wanted = "type text, json_object, or json_schema with json_schema.schema"
+        raise wrong("response_format", response_format, wanted)
     return orjson.dumps(schema).decode()
 
 
 def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = body.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict) or _TEMPLATES_OWN & set(given):
-        raise wrong("chat_template_kwargs", given, "an object of the chat template's own variables")
-    return given
+    """Return the request's variables of the chat template, none by default."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or _TEMPLATES_OWN & set(variables):
+        raise wrong("chat_template_kwargs", variables, "an object of the chat template's own variables")
+    return variables
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the request's tools; None if it has none or its `tool_choice` forbids them."""
     tools = body.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise wrong("tools", tools, "a list of tools")
     return None if body.get("tool_choice") == "none" else tools or None
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
+def prompts_of(value: Any) -> list[str | list[int]]:
     """Return a text, token ids, or a list of either, as a list of prompts."""
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
-    return [p if isinstance(p, str) and p else ids_of("prompt", p) for p in (given if several else [given])]
+    is_list_of_prompts = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if is_list_of_prompts else [value]
+    return [prompt if isinstance(prompt, str) and prompt else ids_of("prompt", prompt) for prompt in prompts]
 
 
-def ids_of(name: str, given: Any) -> list[int]:
-    """Return the token ids of the field `name`."""
-    if not isinstance(given, list) or not given or not all(type(t) is int and 0 <= t < 2**31 for t in given):
-        raise wrong(name, given, "a list of token ids" if name != "prompt" else "a text or a list of token ids, or "
+def ids_of(name: str, value: Any) -> list[int]:
+    """Return the token ids that the field `name` has as its value."""
+    if not isinstance(value, list) or not value or not all(type(t) is int and 0 <= t < 2**31 for t in value):
+        raise wrong(name, value, "a list of token ids" if name != "prompt" else "a text or a list of token ids, or "
                      "several of them")
-    return given
+    return value
 
 
-def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates."""
-    if not isinstance(given, list) or not given:
-        raise wrong("messages", given, "a list of one message or more")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a request in the form of chat templates (see `_message`)."""
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", value, "a list of one message or more")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
+def _message(source: Any, where: str) -> dict[str, Any]:
     """Return a message in the form of chat templates: its content a text, the arguments of tool calls an object."""
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise wrong(where, given, "an object with a role and a content", param="messages")
-    message = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(source, dict) or not isinstance(source.get("role"), str):
+        raise wrong(where, source, "an object with a role and a content", param="messages")
+    message = {name: value for name, value in source.items() if value is not None}
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
@@ -137,6 +141,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments parsed, if they are JSON."""
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(orjson.JSONDecodeError):  # a model need not write JSON: other text stays as it is

@@ -13,27 +13,28 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling_checks import checked_prompt, merged
 from trinity_es.events.errors import DataError
 
-__all__ = ["Ask", "token_id_routes"]
+__all__ = ["JsonHandler", "token_id_routes"]
 
-Ask = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+JsonHandler = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
-def token_id_routes(engine: Engine) -> dict[str, Ask]:
-    """Return, by path, the function that answers the body of a `POST /engine/generate` or `/engine/logprobs`."""
+def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
+    """Return, by path, the function from the body of a `POST /engine/generate` or `/engine/logprobs` to its answer."""
 
-    async def generate(given: dict[str, Any]) -> dict[str, Any]:
-        sampling = merged(Sampling(), given["sampling"], DataError, "the request")
-        completions = await engine.generate(checked_prompt(given["prompt"], DataError), sampling)
+    async def generate(body: dict[str, Any]) -> dict[str, Any]:
+        sampling = merged(Sampling(), body["sampling"], DataError, "the request")
+        completions = await engine.generate(checked_prompt(body["prompt"], DataError), sampling)
         return {"completions": [_plain(c) for c in completions]}
 
-    async def logprobs(given: dict[str, Any]) -> dict[str, Any]:
-        ids = checked_prompt(given["token_ids"], DataError)
-        return {"logprobs": await engine.logprobs(ids, temperature=given["temperature"])}
+    async def logprobs(body: dict[str, Any]) -> dict[str, Any]:
+        ids = checked_prompt(body["token_ids"], DataError)
+        return {"logprobs": await engine.logprobs(ids, temperature=body["temperature"])}
 
     return {"/engine/generate": generate, "/engine/logprobs": logprobs}
 
 
 def _plain(c: Completion) -> dict[str, Any]:
+    """Return a completion as plain JSON."""
     return {
         "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,
         "logprobs": None if c.logprobs is None else [float(p) for p in c.logprobs],

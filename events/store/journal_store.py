@@ -32,8 +32,15 @@ Life = tuple[str, int]
 class Journals(Protocol):
     """Store of journals. Each method raises LogUnavailable if the store can't be reached or written."""
 
+    quick: bool
+    """True if an `append` that is not durable only copies the bytes, so an event loop may call it, beside a thread
+    whose appends are durable and empty."""
+
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
-        """Add bytes to a segment. They survive a crash of this process, and with `durable` also one of the machine."""
+        """Add bytes to a segment. They survive a crash of this process.
+
+        With `durable` they and all that was appended before survive a crash of the machine too.
+        """
 
     def read(self, life: Life) -> list[bytes]:
         """Return a life's segments in order; [] if there are none. A segment's tail may be torn."""
@@ -62,19 +69,20 @@ def open_journals(url: str, *, durability: Durability = "power", patience: float
 
 
 class _Files:
+    quick = True
+
     def __init__(self, root: Path, power: bool) -> None:
         self._root, self._power = root, power
-        self._open: tuple[Life, int, int] | None = None
-        """Life, segment and descriptor of the file that was written last."""
+        self._open: dict[tuple[Life, int], int] = {}
+        """Descriptors by life and segment: of the newest segment, and of earlier ones until they are synced."""
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
         try:
-            handle = self._handle(life, segment)
             view = memoryview(data)
             while view:
-                view = view[os.write(handle, view) :]
-            if durable and self._power:
-                os.fdatasync(handle)
+                view = view[os.write(self._handle(life, segment), view) :]
+            if durable:
+                self._sync()
         except OSError as e:
             raise LogUnavailable(
                 f"{len(data)} bytes of a journal can't be written in {self._root} ({e.strerror}): "
@@ -82,13 +90,22 @@ class _Files:
             ) from e
 
     def _handle(self, life: Life, segment: int) -> int:
-        if self._open is None or self._open[:2] != (life, segment):
-            self.close()
+        handle = self._open.get((life, segment))
+        if handle is None:
             folder = self._folder(life)
             make_private_folder(folder)
             handle = os.open(folder / f"{segment:08}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            self._open = life, segment, handle
-        return self._open[2]
+            self._open[life, segment] = handle
+        return handle
+
+    def _sync(self) -> None:
+        """Sync what was written, and close all segments but the newest, which is written on."""
+        newest = max(self._open, default=None)
+        for key, handle in list(self._open.items()):
+            if self._power:
+                os.fdatasync(handle)
+            if newest is not None and key < newest:
+                os.close(self._open.pop(key))
 
     def read(self, life: Life) -> list[bytes]:
         try:
@@ -110,9 +127,8 @@ class _Files:
         return [(unquote(name), int(life)) for name, _, life in names if life.isdigit()]
 
     def close(self) -> None:
-        if self._open is not None:
-            os.close(self._open[2])
-            self._open = None
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def _folder(self, life: Life) -> Path:
         return self._root / f"{quote(life[0], safe='')}.{life[1]}"
@@ -120,6 +136,8 @@ class _Files:
 
 class _Rows:
     """One row per append, in the database of the log."""
+
+    quick = False
 
     def __init__(self, database: Database) -> None:
         self._database = database

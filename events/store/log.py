@@ -72,7 +72,9 @@ class EventLog:
         self._read_models = ReadModels(database, projectors)
         self.acknowledged: Mark | None = None
         """Last event that was written through this object, or that the opener already knew."""
-        self._generation, self._marking = "", threading.Lock()
+        self._generation = ""
+        """Generation of the log at the last append of this object."""
+        self._mark_lock = threading.Lock()
         self.memory: Memory | None = None
         """File that notes the last event before an append returns."""
         self._clock = Clock()
@@ -137,10 +139,10 @@ class EventLog:
         LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and the
         errors of projectors.
         """
-        drafted = draft(writes, commit_id, lease, metadata)
-        size = 32768 + sum(len(r.data) + len(drafted.metadata) + 400 for r in drafted.recorded)
+        own_draft = draft(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r.data) + len(own_draft.metadata) + 400 for r in own_draft.recorded)
         committed = self._db.write(
-            lambda c: self._append(c, writes, drafted, commit_id, lease, generation), size=size, patience=patience
+            lambda c: self._append(c, writes, own_draft, commit_id, lease, generation), size=size, patience=patience
         )
         if committed.recorded:
             mark = Mark(self._generation, committed.last_position, committed.recorded[-1].hash)
@@ -149,55 +151,58 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep the mark if it is newer than the last one. Return whether it is."""
-        with self._marking:
+        """Keep the mark if it is newer than the last one, and return True if it is."""
+        with self._mark_lock:
             is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
             if is_newer:
                 self.acknowledged = mark
             return is_newer
 
     def _append(
-        self, connection: Connection, writes: Sequence[Write], drafted: Draft, commit_id: str, lease: Lease | None,
+        self, connection: Connection, writes: Sequence[Write], own_draft: Draft, commit_id: str, lease: Lease | None,
         generation: str | None,
     ) -> Committed:
-        began = monotonic()
+        """Append in this transaction, which holds the lock of the log's head row; see `append`."""
+        before_lock = monotonic()
         head = lock_head(connection, self._db)
         self._generation = generation or head.generation
-        moment = head.now, began, monotonic()
+        clock_reading = head.now, before_lock, monotonic()  # the clock's time, and the monotonic one around it
         require_known(connection, head, self.url, self.acknowledged)
         values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
         earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
         if earlier_position is not None:
-            return self._earlier_result(connection, earlier_position, commit_id, drafted)
+            return self._earlier_result(connection, earlier_position, commit_id, own_draft)
         if lease is not None:
             writer_lease.check(lease, epoch)
         self._check_versions(connection, writes)
-        step = self._clock_step(connection, head, moment)
-        drafts = [drafted] if step is None else [step, drafted]
+        clock_step = self._clock_step(connection, head, clock_reading)
+        drafts = [own_draft] if clock_step is None else [clock_step, own_draft]
         self._place(head, drafts)
         recorded = [item for commit in drafts for item in commit.recorded]
-        last = recorded[-1]
+        end = recorded[-1]
         try:
             statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
-                f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
+                f"{self.url}: the log's head or streams do not agree with its events near position {end.position} "
                 f"({e.orig}); run verify"
             ) from e
         versions = {item.stream: item.version for item in recorded}
         statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
-        statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
+        statements.MOVE_HEAD.change(connection, {"p": end.position, "h": end.hash, "t": end.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
-        self._clock.seen(*moment)
+        self._clock.remember(*clock_reading)
         return Committed(
-            first_position=drafted.recorded[0].position, last_position=last.position, recorded=drafted.recorded,
+            first_position=own_draft.recorded[0].position, last_position=end.position, recorded=own_draft.recorded,
             duplicate=False,
         )
 
-    def _clock_step(self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]) -> Draft | None:
+    def _clock_step(
+        self, connection: Connection, head: LockedHead, clock_reading: tuple[float, float, float]
+    ) -> Draft | None:
         """Return an event that says that the clock was set since the last append; None if it was not."""
         slack = clock.STEP_SECONDS
         if self._clock.last is None and head.last_position:
@@ -205,8 +210,8 @@ class EventLog:
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
             if metadata.get("boot") == clock.boot() != "" and "mono" in metadata:
-                self._clock.seen(head.recorded_at, metadata["mono"], metadata["mono"])
-        seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
+                self._clock.remember(head.recorded_at, metadata["mono"], metadata["mono"])
+        seconds = self._clock.step(*clock_reading, head.recorded_at, slack=slack)
         if not seconds:
             return None
         version = statements.versions(connection, [CLOCK]).get(CLOCK, 0)
@@ -224,26 +229,27 @@ class EventLog:
         for commit in drafts:
             position, previous = commit.place(position, previous, repeat(recorded_at))
 
-    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+    def lost_claims(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and the claims that it does not hold."""
         return self._db.read(lambda c: find_lost(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
-        head, lost = self.lost(claims)
-        if lost:
-            raise rewound(self.url, head, lost)
+        head, lost_claims = self.lost_claims(claims)
+        if lost_claims:
+            raise rewound(self.url, head, lost_claims)
         for mark, _ in claims:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _earlier_result(self, connection: Connection, first: int, commit_id: str, drafted: Draft) -> Committed:
+    def _earlier_result(self, connection: Connection, first: int, commit_id: str, own_draft: Draft) -> Committed:
         """Return the result of the earlier append with this commit id. Raises CommitMismatch."""
-        # One more than this commit has, since the earlier one may be longer.
-        values = {"after": first - 1, "until": statements.LAST, "limit": len(drafted.recorded) + 1}
-        earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, values)) if r.commit_id == commit_id]
+        # Read one event more than this commit has, since the earlier one may be longer.
+        values = {"after": first - 1, "until": statements.LAST, "limit": len(own_draft.recorded) + 1}
+        rows = statements.NEXT_PAGE.rows(connection, values)
+        earlier = [item for item in map(from_row, rows) if item.commit_id == commit_id]
         content = attrgetter("stream", "type", "schema_version", "data")
-        if [*map(content, earlier)] != [*map(content, drafted.recorded)]:
+        if [*map(content, earlier)] != [*map(content, own_draft.recorded)]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
@@ -251,17 +257,20 @@ class EventLog:
         return Committed(first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True)
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
-        actual = statements.versions(connection, dict.fromkeys(w.stream for w in writes))
-        for w in writes:
-            if (version := actual.get(w.stream, 0)) != w.expected_version:
+        """Raise ConcurrencyError if a stream is not at the version that its write expects."""
+        versions = statements.versions(connection, dict.fromkeys(write.stream for write in writes))
+        for write in writes:
+            version = versions.get(write.stream, 0)
+            if version != write.expected_version:
                 raise ConcurrencyError(
-                    f"stream {w.stream} is at version {version}, the writer expected {w.expected_version}; load it "
-                    "again and decide again", stream=w.stream, expected=w.expected_version, actual=version,
+                    f"stream {write.stream} is at version {version}, the writer expected {write.expected_version}; "
+                    "load it again and decide again",
+                    stream=write.stream, expected=write.expected_version, actual=version,
                 )
-            actual[w.stream] = version + len(w.events)
+            versions[write.stream] = version + len(write.events)
 
-    def remembered(self, memory: Memory) -> list[Claim]:
-        """Return a host's claims about this log, and tell the memory which store it belongs to."""
+    def remembered_claims(self, memory: Memory) -> list[Claim]:
+        """Return a host's claims about this log, from its `memory`, which first gets the key of this store."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)
 
@@ -292,9 +301,9 @@ class EventLog:
         if types is not None:
             query = statements.page_of(stream is not None, tuple(types))
         values = {"stream": stream, "until": statements.LAST if until is None else until}
-        left, version = limit, 0
-        while left is None or left > 0:
-            size = PAGE if left is None else min(PAGE, left)
+        remaining, version = limit, 0
+        while remaining is None or remaining > 0:
+            size = PAGE if remaining is None else min(PAGE, remaining)
             values |= {"after": after, "version": version, "limit": size}
             page = self._db.read(partial(query.rows, values=values))
             for row in page:
@@ -311,8 +320,8 @@ class EventLog:
                         )
                 after, version = position, row_version
                 yield from_row(row)
-            if left is not None:
-                left -= len(page)
+            if remaining is not None:
+                remaining -= len(page)
             if len(page) < size:
                 return
 
@@ -325,17 +334,20 @@ class EventLog:
         At most `limit` events come in order of position, or with `descending` the newest first. An index finds them, so
         the cost does not grow with the log. Raises ValueError for a bulk type.
         """
-        chosen = require_rare(types)
-        left = limit
-        while left is None or left > 0:
-            size = PAGE if left is None else min(PAGE, left)
-            query = partial(rare_page, types=chosen, after=after, before=before, size=size, descending=descending)
+        rare_types = require_rare(types)
+        remaining = limit
+        while remaining is None or remaining > 0:
+            size = PAGE if remaining is None else min(PAGE, remaining)
+            query = partial(rare_page, types=rare_types, after=after, before=before, size=size, descending=descending)
             page = self._db.read(query)
             yield from map(from_row, page)
             if len(page) < size:
                 return
-            after, before = (after, page[-1].position) if descending else (page[-1].position, before)
-            left = None if left is None else left - len(page)
+            if descending:
+                before = page[-1].position
+            else:
+                after = page[-1].position
+            remaining = None if remaining is None else remaining - len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
         """Return the last event of this type in a stream with a position greater than `after`, or None."""
@@ -354,8 +366,8 @@ class EventLog:
 
     def streams(self, prefix: str = "") -> list[tuple[str, int]]:
         """Return (stream, version) of the streams whose names begin with `prefix`, by name."""
-        s = schema.streams.c
-        query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
+        columns = schema.streams.c
+        query = select(columns.stream, columns.version).where(func.substr(columns.stream, 1, len(prefix)) == prefix)
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:

@@ -44,9 +44,9 @@ class ReadModels:
         if not self.projectors:
             return
         last = recorded[-1]
-        new = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
+        checkpoint = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
         for projector in self.projectors:
-            own_checkpoint = new | {"n": projector.name, "v": projector.version}
+            own_checkpoint = checkpoint | {"n": projector.name, "v": projector.version}
             if not _MOVE_CHECKPOINT.change(connection, own_checkpoint):
                 # Another process wrote without this projector, or with another version of it.
                 self._catch_up(connection, projector, head)
@@ -54,22 +54,24 @@ class ReadModels:
             projector.apply(connection, recorded)
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
+        """Move the checkpoints to the log's new generation, so that the tables stay valid in it."""
         names = [p.name for p in self.projectors]
         connection.execute(update(schema.checkpoints).where(_K.name.in_(names)).values(generation=generation))
 
     def rebuild(self, connection: Connection, progress: Callable[[int, int], None] | None = None) -> int:
+        """Empty the tables and apply the whole log again. Return the number of applied events."""
         head = lock_head(connection, self._db)
-        done = 0
+        applied_count = 0
         for projector in self.projectors:
             projector.create(connection)
-            done += self._catch_up(connection, projector, head, progress, fresh=True)
-        return done
+            applied_count += self._catch_up(connection, projector, head, progress, from_start=True)
+        return applied_count
 
     def _catch_up(
         self, connection: Connection, projector: Projector, head: LockedHead,
-        progress: Callable[[int, int], None] | None = None, fresh: bool = False,
+        progress: Callable[[int, int], None] | None = None, from_start: bool = False,
     ) -> int:
-        """Apply the events up to `head` that a projector lacks, or all events if its version changed or with `fresh`.
+        """Apply the events up to `head` that a projector lacks, or all if its version changed or with `from_start`.
 
         Return the number of applied events.
         """
@@ -79,9 +81,10 @@ class ReadModels:
                 f"{self._db.shown}: the read model {projector.name} is of version {stored.version}, this software "
                 f"makes version {projector.version}; upgrade trinity-es"
             )
-        after, until, done = 0, head.last_position, 0
-        current = stored is not None and (stored.version, stored.generation) == (projector.version, head.generation)
-        if stored is not None and current and stored.position <= until and not fresh:
+        after, until = 0, head.last_position
+        applied_count = 0
+        is_current = stored is not None and (stored.version, stored.generation) == (projector.version, head.generation)
+        if stored is not None and is_current and stored.position <= until and not from_start:
             after = stored.position
         else:
             projector.reset(connection)
@@ -89,16 +92,17 @@ class ReadModels:
             values = {"after": after, "until": until, "limit": PAGE}
             rows = [from_row(r) for r in NEXT_PAGE.rows(connection, values)]
             if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
-                problem = f"{self._db.shown}: a position is missing after {after}; run verify"
+                problem = f"{self._db.shown}: a position after {after} is missing; run verify"
                 raise LogCorrupt(problem, position=after + 1)
             projector.apply(connection, rows)
-            after, done = rows[-1].position, done + len(rows)
+            after = rows[-1].position
+            applied_count += len(rows)
             if progress:
                 progress(after, until)
         checkpoint = {"version": projector.version, "position": until, "hash": head.last_hash,
                       "generation": head.generation}
         if stored is None:
             connection.execute(insert(schema.checkpoints).values(name=projector.name, **checkpoint))
-        elif after != stored.position or not current:
+        elif after != stored.position or not is_current:
             connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**checkpoint))
-        return done
+        return applied_count

@@ -27,6 +27,7 @@ _STORE = "store"
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
+    """Take the lease from any holder, and return it with the next epoch."""
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
         store = identity_of(db, connection)
@@ -45,6 +46,7 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
+    """Return the lease, or None if it was never taken; without an owner if it was taken in the store's original."""
     def work(connection: Connection) -> Lease | None:
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
@@ -58,14 +60,15 @@ def read(db: Database, name: str) -> Lease | None:
 
 
 def _copied_from(owner: Mapping[str, Any], current: StoreIdentity) -> str:
-    """Return the place of the store that a lease with this owner was taken for; empty if it is the current one."""
+    """Return the place of the original if the store was copied since this owner took the lease, else an empty text."""
     if _STORE not in owner:  # released, or written by an older release
         return ""
-    taken_for = StoreIdentity.from_dict(owner[_STORE])
-    return "" if taken_for.is_same(current) else taken_for.place
+    leased_store = StoreIdentity.from_dict(owner[_STORE])
+    return "" if leased_store.is_same(current) else leased_store.place
 
 
 def release(db: Database, lease: Lease) -> None:
+    """Remove the owner from the lease, unless another writer took it meanwhile. The epoch stays."""
     statement = update(schema.leases).where(_L.name == lease.name, _L.epoch == lease.epoch).values(owner=b"{}")
     db.write(lambda connection: connection.execute(statement) and None)
 

@@ -35,6 +35,12 @@ class LeaseTaken(Event, stream="leases"):
     """Unix seconds: `ttl` after it was taken."""
     creation_timeout: float
     """Seconds after which the provider can no longer create it."""
+    attachable: bool = False
+    """True if the provider has `attach`: should its runner be lost, the next attempt at the run may take it over."""
+    number: int = 0
+    """Number of leases that the run took before it with the same provider and arguments."""
+    attaches: str = ""
+    """Lease of an earlier, lost attempt at the run, whose resource this one takes over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +81,10 @@ class LeaseReleaseFailed(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(Event, stream="leases"):
-    """The resource is gone."""
+    """The resource is gone, or belongs to another lease."""
 
     lease: str
-    by: Literal["owner", "coordinator"]
-    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. Always `owner` in a copy of a
-    store, since the run belongs to the original, which releases it."""
+    by: Literal["owner", "coordinator", "successor"]
+    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. `successor`: the resource lives
+    on under a lease of the run's next attempt. Always `owner` in a copy of a store, since the run belongs to the
+    original, which releases it."""

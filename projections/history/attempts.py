@@ -18,11 +18,11 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.event_texts import missing_text
+from trinity_es.projections.event_texts import counted, missing_text
 
 __all__ = [
-    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "evolve_timeline",
-    "sort_known_first", "tell",
+    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "evolve_timeline", "fold_timeline",
+    "select_runs", "sort_known_first",
 ]
 
 T = TypeVar("T")
@@ -131,6 +131,8 @@ class BatchTimeline:
     """When finalizing last began."""
     finalized_position: int | None = None
     tasks: list[TaskTimeline] = field(default_factory=list)
+    added_at: dict[int, float] = field(default_factory=dict)
+    """When each task was added that was not submitted with the batch, by task."""
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """(time, text) of each event of the batch as a whole."""
@@ -150,10 +152,11 @@ class BatchTimeline:
                 for name in ("finished", "failed", "dropped", "running", "pending")}
 
     def row(self, task: int, run: int) -> RunRow | None:
+        """Return the last row of this run; None if the run has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
 
-def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
+def fold_timeline(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
     """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
     for item in recorded:
         timeline = evolve_timeline(timeline, item)
@@ -179,6 +182,7 @@ def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTime
 
 
 def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+    """Update tasks, rows and turns of the timeline, whose state is already that after the event."""
     at = item.recorded_at
     text = ""
     match event:
@@ -187,9 +191,10 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
         case ev.TasksAdded():
             first = len(timeline.tasks)
             timeline.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
-            text = f"{len(event.repeat_times)} tasks added"
+            timeline.added_at |= dict.fromkeys(range(first, len(timeline.tasks)), at)
+            text = f"{counted(len(event.repeat_times), 'task')} added"
         case ev.ResultsTaken():
-            text = f"results of {len(event.tasks)} tasks taken"
+            text = f"results of {counted(len(event.tasks), 'task')} taken"
         case ev.BatchPaused():
             text = f"paused: {event.reason}"
         case ev.BatchResumed():
@@ -215,7 +220,7 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
                 for attempt in task.attempts:
                     if attempt.outcome == "running":
                         attempt.ended_at, attempt.outcome, attempt.message = at, "dropped", event.reason
-            text = f"{len(event.tasks)} tasks dropped: {event.reason}"
+            text = f"{counted(len(event.tasks), 'task')} dropped: {event.reason}"
         case ev.TaskReopened():
             task = timeline.tasks[event.task]
             task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"
@@ -257,16 +262,16 @@ def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinis
         attempt.completed_runs += len(event.runs)
         if attempt.completed_runs == attempt.runs:
             attempt.outcome = "finished"
-    newest = event.model_version_end  # units of a task may finish in any order
-    task.version = newest if task.version is None else max(newest, task.version)
-    whole = event.payload
-    first = 0 if whole is None else whole.first
-    counts_match = whole is not None and sum(r.experiences for r in event.runs) == whole.count
+    newest_version = event.model_version_end  # units of a task may finish in any order
+    task.version = newest_version if task.version is None else max(newest_version, task.version)
+    unit_payload = event.payload
+    first = 0 if unit_payload is None else unit_payload.first
+    counts_match = unit_payload is not None and sum(r.experiences for r in event.runs) == unit_payload.count
     fields = _unit_fields(timeline, item, event, attempt)
     for result in event.runs:
-        payload = whole
-        if whole is not None and counts_match:
-            payload = ev.PayloadRef(digest=whole.digest, first=first, count=result.experiences)
+        payload = unit_payload
+        if unit_payload is not None and counts_match:
+            payload = ev.PayloadRef(digest=unit_payload.digest, first=first, count=result.experiences)
             first += result.experiences
         timeline.rows.append(RunRow(
             run=result.run, outcome="finished", reward=result.metrics.get("reward"), metrics=result.metrics,
@@ -281,6 +286,7 @@ def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinis
 
 
 def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> None:
+    """Update attempt and task of failed runs; add their rows if they are given up."""
     task = timeline.tasks[event.task]
     attempt = _find_attempt(task, event)
     if attempt is not None:
@@ -295,6 +301,7 @@ def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFail
 
 
 def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -> None:
+    """Update the state of a task after some of its runs ended: failed if it is settled, pending if none runs."""
     if timeline.state.tasks[task.task].settled:
         task.state, task.ended_at = "failed", at
     elif not any(a.outcome == "running" for a in task.attempts):
@@ -304,6 +311,7 @@ def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -
 def _unit_fields(
     timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
 ) -> dict[str, Any]:
+    """Return the fields that the rows of an event's runs have in common."""
     fields: dict[str, Any] = {
         "batch_id": timeline.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
         "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
@@ -311,28 +319,30 @@ def _unit_fields(
     }
     if attempt is not None:
         fields |= {"dispatched_version": attempt.dispatched_version, "dispatched_at": attempt.dispatched_at,
-               "dispatch_position": attempt.dispatch_position, "kept": attempt.kept}
+                   "dispatch_position": attempt.dispatch_position, "kept": attempt.kept}
     return fields
 
 
 def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
+    """Return the attempt that the event is about; None if it was not dispatched since the submission."""
     key = attrgetter("run_id_base", "attempt", "runner", "incarnation")
     return next((attempt for attempt in reversed(task.attempts) if key(attempt) == key(event)), None)
 
 
 def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
     """Set `dropped_by` of each row. Ids are `batch/task/run/step/suffix`, and the batch part may contain slashes."""
-    by_run: dict[tuple[str, str], list[str]] = {}
+    operators_by_run: dict[tuple[str, str], list[str]] = {}
     for operator, uids in event.dropped_by.items():
         for uid in uids:
             parts = uid.rsplit("/", 4)
             if len(parts) == 5:
-                by_run.setdefault((parts[1], parts[2]), []).append(operator)
+                operators_by_run.setdefault((parts[1], parts[2]), []).append(operator)
     for row in timeline.rows:
-        row.dropped_by = list(dict.fromkeys(by_run.get((str(row.task), str(row.run)), ())))
+        row.dropped_by = list(dict.fromkeys(operators_by_run.get((str(row.task), str(row.run)), ())))
 
 
 def as_json(timeline: BatchTimeline) -> dict[str, Any]:
+    """Return a timeline as plain JSON, without its rows."""
     state = timeline.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
@@ -348,18 +358,19 @@ def as_json(timeline: BatchTimeline) -> dict[str, Any]:
 
 
 def _shown_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an attempt or task without those that only other views need."""
     return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
 
 
-def chosen(
+def select_runs(
     rows: Iterable[RunRow], *, sort: Sort = "reward", descending: bool = True, task: int | None = None,
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
     """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
-    selected = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
+    runs = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run
-    return sort_known_first(selected, value, descending)
+    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run  # by task, then by run
+    return sort_known_first(runs, value, descending)
 
 
 def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:

@@ -29,33 +29,40 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
     `outages`: intervals without a coordinator, from `Log.without_coordinator`.
     """
     end = timeline.ended_at or timeline.last_at
-    last = max((t for t in timeline.tasks if t.state != "dropped"),
-               key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
-    at, out = timeline.submitted_at, list[Segment]()
+    last_task = max((t for t in timeline.tasks if t.state != "dropped"),
+                    key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
+    covered_until = timeline.submitted_at
+    parts: list[Segment] = []
 
     def add_until(moment: float, text: str, fault: bool = False) -> None:
-        nonlocal at
-        if moment > at:
-            out.append(Segment(moment - at, text, fault))
-            at = moment
+        nonlocal covered_until
+        if moment > covered_until:
+            parts.append(Segment(moment - covered_until, text, fault))
+            covered_until = moment
 
-    if last is not None:
-        usual, waiting = _usual_seconds(timeline), f"task {last.task} waited for a runner"
-        for attempt in last.attempts:
-            add_until(attempt.dispatched_at, waiting)
-            ended = attempt.ended_at or end
+    if last_task is not None:
+        usual = _usual_seconds(timeline)
+        waiting_text = f"task {last_task.task} waited for a runner"
+        if last_task.task in timeline.added_at:
+            add_until(timeline.added_at[last_task.task], f"its earlier tasks, before task {last_task.task} was added")
+        for attempt in last_task.attempts:
+            add_until(attempt.dispatched_at, waiting_text)
+            ended_at = attempt.ended_at or end
             if (outage := _outage_start(attempt, outages)) is not None:
-                add_until(outage, _attempt_text(last, attempt, outage, usual), True)
-                add_until(ended, "the whole system was down", True)
+                add_until(outage, _attempt_text(last_task, attempt, outage, usual), fault=True)
+                add_until(ended_at, "the whole system was down", fault=True)
             else:
-                add_until(ended, _attempt_text(last, attempt, ended, usual), _has_failed(attempt))
-        if last.state == "pending":
-            add_until(end, waiting)
+                add_until(ended_at, _attempt_text(last_task, attempt, ended_at, usual), fault=_has_failed(attempt))
+        if last_task.state == "pending":
+            add_until(end, waiting_text)
     if timeline.finalizing_at is not None:
-        add_until(timeline.finalizing_at, "all tasks had settled, and it waited to be finalized")
+        dropped = any(t.state == "dropped" for t in timeline.tasks)
+        wait = "enough tasks had settled, and it waited for others, or" if dropped else (
+            "all tasks had settled, and it waited")
+        add_until(timeline.finalizing_at, f"{wait} to be finalized")
     add_until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None
           else "its pipeline and the commit")
-    return out
+    return parts
 
 
 def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> Segment | None:
@@ -70,7 +77,7 @@ def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> f
     """Return the start of the outage that lost an attempt. The next coordinator's start records such a loss."""
     if attempt.outcome != "runner_lost":
         return None
-    return next((gone for gone, back in outages if back == attempt.ended_at), None)
+    return next((start for start, end in outages if end == attempt.ended_at), None)
 
 
 def _has_failed(attempt: Attempt) -> bool:
@@ -78,15 +85,18 @@ def _has_failed(attempt: Attempt) -> bool:
 
 
 def _usual_seconds(timeline: BatchTimeline) -> float | None:
-    spans = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
-             if a.outcome == "finished" and a.ended_at is not None]
-    return median(spans) if len(spans) > 2 else None
+    """Return the median duration of the finished attempts; None if there are fewer than three."""
+    durations = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
+                 if a.outcome == "finished" and a.ended_at is not None]
+    return median(durations) if len(durations) > 2 else None
 
 
-def _attempt_text(task: TaskTimeline, attempt: Attempt, ended: float, usual: float | None) -> str:
+def _attempt_text(task: TaskTimeline, attempt: Attempt, ended_at: float, usual_seconds: float | None) -> str:
+    """Describe an attempt that ended at this time: its failure, or how much slower than usual it was."""
     text = f"task {task.task} attempt {attempt.attempt} on {attempt.runner} #{attempt.incarnation}"
     if _has_failed(attempt):
         return f"{text} failed, {attempt.outcome}: {attempt.message}"
-    if usual is not None and ended - attempt.dispatched_at > 2 * usual:
-        return f"{text} took {(ended - attempt.dispatched_at) / max(usual, 1e-9):.1f} times the usual {usual:.2f} s"
+    seconds = ended_at - attempt.dispatched_at
+    if usual_seconds is not None and seconds > 2 * usual_seconds:
+        return f"{text} took {seconds / max(usual_seconds, 1e-9):.1f} times the usual {usual_seconds:.2f} s"
     return text

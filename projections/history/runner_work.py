@@ -36,7 +36,8 @@ class RunnerWork:
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:
     """Fold these events, skipping those of other runners."""
-    work, counted = RunnerWork(), set[tuple[int, ...]]()
+    work = RunnerWork()
+    counted_attempts: set[tuple[int, ...]] = set()
     for item in recorded:
         if item.type not in WORK:
             continue
@@ -50,8 +51,9 @@ def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None =
         else:
             # The finished and the failed runs of one attempt are separate events with the same seconds.
             attempt = event["incarnation"], event["task"], event["run_id_base"], event["attempt"]
-            work.seconds += 0.0 if attempt in counted else event.get("seconds", 0.0)
-            counted.add(attempt)
+            if attempt not in counted_attempts:
+                work.seconds += event.get("seconds", 0.0)
+                counted_attempts.add(attempt)
             if item.type == "AttemptFailed":
                 work.failures[event["kind"]] += 1
             else:

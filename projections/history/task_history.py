@@ -62,10 +62,11 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
         if history is not None:
             _apply(history, timeline, item, item.event)
         elif task < len(timeline.tasks):
+            submission = _submission_text(timeline.state.continues.get(task))
             history = TaskHistory(
                 batch_id=timeline.batch_id, batch_type=timeline.state.batch_type, task=task,
                 runs=timeline.tasks[task].runs, submitted_at=item.recorded_at,
-                turns=[TaskEvent(item.recorded_at, item.position, _submitted(timeline.state.continues.get(task)))],
+                turns=[TaskEvent(item.recorded_at, item.position, submission)],
             )
     count = 0 if timeline is None else len(timeline.tasks)
     if timeline is None or history is None:
@@ -77,7 +78,8 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     return history
 
 
-def _submitted(continued: ev.ContinuedTask | None) -> str:
+def _submission_text(continued: ev.ContinuedTask | None) -> str:
+    """Describe the submission of a task. `continued`: the cut task that it goes on with, if any."""
     if continued is None:
         return "submitted"
     times = "once" if continued.cuts == 1 else f"{continued.cuts} times"
@@ -85,6 +87,7 @@ def _submitted(continued: ev.ContinuedTask | None) -> str:
 
 
 def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+    """Add an event to the history, if it is about the task or about its batch while the task was open."""
     task, state = history.task, timeline.state
     open_before = history.state in ("pending", "running")
     history.state, history.reason = timeline.tasks[task].state, timeline.tasks[task].reason

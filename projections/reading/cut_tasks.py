@@ -20,6 +20,7 @@ class CutTasks:
         self._open: dict[str, dict[int, None]] = {}
         """Cut tasks of each batch that is not finalized, by its stream."""
         self._waiting: dict[tuple[BatchId, int], None] = {}
+        """(batch, task) of each cut task that no batch goes on with, as keys in the order of their ends."""
 
     def waiting(self, log: Log) -> list[tuple[BatchId, int]]:
         """Return batch and number of each cut task that no batch goes on with, in the order of their ends.
@@ -31,9 +32,9 @@ class CutTasks:
             match recorded.event:
                 case ev.BatchSubmitted() as event:
                     self._open[stream] = {}
-                    taken = {(task.batch_id, task.cut_task) for task in event.continues}
-                    for key in [k for k in self._waiting if k in taken or k[0] == event.batch_id]:
-                        del self._waiting[key]
+                    continued = {(task.batch_id, task.cut_task) for task in event.continues}
+                    self._waiting = {cut_task: None for cut_task in self._waiting
+                                     if cut_task not in continued and cut_task[0] != event.batch_id}
                 case ev.TaskDropped() as event:
                     self._open[stream] |= dict.fromkeys(event.cut)
                 case ev.TaskReopened() as event:
@@ -47,7 +48,8 @@ class CutTasks:
 def continuations(log: Log, batch_id: BatchId, task: int) -> list[TaskEvent]:
     """Return each submission of a batch that goes on with this cut task, as events of the task."""
     return [
-        TaskEvent(recorded.recorded_at, recorded.position, f"goes on as task {of.task} of batch {event.batch_id}")
+        TaskEvent(recorded.recorded_at, recorded.position,
+                  f"goes on as task {continued.task} of batch {event.batch_id}")
         for recorded in log.read(types=["BatchSubmitted"]) if isinstance(event := recorded.event, ev.BatchSubmitted)
-        for of in event.continues if (of.batch_id, of.cut_task) == (batch_id, task)
+        for continued in event.continues if (continued.batch_id, continued.cut_task) == (batch_id, task)
     ]

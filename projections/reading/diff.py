@@ -25,8 +25,8 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = [
-    "OWN", "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
-    "is_clock", "meaning", "picture",
+    "OWN", "BatchDifference", "Change", "Fork", "RunsCompared", "batch_content", "changes", "common_prefix",
+    "compare_runs", "find_fork", "is_time_metric", "readable_state",
 ]
 
 _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
@@ -58,11 +58,11 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
 
 
 # --- two moments of one batch ---------------------------------------------------------------------------------------
-def picture(state: BatchState | None) -> dict[str, Any]:
+def readable_state(state: BatchState | None) -> dict[str, Any]:
     """Return a batch's state for people to compare: the batch, then each `task N`. {} before it was submitted."""
     if state is None:
         return {}
-    out: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "state": state.state.value + (", paused" if state.paused else ""),
         "tasks settled": f"{state.completed_task_count} of {state.expected_task_count}",
         "units waiting": len(state.pending), "units running": len(state.flights),
@@ -70,27 +70,29 @@ def picture(state: BatchState | None) -> dict[str, Any]:
         "experiences delivered": sum(ref.count for ref in state.experiences), "trained in step": state.trained_step,
     }
     open_units: dict[int, list[str]] = {}
-    for (number, _), f in sorted(state.flights.items(), key=lambda item: item[0]):
-        text = f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
-        open_units.setdefault(number, []).append(text)
-    for (number, _), u in sorted(state.pending.items(), key=lambda item: item[0]):
-        open_units.setdefault(number, []).append(f"attempt {u.attempt} waits for a runner")
-    for number, task in enumerate(state.tasks):
-        out[f"task {number}"] = _task_picture(state, number, task.total_runs, open_units.get(number, []))
+    for (task_id, _), flight in sorted(state.flights.items(), key=lambda item: item[0]):
+        text = f"attempt {flight.unit.attempt} on {flight.runner} #{flight.incarnation}, weights {flight.model_version}"
+        open_units.setdefault(task_id, []).append(text)
+    for (task_id, _), unit in sorted(state.pending.items(), key=lambda item: item[0]):
+        open_units.setdefault(task_id, []).append(f"attempt {unit.attempt} waits for a runner")
+    for task_id in range(len(state.tasks)):
+        facts[f"task {task_id}"] = _task_text(state, task_id, open_units.get(task_id, []))
     metrics = (state.final_result or {}).get("metrics", {})
-    return out | {f"result {name}": value for name, value in sorted(metrics.items())}
+    return facts | {f"result {name}": value for name, value in sorted(metrics.items())}
 
 
-def _task_picture(state: BatchState, number: int, runs: int, open_units: list[str]) -> str:
-    task = state.tasks[number]
-    done = f"{len(task.done)} of {runs} runs done" if task.done else "no run done"
-    if rewards := [r.metrics["reward"] for _, r in sorted(task.done.items()) if "reward" in r.metrics]:
-        done += f", reward {sum(rewards) / len(rewards):.4g}"
-    if number in state.dropped:
-        return f"dropped ({state.dropped[number]}), {done}"
-    if number in state.statuses:
-        return ("finished, " if state.statuses[number].ok else f"failed ({task.first_error}), ") + done
-    return "; ".join([*open_units, done])
+def _task_text(state: BatchState, task_id: int, open_units: list[str]) -> str:
+    """Describe a task: outcome or `open_units` (texts on its unfinished units), runs done and mean reward."""
+    task = state.tasks[task_id]
+    progress = f"{len(task.done)} of {task.total_runs} runs done" if task.done else "no run done"
+    rewards = [result.metrics["reward"] for _, result in sorted(task.done.items()) if "reward" in result.metrics]
+    if rewards:
+        progress += f", reward {sum(rewards) / len(rewards):.4g}"
+    if task_id in state.dropped:
+        return f"dropped ({state.dropped[task_id]}), {progress}"
+    if task_id in state.statuses:
+        return ("finished, " if state.statuses[task_id].ok else f"failed ({task.first_error}), ") + progress
+    return "; ".join([*open_units, progress])
 
 
 # --- two logs with one beginning ------------------------------------------------------------------------------------
@@ -112,8 +114,8 @@ def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], 
     low, high = 0, end
     while low < high:
         middle = (low + high + 1) // 2
-        digest = first(middle)
-        low, high = (middle, high) if digest is not None and digest == second(middle) else (low, middle - 1)
+        first_hash = first(middle)
+        low, high = (middle, high) if first_hash is not None and first_hash == second(middle) else (low, middle - 1)
     return low
 
 
@@ -162,34 +164,34 @@ class RunsCompared:
 def compare_runs(first: Log, second: Log) -> RunsCompared:
     """Compare two runs, matching batches by id: tasks, state, counts, tokens, reward and weights, to the bit."""
     rows = first.batches()
-    others = {batch_stream(row.batch_id): row for row in second.batches()}
-    out = RunsCompared(
+    second_rows = {batch_stream(row.batch_id): row for row in second.batches()}
+    report = RunsCompared(
         settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in OWN],
-        batches=(len(rows), len(others)),
+        batches=(len(rows), len(second_rows)),
     )
     for row in rows:
-        other = others.pop(batch_stream(row.batch_id), None)
-        differences = _row_changes(row, other)
-        if out.first is None and other is not None and (
-            differences or row.ended_at is None or _submission(first, row) != _submission(second, other)
+        second_row = second_rows.pop(batch_stream(row.batch_id), None)
+        differences = _row_changes(row, second_row)
+        if report.first is None and second_row is not None and (
+            differences or row.ended_at is None or _submission(first, row) != _submission(second, second_row)
         ):  # the row of an open batch says too little, so its events are always compared
-            left, right = (meaning(log.events(row.batch_id, r.first_position - 1))
-                           for log, r in ((first, row), (second, other)))
+            left, right = (batch_content(log.events(row.batch_id, r.first_position - 1))
+                           for log, r in ((first, row), (second, second_row)))
             differences = list(changes(left, right)) or differences
         if differences:
-            difference = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=differences)
-            if out.first is None:
-                out.first = difference
+            difference = BatchDifference(batch_id=row.batch_id, rows=(row, second_row), changes=differences)
+            if report.first is None:
+                report.first = difference
             else:
-                out.later.append(difference)
-        elif out.first is None:
-            out.same.append(row)
-    rest = [BatchDifference(batch_id=row.batch_id, rows=(None, row), changes=_row_changes(None, row))
-            for row in others.values()]
-    if out.first is None and rest:
-        out.first = rest.pop(0)
-    out.later += rest
-    return out
+                report.later.append(difference)
+        elif report.first is None:
+            report.same.append(row)
+    only_second = [BatchDifference(batch_id=row.batch_id, rows=(None, row), changes=_row_changes(None, row))
+                   for row in second_rows.values()]
+    if report.first is None and only_second:
+        report.first = only_second.pop(0)
+    report.later += only_second
+    return report
 
 
 _COMPARED = ("batch_type", "state", "tasks", "finished", "failed_attempts", "experiences", "response_tokens", "reward",
@@ -211,7 +213,7 @@ def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
     return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))
 
 
-def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
+def batch_content(recorded: Iterable[Recorded]) -> dict[str, Any]:
     """Return the content of a batch from its events, without runners and times.
 
     Keys: `asked` (min_wait_num and so on), `task N` (prompt and data, runs, weights, outcome, rewards and tokens by
@@ -238,29 +240,29 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
                 trained = {"step": event.step, **_without_times(event.metrics)}
     if state is None:
         return {}
-    out: dict[str, Any] = {"asked": {
+    content: dict[str, Any] = {"asked": {
         "type": state.batch_type, "tasks": state.expected_task_count, "at least": state.min_wait_num,
         "attempts": state.max_attempts,
     }}
-    for number, task in enumerate(state.tasks):
-        outcome = f"dropped: {state.dropped[number]}" if number in state.dropped else "open"
-        if status := state.statuses.get(number):
+    for task_id, task in enumerate(state.tasks):
+        outcome = f"dropped: {state.dropped[task_id]}" if task_id in state.dropped else "open"
+        if status := state.statuses.get(task_id):
             outcome = "finished" if status.ok else f"failed: {status.message}"
-        out[f"task {number}"] = {
-            "asked": tasks[number] if number < len(tasks) else {}, "runs": task.total_runs,
-            "weights": sorted(weights.get(number, ())), "outcome": outcome,
+        content[f"task {task_id}"] = {
+            "asked": tasks[task_id] if task_id < len(tasks) else {}, "runs": task.total_runs,
+            "weights": sorted(weights.get(task_id, ())), "outcome": outcome,
             **{f"run {run}": {"tokens": result.response_tokens, **_without_times(result.metrics)}
                for run, result in sorted(task.done.items())},
         }
-    out["state"] = state.state.value
-    out["result"] = _without_times((state.final_result or {}).get("metrics", {}))
-    return out | {"trained": trained}
+    content["state"] = state.state.value
+    content["result"] = _without_times((state.final_result or {}).get("metrics", {}))
+    return content | {"trained": trained}
 
 
 def _without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in sorted(metrics.items()) if not is_clock(name)}
+    return {name: value for name, value in sorted(metrics.items()) if not is_time_metric(name)}
 
 
-def is_clock(name: str) -> bool:
-    """Return whether a metric of this name is a time, which differs between any two runs."""
+def is_time_metric(name: str) -> bool:
+    """Return True if a metric of this name is a time, which differs between any two runs."""
     return _TIME.search(name) is not None

@@ -60,6 +60,7 @@ class HostRow:
 
     @property
     def there(self) -> bool:
+        """True if it takes part, or may do so where this machine can't see it."""
         return self.state in ("leads", "unseen", "joined", "draining")
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,11 +76,9 @@ def host_list(
     `finished`: tasks that ended on each host that joined. `units`: units on each host's runners by the log.
     `processes`: state of the head's system, from `Log.processes`. `live`: the coordinator's status, if available.
     """
-    up = processes.get("up")
     head = HostRow(
         host="", machine=str(processes.get("host") or ""), pid=processes.get("pid"),
-        state="leads" if live is not None or up else "unseen" if up is None else
-        "ended" if processes.get("released") else "gone",
+        state=_head_state(processes, answers=live is not None),
         finished=all_finished - sum(finished.values()), units=units.get("", 0),
     )
     rows = {"": head}
@@ -90,12 +89,13 @@ def host_list(
             units=units.get(life.host, 0), joined=sum(other.host == life.host for other in lives),
             lost=sum(other.host == life.host and other.state == "lost" for other in lives),
         )
-    last = {life.runner: life for life in runner_lives}
+    last_runner_lives = {life.runner: life for life in runner_lives}
     for runner_life in runner_lives:
         row = rows.setdefault(host_of(runner_life.runner), HostRow(host=host_of(runner_life.runner), state="left"))
         row.runner_deaths += runner_life.died and not runner_life.went_with_host
         row.attempts_lost += runner_life.attempts_lost
-        if last[runner_life.runner] is runner_life and runner_life.how == "running" and (row.there or not row.host):
+        is_alive = last_runner_lives[runner_life.runner] is runner_life and runner_life.how == "running"
+        if is_alive and (row.there or not row.host):
             row.runners.append(runner_life.runner)
             if runner_life.ready_at is not None:
                 row.ready.append(runner_life.runner)
@@ -105,21 +105,31 @@ def host_list(
     return list(rows.values())
 
 
+def _head_state(processes: Mapping[str, Any], *, answers: bool) -> str:
+    """Return the state of the head's own host. `answers`: whether the coordinator sent its status."""
+    up = processes.get("up")
+    if answers or up:
+        return "leads"
+    if up is None:
+        return "unseen"
+    return "ended" if processes.get("released") else "gone"
+
+
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
     """Replace the log's values by those that the running system reported."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():
-        own = [r for r in runners if host_of(r["runner"]) == row.host]
-        row.runners = [r["runner"] for r in own]
-        row.ready = [r["runner"] for r in own if r["state"] == "ready"]
-        row.runner_places = sum(int(r.get("places") or 0) for r in own if r["state"] == "ready")
-        row.units = sum(int(r.get("load") or 0) for r in own)
+        own_runners = [r for r in runners if host_of(r["runner"]) == row.host]
+        row.runners = [r["runner"] for r in own_runners]
+        row.ready = [r["runner"] for r in own_runners if r["state"] == "ready"]
+        row.runner_places = sum(int(r.get("places") or 0) for r in own_runners if r["state"] == "ready")
+        row.units = sum(int(r.get("load") or 0) for r in own_runners)
     for host in live.get("hosts", []):
-        joined = rows.get(host["host"])
-        if joined is not None and joined.epoch == host["epoch"]:
-            joined.connected, joined.away_for = bool(host["connected"]), host["away_for"]
-            joined.why_away, joined.units = str(host["why_away"]), int(host["units"])
+        row_of_host = rows.get(host["host"])
+        if row_of_host is not None and row_of_host.epoch == host["epoch"]:
+            row_of_host.connected, row_of_host.away_for = bool(host["connected"]), host["away_for"]
+            row_of_host.why_away, row_of_host.units = str(host["why_away"]), int(host["units"])
 
 
 def read_hosts(
@@ -132,12 +142,12 @@ def read_hosts(
     counted by folding the open batches; with `count_units=False` they stay 0.
     """
     status = live if live is not None and "weights_version" in live else None
-    units = Counter[str]()
+    unit_counts = Counter[str]()
     if status is None and count_units:
         for row in (b for state in OPEN for b in log.batches(state=state)):
             batch = log.current(row.batch_id)
-            units.update(host_of(flight.runner) for flight in (batch.flights.values() if batch else ()))
+            unit_counts.update(host_of(flight.runner) for flight in (batch.flights.values() if batch else ()))
     return host_list(
-        log.hosts(), log.runner_lives(), finished=log.finished_elsewhere(), units=units, live=status,
+        log.hosts(), log.runner_lives(), finished=log.finished_elsewhere(), units=unit_counts, live=status,
         all_finished=sum(total.finished for total in log.totals()), processes={**log.processes(), **(system or {})},
     )

@@ -41,16 +41,17 @@ class JournalPart:
 def journal_parts(data: bytes) -> list[JournalPart]:
     """Return the parts of a payload of `AttemptKept`, in the order of their first records."""
     runs = kept_runs([data])
-    times: dict[tuple[int, str, int, int], list[float]] = {}
+    seconds_by_part: dict[tuple[int, str, int, int], list[float]] = {}
     for head, _, _ in frames(data):
         if "step" in head or "call" in head:
             key = head["run"][3], head.get("step") or head["call"], head["nth"], head.get("choice", -1)
-            times.setdefault(key, []).append(head["s"])
+            seconds_by_part.setdefault(key, []).append(head["s"])
     parts = []
-    for (run, name, nth, choice), seconds in times.items():
+    for (run, name, nth, choice), seconds in seconds_by_part.items():
         part = JournalPart(run=run, began=seconds[0], ended=seconds[-1])
         if choice < 0:
-            part.step, part.finish = name.rpartition(" ")[0], "done" if runs[run].steps[name, nth].done else ""
+            part.step = name.rpartition(" ")[0]
+            part.finish = "done" if runs[run].steps[name, nth].done else ""
         else:
             answer = runs[run].calls[name, nth][choice]
             part.finish, part.tokens, part.max_tokens = answer.finish, len(answer.tokens), answer.max_tokens

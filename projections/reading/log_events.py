@@ -41,7 +41,7 @@ class LogEvents:
         return self._events.url
 
     def is_replaced(self) -> bool:
-        """Return whether the log's name now belongs to another SQLite file. Reopen the log to read that one."""
+        """Return True if the log's name now belongs to another SQLite file. Reopen the log to read that one."""
         return self._events.is_replaced()
 
     def head(self) -> Head:
@@ -55,12 +55,13 @@ class LogEvents:
         stream = None
         if batch_id is not None:
             stream = batch_stream(batch_id)
-            self._require(batch_id)
+            self._require_batch(batch_id)
         return self._events.read(stream=stream, after=after)
 
     def read(
         self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
     ) -> Iterator[Recorded]:
+        """Yield events after a position, in order, of one stream or all, and of these types or all."""
         return self._events.read(stream=stream, types=types, after=after)
 
     def rare(
@@ -110,8 +111,8 @@ class LogEvents:
             is_last = stop()  # called before reading, so that the last read sees all events from before the stop
             try:
                 if is_away and newest is not None:
-                    same = self.at(position)
-                    if same is None or same.hash != newest.hash:
+                    reread = self.at(position)
+                    if reread is None or reread.hash != newest.hash:
                         raise LogRewound(
                             f"{self.url} no longer has the event read at position {position}: it was restored from an "
                             "older copy, or its server lost commits. Read it again from its start")
@@ -130,13 +131,18 @@ class LogEvents:
                 return
             time.sleep(interval)
 
-    def _require(self, batch_id: BatchId) -> None:
+    def _require_batch(self, batch_id: BatchId) -> None:
+        """Raise BatchNotFound if no batch has this id."""
         if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
             raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
-            other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
-            exists = other is not None and self._events.stream_version(batch_stream(other))
-            hint = f"; there is one with the id {other!r}" if exists else ""
+            other_id: BatchId | None = None  # 12 for "12", and the other way round
+            if isinstance(batch_id, int):
+                other_id = str(batch_id)
+            elif batch_id.isdecimal():
+                other_id = int(batch_id)
+            exists = other_id is not None and self._events.stream_version(batch_stream(other_id))
+            hint = f"; there is one with the id {other_id!r}" if exists else ""
             raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def payloads(self) -> PayloadStore:
@@ -187,5 +193,5 @@ class LogEvents:
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
-            number -= len(event.repeat_times)
+            number -= len(event.repeat_times)  # it counts from the first task of the next event
         return {}

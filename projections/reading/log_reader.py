@@ -59,10 +59,10 @@ class Log(LogEvents):
         try:
             return self._events.query(work)
         except DBAPIError as e:  # temporary trouble was retried, so a table or column is missing
-            older = read_models.stored_version(self._events) < read_models.ReadModels.version
+            is_older = read_models.stored_version(self._events) < read_models.ReadModels.version
             raise LogError(
                 f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
-                "then run `trinity-es rebuild`" if older else
+                "then run `trinity-es rebuild`" if is_older else
                 f"the tables of {self.url} can't be read ({e.orig}): run `trinity-es rebuild`"
             ) from e
 
@@ -81,7 +81,7 @@ class Log(LogEvents):
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
         """Return the row of one batch. Raises BatchNotFound."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: run `trinity-es rebuild`")
@@ -110,6 +110,7 @@ class Log(LogEvents):
         return list(self._read(open_leases.read_open).values())
 
     def usage(self) -> Usage:
+        """Return how often trainers used each delivered experience."""
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
@@ -117,7 +118,7 @@ class Log(LogEvents):
 
     def model_version(self) -> int:
         """Return the current weights version; 0 if none was published."""
-        return self._read(runner_history.published)
+        return self._read(runner_history.current_version)
 
     def hosts(self) -> list[HostLife]:
         """Return the lives of all hosts that joined, in the order in which they began."""
@@ -163,14 +164,14 @@ class Log(LogEvents):
         return freed_positions(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
-        """Return whether the experiences of the batch's last submission were freed."""
+        """Return True if the experiences of the batch's last submission were freed."""
         stream = batch_stream(batch_id)
         submitted = [r.position for r in self.read(stream=stream, types=["BatchSubmitted"])]
         return self.freed().get(stream, 0) > max(submitted, default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
         """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
@@ -208,7 +209,7 @@ class Log(LogEvents):
         processes as `system` (see `why.explain.why`). For repeated calls pass the same `followed`, made for this log:
         then each call reads only new events. Raises BatchNotFound.
         """
-        self._require(batch_id)
+        self._require_batch(batch_id)
         return self._explain([batch_id], now, live, system, followed)[0]
 
     def why_open(
@@ -222,16 +223,17 @@ class Log(LogEvents):
         self, batch_ids: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
         system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
-        opened = [batch_id for _, batch_id in self._read(read_models.open_batches)]
+        """Explain these batches, or with an empty `batch_ids` every open one; see `why`."""
+        open_ids = [batch_id for _, batch_id in self._read(read_models.open_batches)]
         # Without either the system was not asked, so a missing answer means nothing.
-        asked = live is not None or system is not None
-        facts = {**self.processes(), "asked": asked, **(system or {})}
+        was_asked = live is not None or system is not None
+        facts = {**self.processes(), "asked": was_asked, **(system or {})}
         at = _time.time() if now is None else now
         followed = followed or Followed()
         with followed.lock:
-            snapshot = read_situation(self._events, dict.fromkeys([*opened, *batch_ids]), followed)
+            snapshot = read_situation(self._events, dict.fromkeys([*open_ids, *batch_ids]), followed)
             return [why(snapshot, b, now=at, live=live, system=facts)
-                    for b in batch_ids or opened if b in snapshot.batches]
+                    for b in batch_ids or open_ids if b in snapshot.batches]
 
     def processes(self) -> dict[str, Any]:
         """Return facts on the processes of the system that wrote last, from its lease.
@@ -247,14 +249,16 @@ class Log(LogEvents):
             return {"up": False, "released": not lease.copied_from, "copied_from": lease.copied_from}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
-        started = admin.get("started")
-        if owner.get("host") == socket.gethostname() and (seen := seen_from_here(started)) is not None:
-            facts["up"] = seen and process_lives(admin.get("pid", 0), started)
+        if owner.get("host") == socket.gethostname():
+            started = admin.get("started")
+            is_visible = seen_from_here(started)
+            if is_visible is not None:
+                facts["up"] = is_visible and process_lives(admin.get("pid", 0), started)
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the (stored, recomputed) final result of a batch; both None until it ends."""
-        self._require(batch_id)
+        self._require_batch(batch_id)
         state: BatchState | None = None
         results: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         for recorded in self._events.read(stream=batch_stream(batch_id)):
@@ -298,19 +302,19 @@ def read_repeatedly(
 
     Waits for a log that does not exist yet or was replaced. Reports any other error to `complain` and tries again.
     """
-    last = False
+    is_last = False
     while True:
         try:
             with open_log(url) as log:
                 while True:
                     look(log)
-                    if last:
+                    if is_last:
                         return
-                    last = stop.wait(seconds)
+                    is_last = stop.wait(seconds)
         except (LogNotFound, LogReplaced, NotALog):
             pass
         except Exception as e:  # for example, the database is unreachable
             complain(e)
-        if last:
+        if is_last:
             return
-        last = stop.wait(seconds)
+        is_last = stop.wait(seconds)

@@ -111,20 +111,20 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
 
     The JSON is read directly, because building event objects would take most of the time.
     """
-    out = Distributions(batch_ids=list(batch_ids))
+    collected = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
         if type_name == "AttemptFailed":
-            out.failures[event["kind"]] += 1
+            collected.failures[event["kind"]] += 1
             if event.get("seconds"):
-                out.failed_seconds.append(event["seconds"])
+                collected.failed_seconds.append(event["seconds"])
             continue
-        out.attempt_seconds.append(event["seconds"])
+        collected.attempt_seconds.append(event["seconds"])
         for run in event["runs"]:
-            out.response_tokens.append(run.get("response_tokens", 0))
+            collected.response_tokens.append(run.get("response_tokens", 0))
             if "reward" in run["metrics"]:
-                out.rewards.append(run["metrics"]["reward"])
-    return out
+                collected.rewards.append(run["metrics"]["reward"])
+    return collected
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> list[Throughput]:
@@ -136,29 +136,36 @@ def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> lis
     if not rows:
         return []
     start = min(row.submitted_at for row in rows)
-    width = max((until - start) / slices, 1e-6)
+    slice_seconds = max((until - start) / slices, 1e-6)
     sums = [[0.0, 0.0] for _ in range(slices)]
     for row in rows:
         end = until if row.ended_at is None else row.ended_at
-        first = min(int((row.submitted_at - start) / width), slices - 1)
-        last = min(max(int((end - start) / width), first), slices - 1)
+        first_slice = min(int((row.submitted_at - start) / slice_seconds), slices - 1)
+        last_slice = min(max(int((end - start) / slice_seconds), first_slice), slices - 1)
         amounts = (row.response_tokens, row.finished)
-        for i in range(first, last + 1):
-            inside = min(end, start + (i + 1) * width) - max(row.submitted_at, start + i * width)
-            share = inside / (end - row.submitted_at) if first != last and end > row.submitted_at else 1.0
+        is_spread = first_slice != last_slice and end > row.submitted_at
+        for i in range(first_slice, last_slice + 1):
+            slice_start, slice_end = start + i * slice_seconds, start + (i + 1) * slice_seconds
+            seconds_inside = min(end, slice_end) - max(row.submitted_at, slice_start)
+            share = seconds_inside / (end - row.submitted_at) if is_spread else 1.0
             for k, amount in enumerate(amounts):
                 sums[i][k] += amount * share
     return [
-        Throughput(at=start + (i + 1) * width, seconds=width, tokens=tokens / width, tasks=tasks / width)
+        Throughput(
+            at=start + (i + 1) * slice_seconds, seconds=slice_seconds, tokens=tokens / slice_seconds,
+            tasks=tasks / slice_seconds,
+        )
         for i, (tokens, tasks) in enumerate(sums)
     ]
 
 
 def _point(row: BatchRow, value: float) -> Point:
+    """Return the batch's point in a curve, with its step and name."""
     name, step = row.batch_type, row.trained_step
     if row.batch_type == "eval":
         number, _, rest = str(row.batch_id).partition("/")
-        name, step = rest or str(row.batch_id), int(number) if number.isdecimal() and number.isascii() else None
+        name = rest or str(row.batch_id)
+        step = int(number) if number.isdecimal() and number.isascii() else None
     elif step is None and isinstance(row.batch_id, int):
         step = row.batch_id
     return Point(batch_id=row.batch_id, step=step, name=name, value=value)
@@ -169,12 +176,12 @@ def summarize(
     lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
     losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
 ) -> Overview:
-    finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
-    finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
-    rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
-    lost: dict[str, Counter[str]] = defaultdict(Counter)
+    finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
+    finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
+    rewards = [(r, _point(r, r.reward)) for r in finalized_rows if r.reward is not None]
+    loss_counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (kind, reason), count in losses.items():
-        lost[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
+        loss_counts[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
     sums = {name: sum(getattr(row, name) for row in rows) for name in (
         "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
@@ -185,7 +192,8 @@ def summarize(
         runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
-        staleness=[_point(r, r.staleness) for r in finalized if r.staleness is not None],
+        staleness=[_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
         throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
-        attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
+        attempts_failed=loss_counts["attempt"], tasks_dropped=loss_counts["task"],
+        experiences_dropped=loss_counts["experience"],
     )

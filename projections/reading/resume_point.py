@@ -103,45 +103,47 @@ def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
 
 
 def _first_false(values: list[bool]) -> int:
+    """Return the index of the first False, or the length if there is none."""
     return [*values, False].index(False)
 
 
 def is_over(log: Log, row: BatchRow) -> bool:
-    """Return whether a step is never submitted again: it gave something to train on, or a person aborted it."""
+    """Return True if a step is never submitted again: it gave something to train on, or a person aborted it."""
     if row.state == BatchLifecycleState.ABORTED:
         return not was_dropped_stale(log, row.batch_id)
     if row.state != BatchLifecycleState.FINALIZED:
         return False
     if row.finished or row.trained_step is not None:
-        return True  # spares most batches the fold
+        return True  # most batches need no fold
     state = log.current(row.batch_id)
     return state is not None and state.state.ended and not state.failed_whole
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
-    """Return whether the batch's last submission was aborted because the weights behind its tokens were too old."""
-    dropped = False
+    """Return True if the batch's last submission was aborted because the weights behind its tokens were too old."""
+    is_stale = False
     for recorded in log.events(batch_id):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted):
-            dropped = False
+            is_stale = False
         elif isinstance(event, ev.RecoveryDecided) and event.decision == "drop_stale":
-            dropped = True
-    return dropped
+            is_stale = True
+    return is_stale
 
 
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     """Return the number of train batches with each row of a taskset, without aborted and replaced submissions."""
-    used: dict[str, list[int]] = {}
+    rows_by_stream: dict[str, list[int]] = {}
     for recorded in log.read(types=["BatchSubmitted", "TasksAdded", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-            used[recorded.stream] = []
-        if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in used:
-            # A task that was cut counts with the batch that cut it.
-            cut = {task.task for task in event.continues} if isinstance(event, ev.BatchSubmitted) else set[int]()
-            indices = [task.get("index", {}) for number, task in enumerate(log.tasks_of(event)) if number not in cut]
-            used[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
+            rows_by_stream[recorded.stream] = []
+        if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in rows_by_stream:
+            # A task that goes on with a cut one counts with the batch that cut it.
+            continued = {task.task for task in event.continues} if isinstance(event, ev.BatchSubmitted) else set[int]()
+            tasks = enumerate(log.tasks_of(event))
+            indices = [task.get("index", {}) for number, task in tasks if number not in continued]
+            rows_by_stream[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
-            used.pop(recorded.stream, None)
-    return dict(sorted(Counter(row for rows in used.values() for row in rows).items()))
+            rows_by_stream.pop(recorded.stream, None)
+    return dict(sorted(Counter(row for rows in rows_by_stream.values() for row in rows).items()))

@@ -19,7 +19,8 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
         return {}
     by_taskset: dict[str, tuple[list[int], list[float]]] = {}
     for number, task in enumerate(submitted_tasks(log, batch_id)):
-        index, rate = task.get("index") or {}, _mean_reward(state, number)
+        index = task.get("index") or {}
+        rate = _mean_reward(state, number)
         if rate is None or type(index.get("index")) is not int or "taskset" not in index:
             continue
         rows, rates = by_taskset.setdefault(str(index["taskset"]), ([], []))
@@ -34,5 +35,6 @@ def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
 
 
 def _mean_reward(state: BatchState, number: int) -> float | None:
+    """Return the mean reward of a task's completed runs; None if none has a reward."""
     rewards = [run.metrics["reward"] for run in state.tasks[number].done.values() if "reward" in run.metrics]
     return math.fsum(rewards) / len(rewards) if rewards else None

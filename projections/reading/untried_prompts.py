@@ -40,6 +40,7 @@ class Untried:
 @dataclass(slots=True, kw_only=True)
 class PromptsTried:
     tasks: int = 0
+    """Number of tasks; one that was cut and goes on in a later batch counts once."""
     sent: int = 0
     """Number of these tasks that were sent to a runner."""
     never: list[Untried] = field(default_factory=list)
@@ -50,48 +51,68 @@ class PromptsTried:
 def prompts_tried(log: Log) -> PromptsTried:
     """Find the untried prompts of all batches, decoding as few batches as possible."""
     rows = log.batches()
-    out = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
-    partly = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
-    untried: dict[Any, Untried] = {}
-    tried: set[Any] = set()
-    for stream, row in partly.items():
-        sent = {
+    report = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
+    rows_to_read = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
+    untried_by_key: dict[Any, Untried] = {}
+    tried_keys: set[Any] = set()
+    sent_by_stream: dict[str, set[int]] = {}
+    for stream, row in rows_to_read.items():
+        sent_tasks = {
             unit["task"] for item in log.read(stream=stream, types=["TasksDispatched"], after=row.first_position)
             for unit in orjson.loads(item.data)["units"]
         }
+        sent_by_stream[stream] = sent_tasks
         submissions = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
-        for number, index in enumerate(i for item in submissions for i in _indices(log, item)):
-            key = _key(index) or (row.batch_id, number)
-            if number in sent:
-                tried.add(key)
+        indices = [index for item in submissions for index in _indices(log, item)]
+        for number, index in enumerate(indices):
+            key = _prompt_key(index) or (row.batch_id, number)
+            if number in sent_tasks:
+                tried_keys.add(key)
             else:
                 taskset = index.get("taskset")
-                untried[key] = Untried(
+                untried_by_key[key] = Untried(
                     None if taskset is None else str(taskset), index.get("index"), row.batch_id, number, row.state
                 )
-    for key in tried:
-        untried.pop(key, None)
-    if any(prompt.row is not None for prompt in untried.values()):
-        _remove_tried(log, {batch_stream(r.batch_id): r for r in rows}, untried)
-    out.never = list(untried.values())
-    return out
+    for key in tried_keys:
+        untried_by_key.pop(key, None)
+    row_by_stream = {batch_stream(r.batch_id): r for r in rows}
+    _count_continued_once(log, row_by_stream, sent_by_stream, report)
+    if any(prompt.row is not None for prompt in untried_by_key.values()):
+        _remove_tried(log, row_by_stream, untried_by_key)
+    report.never = list(untried_by_key.values())
+    return report
+
+
+def _count_continued_once(
+    log: Log, row_by_stream: dict[str, BatchRow], sent_by_stream: dict[str, set[int]], report: PromptsTried
+) -> None:
+    """Count a task that goes on in a later batch once. `sent_by_stream` has the batches that sent some tasks only."""
+    for item in log.rare(["BatchSubmitted"]):
+        row = row_by_stream.get(item.stream)
+        if row is None or item.position < row.first_position or b'"continues":[{' not in item.data:
+            continue
+        assert isinstance(item.event, ev.BatchSubmitted)
+        for continued in item.event.continues:
+            places = (item.stream, continued.task), (batch_stream(continued.batch_id), continued.cut_task)
+            report.tasks -= 1
+            report.sent -= all(task in sent_by_stream.get(stream, (task,)) for stream, task in places)
 
 
 def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:
     """Remove prompts that another batch or an earlier submission tried, skipping events whose bytes hold none."""
     resubmitted: set[str] = set()
-    marks = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
-    if len(marks) > _FEW:
-        marks = [b""]
+    byte_patterns = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
+    if len(byte_patterns) > _FEW:
+        byte_patterns = [b""]
     for item in log.rare(["BatchSubmitted", "TasksAdded"]):
         row = rows.get(item.stream)
         if row is None:
             continue
         if item.position < row.first_position:
             resubmitted.add(item.stream)
-        elif row.sent == row.tasks and (b'"tasks":null' in item.data or any(mark in item.data for mark in marks)):
+        elif row.sent == row.tasks and (b'"tasks":null' in item.data or any(p in item.data for p in byte_patterns)):
             for index in _indices(log, item):
-                untried.pop(_key(index), None)
+                untried.pop(_prompt_key(index), None)
     for stream in resubmitted:
         for key in _tried_before(log, stream, rows[stream].first_position):
             untried.pop(key, None)
@@ -104,12 +125,14 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
         if item.position >= end:
             return
         if item.type == "TasksDispatched":
-            yield from (_key(indices[unit["task"]]) for unit in orjson.loads(item.data)["units"])
+            yield from (_prompt_key(indices[unit["task"]]) for unit in orjson.loads(item.data)["units"])
+        elif item.type == "TasksAdded":
+            indices += _indices(log, item)
         else:
-            indices = [*(indices if item.type == "TasksAdded" else ()), *_indices(log, item)]
+            indices = list(_indices(log, item))
 
 
-def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:
+def _prompt_key(index: dict[str, Any]) -> tuple[str, bytes] | None:
     """Return the identity of a prompt across batches; None without an index."""
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
@@ -128,6 +151,7 @@ def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _taskset_cursors(log: Log) -> dict[str, tuple[int, int]]:
+    """Return how far each taskset was read, as (pass, tasks read in that pass)."""
     last = [log.last(stream, "TasksetAdvanced") for stream in log.streams("taskset/")]
     events = [item.event for item in last if item is not None]
     return {e.taskset: (e.epoch, e.offset) for e in events if isinstance(e, ev.TasksetAdvanced)}

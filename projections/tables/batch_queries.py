@@ -80,6 +80,7 @@ def count_batches(connection: Connection, *, state: str | None = None, batch_typ
 
 
 def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
+    """Return the query restricted to a state and a type of batches; None restricts nothing."""
     if state is not None:
         query = query.where(_C.state == state)
     return query if batch_type is None else query.where(_C.batch_type == batch_type)

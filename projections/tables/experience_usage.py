@@ -89,6 +89,7 @@ class Usage:
 
     @property
     def more(self) -> int:
+        """Number of experiences that were used more than once."""
         return sum(used.count for used in self.twice)
 
 
@@ -113,15 +114,15 @@ def apply(group: Gathered, item: Recorded) -> None:
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
                 if (delivery := _last_delivery(group, stream)) is not None:
-                    whole = _uses.c.stream == stream, _uses.c.version == delivery[0], _uses.c.taken.is_(False)
-                    group.write().execute(sa.update(_uses).where(*whole).values(undone=True))
+                    batch_uses = _uses.c.stream == stream, _uses.c.version == delivery[0], _uses.c.taken.is_(False)
+                    group.write().execute(sa.update(_uses).where(*batch_uses).values(undone=True))
 
 
 def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
     """Return (stream version, experiences) of a batch's last delivery."""
-    for new in reversed(group.waiting(_NEW_DELIVERY)):
-        if new["stream"] == stream:
-            return new["version"], new["experiences"]
+    for unwritten in reversed(group.waiting(_NEW_DELIVERY)):
+        if unwritten["stream"] == stream:
+            return unwritten["version"], unwritten["experiences"]
     row = _LATEST.first(group.connection, {"stream": stream})
     return None if row is None else (row[0], row[1])
 
@@ -135,34 +136,35 @@ def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | No
 
 
 def _add_uses(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
-    common = {"position": item.position, "step": step, "undone": False}
-    group.add(_NEW_USE, *(common | {"number": number} | use for number, use in enumerate(uses)))
+    shared_fields = {"position": item.position, "step": step, "undone": False}
+    group.add(_NEW_USE, *(shared_fields | {"number": number} | use for number, use in enumerate(uses)))
 
 
 def read_usage(connection: sa.Connection) -> Usage:
-    out = Usage()
+    usage = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
     for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):
         uses.setdefault((row.stream, row.version), []).append(row)
     for delivery in connection.execute(sa.select(_deliveries).order_by(_deliveries.c.position)):
-        _count_uses(delivery, uses.get((delivery.stream, delivery.version), []), out)
-    return out
+        _count_uses(delivery, uses.get((delivery.stream, delivery.version), []), usage)
+    return usage
 
 
-def _count_uses(delivery: Any, uses: list[Any], out: Usage) -> None:
+def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
+    """Count the uses of one delivery's experiences into `usage`. Between two cuts all have the same uses."""
     total = delivery.experiences
-    out.delivered += total
-    out.redone += sum(use.count for use in uses if use.undone)
+    usage.delivered += total
+    usage.redone += sum(use.count for use in uses if use.undone)
     # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
-    queued = any(use.taken for use in uses)
-    uses = [use for use in uses if use.taken == queued and not use.undone]
+    from_queue = any(use.taken for use in uses)
+    uses = [use for use in uses if use.taken == from_queue and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
-        covering = [use for use in uses if use.first <= start and use.first + use.count >= end]
-        if not covering:
-            out.never += end - start
-        elif len(covering) == 1:
-            out.once += end - start
+        covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]
+        if not covering_uses:
+            usage.never += end - start
+        elif len(covering_uses) == 1:
+            usage.once += end - start
         else:
-            out.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in covering],
-                                  [use.position for use in covering]))
+            steps, positions = [use.step for use in covering_uses], [use.position for use in covering_uses]
+            usage.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, steps, positions))

@@ -23,6 +23,8 @@ FORGET_TYPES = ("BatchSubmitted", "TaskFinished", "TaskReopened")
 
 metadata = MetaData()
 
+_E = schema.events.c
+
 _work = Table(
     NAME, metadata,
     Column("host", String(255), primary_key=True),
@@ -34,8 +36,8 @@ _work = Table(
 def flush(connection: Connection, finished: Counter[str]) -> None:
     """Add these counts to the table and clear them."""
     for host, count in finished.items():
-        changed = update(_work).where(_work.c.host == host).values(finished=_work.c.finished + count)
-        if connection.execute(changed).rowcount == 0:
+        increment = update(_work).where(_work.c.host == host).values(finished=_work.c.finished + count)
+        if connection.execute(increment).rowcount == 0:
             connection.execute(insert(_work), [{"host": host, "finished": count}])
     finished.clear()
 
@@ -47,23 +49,23 @@ def forget(connection: Connection, item: Recorded, task: int | None = None) -> N
     """
     if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
         return
-    e = schema.events.c
-    began = select(func.max(e.version)).where(
-        e.stream == item.stream, e.type == "BatchSubmitted", e.version < item.version).scalar_subquery()
-    ended: dict[int, str] = {}
+    submission_version = select(func.max(_E.version)).where(
+        _E.stream == item.stream, _E.type == "BatchSubmitted", _E.version < item.version).scalar_subquery()
+    runners_by_task: dict[int, str] = {}
     rows = connection.execute(
-        select(e.type, e.data).where(
-            e.stream == item.stream, e.type.in_(("TaskFinished", "TaskReopened")), e.version > began,
-            e.version < item.version,
-        ).order_by(e.version)
+        select(_E.type, _E.data).where(
+            _E.stream == item.stream, _E.type.in_(("TaskFinished", "TaskReopened")), _E.version > submission_version,
+            _E.version < item.version,
+        ).order_by(_E.version)
     )
     for name, data in rows:
         event = orjson.loads(data)
         if name == "TaskFinished":
-            ended[event["task"]] = event["runner"]
+            runners_by_task[event["task"]] = event["runner"]
         else:  # subtracted at that event
-            ended.pop(event["task"], None)
-    counts = Counter(host_of(runner) for number, runner in ended.items() if task in (None, number) and host_of(runner))
+            runners_by_task.pop(event["task"], None)
+    runners = [runner for task_id, runner in runners_by_task.items() if task in (None, task_id)]
+    counts = Counter(host for host in map(host_of, runners) if host)
     flush(connection, Counter({host: -count for host, count in counts.items()}))
 
 

@@ -34,6 +34,7 @@ _C = _table.c
 
 
 def apply(connection: Connection, item: Recorded) -> None:
+    """Apply one event of stream `leases`: change, add or remove the row of its lease."""
     key = item.event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     row = connection.execute(select(_table).where(_C.lease == key)).one_or_none()
     leases = {} if row is None else {key: _decode(row.data)}

@@ -91,6 +91,7 @@ class ReadModels:
     name, version = "read_models", 6
 
     def create(self, connection: sa.Connection) -> None:
+        """Create missing tables, and replace those of another version by empty ones."""
         inspector = sa.inspect(connection)
         names = set(inspector.get_table_names())
         for table in _TABLES:
@@ -126,10 +127,10 @@ class _Group:
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
-        self._changes: dict[str, dict[str, Any]] = {}
-        self._losses = Counter[tuple[str, str, str]]()
-        self._finished_elsewhere = Counter[str]()
-        self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+        self._changes: dict[str, dict[str, Any]] = {}  # of each batch's row, by stream
+        self._losses = Counter[tuple[str, str, str]]()  # by (stream, what, why)
+        self._finished_elsewhere = Counter[str]()  # tasks by host
+        self._dispatches: dict[tuple[str, str, int], runner_history.Dispatched] = {}  # see add_lost_attempt
         self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
@@ -148,6 +149,7 @@ class _Group:
         self._changes, self._losses = {}, Counter()
 
     def batch_event(self, item: Recorded, event: ev.Event) -> None:
+        """Gather the changes by one event of a batch. Rare events, such as a second submission, write at once."""
         connection = self._connection
         if isinstance(event, ev.TaskFinished):
             if "@" in event.runner:
@@ -171,42 +173,45 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._count_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.add_lost_attempt(connection, item, event, self._dispatched, self._system_ends)
+                runner_history.add_lost_attempt(connection, item, event, self._dispatches, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
     def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        lost: dict[tuple[str, str], int] = {}
+        """Gather what an event says of lost attempts, tasks and experiences, and update the rows of failed tasks."""
+        loss_counts: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:
             case ev.AttemptFailed():
-                lost["attempt", event.kind] = 1
+                loss_counts["attempt", event.kind] = 1
                 if not event.retry:
                     row = {"stream": item.stream, "task": event.task, "kind": event.kind}
                     change["failed"] += _FAILED.change(connection, row)
             case ev.TaskDropped():
-                lost["task", event.reason] = len(event.tasks)
+                loss_counts["task", event.reason] = len(event.tasks)
                 failed = {task for (task,) in _FAILED_TASKS.rows(connection, {"stream": item.stream})}
                 for task in failed.intersection(event.tasks):  # now counted as dropped
                     change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": task})
             case ev.TaskReopened():
                 change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": event.task})
                 if event.dropped:
-                    lost["task", event.dropped] = -1
+                    loss_counts["task", event.dropped] = -1
             case ev.BatchFinalized():
-                lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
-                if (rest := event.dropped - sum(lost.values())) > 0:  # dropped by operators that name no experiences
-                    lost["experience", ""] = lost.get(("experience", ""), 0) + rest
+                loss_counts = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
+                unnamed_count = event.dropped - sum(loss_counts.values())
+                if unnamed_count > 0:  # dropped by operators that name no experiences
+                    loss_counts["experience", ""] = loss_counts.get(("experience", ""), 0) + unnamed_count
                 counts = [count for count, _ in event.model_versions]
                 if sum(counts):
                     delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
-                    change["staleness"] = runner_history.published_so_far(self.new) - delivered
+                    change["staleness"] = runner_history.current_version_in(self.new) - delivered
                     runner_history.add_deliveries(self.new, item, event)
-        for (what, why), count in lost.items():
-            self._losses[item.stream, what, runner_history.stored(why, 200)] += count
+        for (what, why), count in loss_counts.items():
+            self._losses[item.stream, what, runner_history.storable(why, 200)] += count
 
 
 def stored_version(log: EventLog) -> int:
+    """Return the version of the read models in this log; 0 if it has none."""
     c = schema.checkpoints.c
     query = sa.select(c.version).where(c.name == ReadModels.name)
     return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
@@ -231,6 +236,7 @@ _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLA
 
 
 def _new_value(name: str) -> sa.BindParameter[Any]:
+    """Return the parameter with the change of this column in `_CHANGE`."""
     return sa.bindparam(f"new_{name}", type_=batches.c[name].type)
 
 
@@ -262,6 +268,7 @@ _FAILED_TASKS = Prepared(sa.select(failed_tasks.c.task).where(_OF_TASK[0]))
 
 
 def _gather(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    """Add an event to the change of its batch's row: counts are added up, other values replaced."""
     change["last_position"] = item.position
     match event:
         case ev.RunsFinished():
@@ -307,8 +314,8 @@ def projectors() -> list[ReadModels]:
 
 def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     """Return (stream, batch id) of every open batch, in the order of submission."""
-    ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
-    query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended))
+    ended_states = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
+    query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended_states))
     rows = connection.execute(query.order_by(batches.c.first_position))
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
 

@@ -25,9 +25,9 @@ from trinity_es.projections.host_states import went_with_host
 
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "add_deliveries",
-    "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation",
-    "metadata", "natural", "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states",
-    "seen", "stored",
+    "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "current_version",
+    "current_version_in", "last_incarnation", "metadata", "natural", "read_lives", "read_made", "read_weights",
+    "runner_states", "storable", "visible_state",
 ]
 
 
@@ -77,7 +77,7 @@ class RunnerLives:
     name: str
     last: RunnerIncarnation
     how: str
-    """State of the last life, from `seen`."""
+    """State of the last life, from `visible_state`."""
     lives: int
     deaths: int
     """Number of unintentional ends, including those of `with_host`."""
@@ -95,11 +95,13 @@ def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> lis
         runners.setdefault(life.runner, []).append(life)
     return [
         RunnerLives(
-            name=name, last=own[-1], how=seen(own[-1], up), lives=len(own), deaths=sum(life.died for life in own),
-            with_host=sum(life.went_with_host for life in own), attempts_lost=sum(life.attempts_lost for life in own),
-            seconds_lost=sum(life.seconds_lost for life in own), all=own,
+            name=name, last=own_lives[-1], how=visible_state(own_lives[-1], up), lives=len(own_lives),
+            deaths=sum(life.died for life in own_lives),
+            with_host=sum(life.went_with_host for life in own_lives),
+            attempts_lost=sum(life.attempts_lost for life in own_lives),
+            seconds_lost=sum(life.seconds_lost for life in own_lives), all=own_lives,
         )
-        for name, own in sorted(runners.items(), key=lambda item: natural(item[0]))
+        for name, own_lives in sorted(runners.items(), key=lambda item: natural(item[0]))
     ]
 
 
@@ -197,7 +199,7 @@ _NEW_PUBLISHED, _NEW_LOAD, _NEW_MADE = (Prepared(sa.insert(table)) for table in 
 _LAST_PUBLISHED = Prepared(sa.select(_published.c.version).order_by(_published.c.position.desc()).limit(1))
 
 
-def stored(value: str, limit: int = 2000) -> str:
+def storable(value: str, limit: int = 2000) -> str:
     """Return the text without NUL, which PostgreSQL can't store, cut to `limit` characters."""
     return value[:limit].replace("\0", "\ufffd")
 
@@ -208,11 +210,11 @@ def apply(group: Gathered, item: Recorded) -> None:
     match event:
         case ev.WeightsPublished():
             group.add(_NEW_PUBLISHED, {
-                "position": item.position, "version": event.version, "at": at, "method": stored(event.method),
-                "path": stored(event.path)})
+                "position": item.position, "version": event.version, "at": at, "method": storable(event.method),
+                "path": storable(event.path)})
         case ev.RunnerStarted():
-            _write_life(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
-                        engine=stored(event.engine), started_at=at)
+            _write_life(connection, item, event, model=storable(event.model), pid=event.pid, host=storable(event.host),
+                        engine=storable(event.engine), started_at=at)
         case ev.RunnerReady():
             _write_life(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
                         model_version=event.model_version, how="running", ended_at=None, reason="")
@@ -225,15 +227,16 @@ def apply(group: Gathered, item: Recorded) -> None:
                 _write_life(connection, item, event, model_version=event.version)
             error: str | None = getattr(event, "error", None)
             group.add(_NEW_LOAD, {
-                "position": item.position, "version": event.version, "runner": stored(event.runner, 255),
+                "position": item.position, "version": event.version, "runner": storable(event.runner, 255),
                 "incarnation": event.incarnation, "at": at, "seconds": getattr(event, "seconds", 0.0),
-                "error": error and stored(error)})
+                "error": error and storable(error)})
 
 
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
-    key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
-    new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
-    if not _change_life(tuple(values)).change(connection, new):
+    """Set these columns in the row of the event's life, which is added if it is missing."""
+    key = {"runner": storable(event.runner, 255), "incarnation": event.incarnation}
+    parameters = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
+    if not _change_life(tuple(values)).change(connection, parameters):
         _NEW_LIFE.change(connection, _UNKNOWN_LIFE | {"first_position": item.position} | key | values)
 
 
@@ -246,15 +249,15 @@ def _change_life(names: tuple[str, ...]) -> Prepared:
 
 def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
     """End a life. The first end sets the time; a later one (lost, then quarantined) may set state and reason."""
-    c, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
-    query = sa.select(c.how, c.ended_at, c.reason).where(
-        c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
+    columns, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
+    query = sa.select(columns.how, columns.ended_at, columns.reason).where(
+        columns.runner == storable(event.runner, 255), columns.incarnation == event.incarnation
     )
     life = connection.execute(query).one_or_none()
     if life is None or life.ended_at is None:
-        _write_life(connection, item, event, how=how, reason=stored(reason), ended_at=item.recorded_at)
+        _write_life(connection, item, event, how=how, reason=storable(reason), ended_at=item.recorded_at)
     elif how != "retired":
-        _write_life(connection, item, event, how=how, reason=stored(reason) or life.reason)
+        _write_life(connection, item, event, how=how, reason=storable(reason) or life.reason)
 
 
 def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
@@ -281,7 +284,7 @@ def add_lost_attempt(
     `system_ends` caches the ends of the whole system by append.
     """
     c = _lives.c
-    life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+    life = sa.and_(c.runner == storable(event.runner, 255), c.incarnation == event.incarnation)
     row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
     if row is None:
         return
@@ -289,15 +292,15 @@ def add_lost_attempt(
     if batch_life not in dispatches:  # read only since the life began, because the stream may be long
         dispatches[batch_life] = _dispatch_times(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
-    dispatched = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
+    dispatch_times = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
         system_ends[item.commit_id] = _system_end(connection, item)
-    until = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
+    lost_at = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
     if row.ended_at is not None:
-        until = min(row.ended_at, until)
+        lost_at = min(row.ended_at, lost_at)
     elif (system_end := system_ends[item.commit_id]) is not None:
-        until = system_end
-    seconds = max(0.0, until - dispatched[-1]) if dispatched else 0.0
+        lost_at = system_end
+    seconds = max(0.0, lost_at - dispatch_times[-1]) if dispatch_times else 0.0
     connection.execute(
         sa.update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
@@ -307,14 +310,14 @@ def add_lost_attempt(
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
     """Return the time of a system's last event if the next coordinator recorded this loss at its start, else None."""
     e = schema.events.c
-    start = sa.select(e.position, e.commit_id).where(
+    start_query = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
     ).order_by(e.position.desc()).limit(1)
-    started = connection.execute(start).one_or_none()
+    started = connection.execute(start_query).one_or_none()
     if started is None or started.commit_id != item.commit_id:
         return None
-    last = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
-    return None if last is None else float(last.recorded_at)
+    last_event = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    return None if last_event is None else float(last_event.recorded_at)
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
@@ -326,6 +329,7 @@ def before_start(position: int, commit_id: str) -> sa.Select[Any]:
 
 
 def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispatched:
+    """Return the times of the dispatches of a batch after this position."""
     e = schema.events.c
     query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
@@ -339,16 +343,16 @@ def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispa
     return times
 
 
-def published(connection: sa.Connection) -> int:
+def current_version(connection: sa.Connection) -> int:
     """Return the current weights version; 0 if none was published."""
     row = _LAST_PUBLISHED.first(connection, {})
     return 0 if row is None else int(row[0])
 
 
-def published_so_far(group: Gathered) -> int:
+def current_version_in(group: Gathered) -> int:
     """Return the current weights version, including events of this group that are not written yet."""
-    waiting = group.waiting(_NEW_PUBLISHED)
-    return int(waiting[-1]["version"]) if waiting else published(group.connection)
+    unwritten = group.waiting(_NEW_PUBLISHED)
+    return int(unwritten[-1]["version"]) if unwritten else current_version(group.connection)
 
 
 def natural(name: str) -> list[str | int]:
@@ -356,12 +360,13 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def seen(life: RunnerIncarnation, up: bool | None) -> str:
+def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
     """Return the life's `how`, or `gone` if the log shows no end of it but its system is down (`up` is False)."""
     return "gone" if life.how == "running" and up is False else life.how
 
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
+    """Return all lives, by runner and incarnation. One without a recorded end before the last is `replaced`."""
     columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
     rows = connection.execute(sa.select(*columns).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     lives = [RunnerIncarnation(**row) for row in rows]
@@ -384,19 +389,20 @@ def read_weights(
     connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
     """Return the published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
-    first = sa.func.min(_published.c.position)
-    selected = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    first_position = sa.func.min(_published.c.position)
+    version_query = sa.select(_published.c.version).group_by(_published.c.version).order_by(first_position.desc())
     if version is not None:
-        selected = selected.where(_published.c.version == version)
+        version_query = version_query.where(_published.c.version == version)
     if limit is not None:
-        selected = selected.limit(limit).offset(offset)
+        version_query = version_query.limit(limit).offset(offset)
     versions: dict[int, dict[str, Any]] = {}
-    published = sa.select(_published).where(_published.c.version.in_(selected)).order_by(_published.c.position)
-    for row in connection.execute(published):
-        new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
-        versions.setdefault(row.version, new).update(method=row.method, path=row.path)
+    publications = sa.select(_published).where(_published.c.version.in_(version_query)).order_by(_published.c.position)
+    for row in connection.execute(publications):
+        first_values = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [],
+                        "failures": []}
+        versions.setdefault(row.version, first_values).update(method=row.method, path=row.path)
     c = _loads.c
-    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(selected))
+    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(version_query))
     for loaded_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
         load = WeightsLoad(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
         versions[loaded_version]["loads" if error is None else "failures"].append(load)

@@ -54,28 +54,29 @@ _table = sa.Table(
 def apply(connection: sa.Connection, event: ev.Event) -> None:
     match event:
         case ev.AnswersRecorded():
-            last = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
+            last_number = connection.execute(sa.select(sa.func.max(_table.c.number))).scalar() or 0
             rows = [
                 {"number": number, "message": answer.message, "state": _RECORDED, "model_version": answer.model_version,
                  "digest": ref and ref.digest, "first": ref.first if ref else 0, "choices": ref.count if ref else 0}
-                for number, answer in enumerate(event.answers, last + 1) for ref in [answer.payload]
+                for number, answer in enumerate(event.answers, last_number + 1) for ref in [answer.payload]
             ]
             if rows:
                 connection.execute(sa.insert(_table), rows)
         case ev.AnswersRewarded():
-            new = {"state": _REWARDED, "reward": event.reward, "task": event.task, "run": event.run}
-            _update_rows(connection, event.messages, new)
+            columns = {"state": _REWARDED, "reward": event.reward, "task": event.task, "run": event.run}
+            _update_rows(connection, event.messages, columns)
         case ev.AnswersDelivered():
             _update_rows(connection, event.messages, {"state": _DELIVERED})
 
 
-def _update_rows(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
-    statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(new)
+def _update_rows(connection: sa.Connection, messages: Sequence[str], columns: dict[str, object]) -> None:
+    statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(columns)
     if messages:
         connection.execute(statement, [{"key": m} for m in messages])
 
 
 def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
+    """Return the answers with these message ids, by id, without ids that are not in the table."""
     states: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(sa.select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))

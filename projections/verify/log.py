@@ -30,7 +30,7 @@ from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
-from trinity_es.projections.leases import OpenLeases, evolve_leases
+from trinity_es.projections.leases import OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
 from trinity_es.projections.verify import remembered_log_end
 from trinity_es.projections.verify.payloads import Needs, Payloads
@@ -44,17 +44,19 @@ _SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 # The trigger must be enabled, unconditional, before each UPDATE, DELETE and TRUNCATE, with the function that refuses.
-_GUARD = text(
+_TRIGGER_REFUSES = text(
     "SELECT tgenabled IN ('O', 'A') AND tgtype = 58 AND tgqual IS NULL AND prosrc = :body "
     "FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
     "WHERE tgname = 'es_event_no_change' AND tgrelid = to_regclass('es_event')"
 )
-_KEYS = text(
+_VALID_INDEXES = text(
     "SELECT index.relname FROM pg_index JOIN pg_class AS index ON index.oid = indexrelid "
     "JOIN pg_class AS of ON of.oid = indrelid WHERE of.relname = ANY(:names) AND indisvalid"
 )
-_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_event_rare", "es_stream_pkey",
-           "es_lease_pkey", "es_checkpoint_pkey", "es_log_head_pkey"}
+_REQUIRED_INDEXES = {
+    "es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_event_rare", "es_stream_pkey",
+    "es_lease_pkey", "es_checkpoint_pkey", "es_log_head_pkey",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Return whether an unreadable file was a log: names of a log's tables are near its beginning."""
+    """Return True if an unreadable file was a log: names of a log's tables are near its beginning."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False
@@ -117,7 +119,7 @@ def _was_log(url: str) -> bool:
 
 
 def _damaged_pages(url: str) -> list[str]:
-    """Return the errors in the pages of a file that can't be opened as a log."""
+    """Return SQLite's problems with the pages of a file that can't be opened as a log."""
     path = file_of(url)
     if path is None or not path.is_file():
         return []
@@ -133,19 +135,19 @@ def verify_open(
 ) -> Verification:
     """Check an open log like `verify_log`; `url` leads to its payload store."""
     report = Verification(url=log.url)
-    claims = remembered_log_end.claims(log, url, folder)  # read first, since the log may grow meanwhile
+    claims = remembered_log_end.read_claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
         report.problems += log.verify(progress, fold)
         report.problems += fold.problems.texts()
         report.notes += fold.notes
-        if lost := remembered_log_end.lost(log, claims):
-            report.problems.append(lost)
+        if loss := remembered_log_end.loss_text(log, claims):
+            report.problems.append(loss)
         report.events, report.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
         payloads.check(payload_progress)
         report.problems += payloads.problems.texts()
         report.notes += payloads.notes
-        report.payloads = payloads.read
+        report.payloads = payloads.read_count
     return report
 
 
@@ -160,13 +162,15 @@ class _Fold:
         self.batches: dict[str, tuple[str, int]] = {}
         """(state, number of tasks) of each batch, by stream."""
         self._projectors = projectors
-        self._open: dict[str, BatchState] = {}
-        self._lost: set[str] = set()
+        self._open_batches: dict[str, BatchState] = {}
+        self._broken_streams: set[str] = set()
         """Streams with an event that could not be folded."""
-        self._folds = True
-        self._epochs: dict[str, int] = {}
-        self._leases_open: OpenLeases = {}
-        self._started: ev.CoordinatorStarted | None = None
+        self._tables_are_folded = True
+        """False from the first events on that a projector could not fold."""
+        self._last_epochs: dict[str, int] = {}
+        """Epoch of the last holder of each lease that wrote events, by name of the lease."""
+        self._open_leases: OpenLeases = {}
+        self._last_start: ev.CoordinatorStarted | None = None
         self._starts: list[tuple[int, str]] = []
         """(position, commit id) of each coordinator's start in this page of events, and of the last one before."""
         # The name "" makes a temporary database that spills to disk and that SQLite deletes on close.
@@ -174,55 +178,57 @@ class _Fold:
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
             self.scratch.execute(f"PRAGMA {pragma}")
         self._engine = create_engine("sqlite://", creator=lambda: self.scratch, poolclass=StaticPool)
-        self._connection = self._engine.connect()
-        schema.tables.create_all(self._connection)
-        schema.create_triggers(self._connection)
+        self._scratch_connection = self._engine.connect()
+        schema.tables.create_all(self._scratch_connection)
+        schema.create_triggers(self._scratch_connection)
         for projector in projectors:
-            projector.create(self._connection)
-        self._defined = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
-        schema.drop_triggers(self._connection)
+            projector.create(self._scratch_connection)
+        self._expected_definitions = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
+        schema.drop_triggers(self._scratch_connection)
         self._has_hosts = False
         """True if a host has joined; before that, all tasks end on the head's own runners."""
         self.needs = Needs(self.scratch)
         self.scratch.execute("BEGIN")  # never committed
 
     def close(self) -> None:
-        self._connection.close()
+        self._scratch_connection.close()
         self._engine.dispose()
 
-    def take(self, recorded: Sequence[Recorded]) -> None:
+    def check_events(self, recorded: Sequence[Recorded]) -> None:
+        """Fold the next events. A batch or lease event that can't follow, or can't be folded, is a problem."""
         self.last = recorded[-1].position
         for item in recorded:
             if "lease" in item.metadata:
-                self._epochs[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
+                self._last_epochs[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
             if item.stream.startswith("batch/"):
-                self._take_batch_event(item)
+                self._fold_batch_event(item)
             elif isinstance(item.event, ev.CoordinatorStarted):
-                self._started = item.event
+                self._last_start = item.event
                 self._starts.append((item.position, item.commit_id))
             elif item.stream == ev.LeaseTaken.stream:
-                self._take_lease_event(item)
-        self.needs.take(recorded)
-        if self._folds:
+                self._fold_lease_event(item)
+        self.needs.note_events(recorded)
+        if self._tables_are_folded:
             self._project(recorded)
         del self._starts[:-1]
 
     def _project(self, recorded: Sequence[Recorded]) -> None:
+        """Fold these events into the expected tables. If that fails, the tables are not compared."""
         try:
-            self._copy_events_to_read(recorded)
+            self._copy_events_for_projectors(recorded)
             for projector in self._projectors:
-                projector.apply(self._connection, recorded)
-            self._connection.execute(delete(schema.events))
+                projector.apply(self._scratch_connection, recorded)
+            self._scratch_connection.execute(delete(schema.events))
         except errors.LogUnavailable:  # an unreachable database is no problem of the log
             raise
         except Exception as e:  # changed events may raise anything
-            self._folds = False
+            self._tables_are_folded = False
             self.problems.add(
                 f"positions {recorded[0].position} to {recorded[-1].position}: the read models can't be folded from "
                 f"them, and are not compared: {type(e).__name__}: {e}"
             )
 
-    def _copy_events_to_read(self, recorded: Sequence[Recorded]) -> None:
+    def _copy_events_for_projectors(self, recorded: Sequence[Recorded]) -> None:
         """Copy the earlier events (dispatches, starts, ends of tasks) that the projectors read."""
         types_by_stream: dict[str, set[str]] = {}
         queries: list[Select[Any]] = []
@@ -250,42 +256,44 @@ class _Fold:
             rows = self._log.query(lambda c, query=query: [dict(row) for row in c.execute(query).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             events |= {row["position"]: row for row in rows}
         if events:
-            self._connection.execute(insert(schema.events), list(events.values()))
+            self._scratch_connection.execute(insert(schema.events), list(events.values()))
 
-    def _take_batch_event(self, item: Recorded) -> None:
+    def _fold_batch_event(self, item: Recorded) -> None:
+        """Fold one event of a batch. If it can't follow, report that, and skip the batch's later events."""
         if isinstance(item.event, ev.BatchSubmitted):
-            self._lost.discard(item.stream)
-        if item.stream in self._lost:
+            self._broken_streams.discard(item.stream)
+        if item.stream in self._broken_streams:
             return
         try:
-            self._fold_batch(item)
+            self._evolve_batch(item)
         except Exception as e:  # changed events may raise anything
-            self._lost.add(item.stream)
-            self._open.pop(item.stream, None)
+            self._broken_streams.add(item.stream)
+            self._open_batches.pop(item.stream, None)
             self.problems.add(f"position {item.position} ({item.stream} {item.version}, {item.type}): it can't follow "
                               f"what came before it: {type(e).__name__}: {e}")
 
-    def _take_lease_event(self, item: Recorded) -> None:
+    def _fold_lease_event(self, item: Recorded) -> None:
         """Fold one lease event, and check that the attempt that takes a lease is running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
-            evolve_leases(self._leases_open, item.event)
+            evolve_leases(self._open_leases, item.event)
+            check_attachment(self._open_leases, item.event)
         except errors.LogCorrupt as e:
             self.problems.add(f"{where}: it can't follow what came before it: {e.message}")
             return
-        if isinstance(taken := item.event, ev.LeaseTaken):
-            stream, unit = batch_stream(taken.batch_id), taken.unit
-            batch = self._open.get(stream)
+        if isinstance(lease := item.event, ev.LeaseTaken):
+            stream, unit = batch_stream(lease.batch_id), lease.unit
+            batch = self._open_batches.get(stream)
             flight = None if batch is None else batch.flights.get((unit.task, unit.run_id_base))
-            running = flight is not None and (flight.runner, flight.incarnation, flight.unit) == (
-                taken.runner, taken.incarnation, unit)
-            if not running and stream not in self._lost:
+            is_running = flight is not None and (flight.runner, flight.incarnation, flight.unit) == (
+                lease.runner, lease.incarnation, unit)
+            if not is_running and stream not in self._broken_streams:
                 self.problems.add(f"{where}: the attempt that took it was not running on that runner")
 
-    def _fold_batch(self, item: Recorded) -> None:
+    def _evolve_batch(self, item: Recorded) -> None:
         """Fold one event of a batch. Later events of an ended batch change nothing that is compared."""
         event, stream = item.event, item.stream
-        state = self._open.get(stream)
+        state = self._open_batches.get(stream)
         if state is None and stream in self.batches and not isinstance(event, ev.BatchSubmitted):
             return
         if (
@@ -297,13 +305,13 @@ class _Fold:
         state = evolve(state, event)
         self.batches[stream] = (state.state.value, state.expected_task_count)
         if state.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED):
-            self._open.pop(stream, None)
+            self._open_batches.pop(stream, None)
         else:
-            self._open[stream] = state
+            self._open_batches[stream] = state
 
     # --- comparison with the tables ---------------------------------------------------------------------------------
-    def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Make the checks that need the whole log; those of the read models only if all events were read (`whole`)."""
+    def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
+        """Make the checks that need the whole log; those of the read models only if all events were read."""
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
@@ -313,41 +321,46 @@ class _Fold:
         if type(older) is int and 0 < older < models.version:
             self.problems.add(f"checkpoint {models.name}: it has version {older}, expected {models.version}: an older "
                               f"release wrote the tables. End its run if it goes on, then {REBUILD}")
-            self._leases(connection, head)
+            self._check_leases(connection, head)
             return
-        for part in (self._definitions, self._checkpoints, self._leases):
+        checks = {"definitions": self._check_definitions, "checkpoints": self._check_checkpoints,
+                  "leases": self._check_leases}
+        for subject, check in checks.items():
             try:
-                part(connection, head)
+                check(connection, head)
             except UNREADABLE as e:
                 if is_transient(e):
                     raise
-                self.problems.add(f"the log's {part.__name__.strip('_')} can't be read: {getattr(e, 'orig', e)}")
-        if not whole or not self._folds:
+                self.problems.add(f"the log's {subject} can't be read: {getattr(e, 'orig', e)}")
+        if not is_complete or not self._tables_are_folded:
             self.notes.append("the read models were not compared: not every event could be read")
             return
         self._check_batches()
         compare_tables(connection, self.scratch, self.problems)
 
     def _check_batches(self) -> None:
+        """Compare state and number of tasks of each batch in the read models with those of a replay."""
         rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
             "SELECT stream, state, tasks FROM rm_batch")}
         for stream, replayed in self.batches.items():
-            if stream not in self._lost and rows.get(stream) != replayed:
+            if stream not in self._broken_streams and rows.get(stream) != replayed:
                 self.problems.add(f"{stream}: the read model folds its events to {rows.get(stream)}, a replay to "
                                   f"{replayed}")
 
-    def _definitions(self, connection: Connection, head: Head) -> None:
+    def _check_definitions(self, connection: Connection, head: Head) -> None:
+        """Compare the definitions of the log's tables, indexes and triggers with the expected ones."""
         if connection.dialect.name == "postgresql":
-            if not connection.execute(_GUARD, {"body": schema.REFUSAL}).scalar():
+            if not connection.execute(_TRIGGER_REFUSES, {"body": schema.REFUSAL}).scalar():
                 self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing, disabled "
                                   "or changed")
-            keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
-            for name in sorted(_NEEDED - keys):
+            tables = [table.name for table in schema.tables.sorted_tables]
+            valid_indexes = set(connection.execute(_VALID_INDEXES, {"names": tables}).scalars())
+            for name in sorted(_REQUIRED_INDEXES - valid_indexes):
                 self.problems.add(f"index {name} is missing or not valid")
             return
         with raw_text(connection):
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
-        expected = self._defined
+        expected = self._expected_definitions
         for name in sorted(expected, key=str):
             kind, table, _ = expected[name]
             if name not in stored:
@@ -362,11 +375,13 @@ class _Fold:
             if not str(name).startswith("sqlite_stat"):
                 self.notes.append(f"{stored[name][0]} {name} is in the database but does not belong to the log")
 
-    def _checkpoints(self, connection: Connection, head: Head) -> None:
+    def _check_checkpoints(self, connection: Connection, head: Head) -> None:
+        """Compare version, position, hash and generation of each read model's checkpoint with the log."""
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, version, position, hash, generation FROM es_checkpoint")).all()
-            at = text("SELECT hash FROM es_event WHERE position = :p")
-            hashes = {row[2]: connection.execute(at, {"p": row[2]}).scalar() for row in rows if type(row[2]) is int}
+            hash_query = text("SELECT hash FROM es_event WHERE position = :p")
+            hashes = {position: connection.execute(hash_query, {"p": position}).scalar()
+                      for _, _, position, _, _ in rows if type(position) is int}
         projectors = {p.name: p for p in self._projectors}
         for name, version, position, stored_hash, generation in rows:
             checkpoint = f"checkpoint {short(name)}"
@@ -389,12 +404,13 @@ class _Fold:
         for name in projectors.keys() - {row[0] for row in rows}:
             self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
 
-    def _leases(self, connection: Connection, head: Head) -> None:
+    def _check_leases(self, connection: Connection, head: Head) -> None:
+        """Compare epoch and owner of each lease with the events that its holders wrote."""
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
         for name, epoch, owner in rows:
             lease = f"lease {short(name)}"
-            last_epoch = self._epochs.get(name, 0)
+            last_epoch = self._last_epochs.get(name, 0)
             if type(epoch) is not int or epoch < last_epoch:
                 self.problems.add(f"{lease}: it is at epoch {short(epoch)}, but a holder of epoch {last_epoch} wrote "
                                   "events")
@@ -404,12 +420,13 @@ class _Fold:
             stored = orjson.loads(owner)
             if not isinstance(stored, dict):
                 self.problems.add(f"{lease}: its owner is a {type(stored).__name__}, not an object")
-            elif stored and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
-                recorded = {"pid": self._started.pid, "host": self._started.host}
-                if differs := {k: stored.get(k) for k, v in recorded.items() if stored.get(k) != v}:
-                    self.problems.add(f"{lease}: its owner is {short(differs)}, by the events {short(recorded)}")
-        for name in self._epochs.keys() - {row[0] for row in rows}:
-            self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")
+            elif stored and name == "coordinator" and self._last_start is not None and self._last_start.epoch == epoch:
+                recorded = {"pid": self._last_start.pid, "host": self._last_start.host}
+                if differences := {k: stored.get(k) for k, v in recorded.items() if stored.get(k) != v}:
+                    self.problems.add(f"{lease}: its owner is {short(differences)}, by the events {short(recorded)}")
+        for name in self._last_epochs.keys() - {row[0] for row in rows}:
+            last_epoch = self._last_epochs[name]
+            self.problems.add(f"lease {name!r} is missing, and its holder of epoch {last_epoch} wrote events")
 
 
 def _definition(row: Sequence[Any]) -> tuple[str, str, str]:

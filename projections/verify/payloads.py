@@ -19,7 +19,7 @@ from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 
 __all__ = ["Needs", "Payloads"]
 
-NAMED = 5
+MOST_NAMED = 5
 """Number of items that a note names before it only counts them."""
 
 
@@ -28,15 +28,15 @@ class Needs:
 
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
-        self._submitted: dict[str, int] = {}
-        self._freed: dict[str, int] = {}
-        self.until = 0
-        """Position of the last event taken."""
+        self._submitted: dict[str, int] = {}  # position of each batch's last submission, by stream
+        self._freed: dict[str, int] = {}  # position at which a batch was last freed, by stream
+        self.last_position = 0
+        """Position of the last noted event."""
         scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
-        self._open: dict[str, BatchId] = {}
+        self._open: dict[str, BatchId] = {}  # batches that have not ended, by stream
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
-    def take(self, recorded: Iterable[Recorded]) -> None:
+    def note_events(self, recorded: Iterable[Recorded]) -> None:
         """Note which payloads these events need. A reopened task no longer needs its earlier ones."""
         rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
@@ -46,10 +46,11 @@ class Needs:
                 task = item.stream, item.event.task
                 self._scratch.execute("DELETE FROM needed WHERE stream = ? AND task = ?", task)
             rows += ((*row, getattr(item.event, "task", None)) for row in self._needed_by(item))
-            self.until = item.position
+            self.last_position = item.position
         self._insert(rows)
 
     def _insert(self, rows: Sequence[tuple[str, str, str | None, int, int | None]]) -> None:
+        """Add rows of (digest, owner, stream, position, task) to the needed payloads."""
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", rows)
 
     def way_out(self, digest: str) -> str:
@@ -58,15 +59,18 @@ class Needs:
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
             "ORDER BY stream, task", (digest,),
         )
-        tasks: dict[BatchId, list[str]] = {}
-        for stream, task, submitted in rows:  # tasks of an earlier submission can't run again
-            if stream in self._open and submitted == self._submitted[stream]:
-                tasks.setdefault(self._open[stream], []).append(str(task))
-        commands = [f"`trinity-es redo {batch_id} {' '.join(numbers)}`" for batch_id, numbers in tasks.items()]
+        tasks_by_batch: dict[BatchId, list[str]] = {}
+        for stream, task, submission_position in rows:  # tasks of an earlier submission can't run again
+            if stream in self._open and submission_position == self._submitted[stream]:
+                tasks_by_batch.setdefault(self._open[stream], []).append(str(task))
+        commands = [f"`trinity-es redo {batch_id} {' '.join(tasks)}`" for batch_id, tasks in tasks_by_batch.items()]
         return f"; run its tasks again with {' and '.join(commands)}" if commands else ""
 
     def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
-        """Yield (digest, owner, stream, position), where stream is set if the batch's payloads may be freed."""
+        """Yield (digest, owner, stream, position) of each payload that an event needs; note submissions, ends, frees.
+
+        `stream` is set if the payload may be freed with its batch, which was then submitted at `position`.
+        """
         event, stream = item.event, item.stream
         owner = stream.replace("/", " ", 1)
         if isinstance(event, ev.BatchSubmitted):
@@ -83,8 +87,8 @@ class Needs:
             case ev.AttemptKept():
                 yield event.payload, owner, stream, self._submitted.get(stream, 0)
             case ev.BatchFinalized():
-                first = self._submitted.get(stream, 0)
-                yield from ((ref.digest, owner, stream, first) for ref in event.experiences)
+                submission_position = self._submitted.get(stream, 0)
+                yield from ((ref.digest, owner, stream, submission_position) for ref in event.experiences)
             case ev.ExperiencesProcessed():
                 owner = f"position {item.position} (experiences handed in)"
                 yield from ((ref.digest, owner, None, item.position) for ref in event.experiences)
@@ -96,10 +100,11 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
+        """Note the batches whose payloads were freed. `freed`: position of the event, by batch stream."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:
-        """Return (digest, owner) of each needed payload, in order of digests."""
+        """Forget payloads of freed batches; return (digest, owner) of each other needed one, in order of digests."""
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
         self._scratch.execute(
@@ -118,7 +123,7 @@ class Payloads:
     def __init__(self, log: EventLog, url: str, needs: Needs) -> None:
         self._log, self._url, self._needs = log, url, needs
         self.problems, self.notes = Problems(), list[str]()
-        self.read = 0
+        self.read_count = 0
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
         """Read all payloads; `progress(done, total)` counts them."""
@@ -136,38 +141,42 @@ class Payloads:
     def _compare(
         self, store: PayloadStore, needed: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
     ) -> None:
-        count, missing, unneeded = len(self._needs), list[tuple[str, str]](), list[str]()
+        """Go through the stored and the needed payloads, both in order of digests, and report differences."""
+        needed_count = len(self._needs)
+        missing_payloads: list[tuple[str, str]] = []
+        unneeded_digests: list[str] = []
         next_needed = next(needed, None)
         for digest in store.digests():
             while next_needed is not None and next_needed[0] < digest:
-                missing.append(next_needed)
+                missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
-            self.read += 1
+            self.read_count += 1
             if next_needed is None or next_needed[0] != digest:
-                unneeded.append(digest)
-                self._read(store, digest, "")
+                unneeded_digests.append(digest)
+                self._check_payload(store, digest, "")
             else:
-                if not self._read(store, digest, next_needed[1]):
-                    missing.append(next_needed)
+                if not self._check_payload(store, digest, next_needed[1]):
+                    missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
-            if progress and self.read % 100 == 0:
-                progress(self.read, max(self.read, count))
-        missing += [*([] if next_needed is None else [next_needed]), *needed]
-        for digest, owner in self._still_needed(missing):
+            if progress and self.read_count % 100 == 0:
+                progress(self.read_count, max(self.read_count, needed_count))
+        missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]
+        for digest, owner in self._still_needed(missing_payloads):
             self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
         if progress:
-            progress(self.read, self.read)
-        self._add_note(unneeded, "payloads are named by no event: their runner ended before its result was recorded, "
-                       "or this is about to happen")
+            progress(self.read_count, self.read_count)
+        self._add_note(unneeded_digests, "payloads are named by no event: their runner ended before its result was "
+                       "recorded, or this is about to happen")
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
     def _add_note(self, names: Sequence[str], text: str) -> None:
+        """Note the number of these names, and the first of them."""
         if names:
-            more = ", ..." if len(names) > NAMED else ""
-            self.notes.append(f"{len(names)} {text}: {', '.join(names[:NAMED])}{more}")
+            more = ", ..." if len(names) > MOST_NAMED else ""
+            self.notes.append(f"{len(names)} {text}: {', '.join(names[:MOST_NAMED])}{more}")
 
-    def _read(self, store: PayloadStore, digest: str, owner: str) -> bool:
-        """Return whether the payload exists; add a problem if it is corrupt."""
+    def _check_payload(self, store: PayloadStore, digest: str, owner: str) -> bool:
+        """Return True if the payload exists; report it if it is corrupt."""
         try:
             store.get(digest)
         except PayloadNotFound:
@@ -176,11 +185,11 @@ class Payloads:
             self.problems.add(f"{owner}: {e.message}{self._needs.way_out(digest)}" if owner else e.message)
         return True
 
-    def _still_needed(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _still_needed(self, missing_payloads: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the missing payloads that were not freed since the events were read."""
-        if not missing:
+        if not missing_payloads:
             return []
-        events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until)
+        events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.last_position)
         self._needs.free(freed_positions(events))
-        needed = dict(self._needs.listed())
-        return [(digest, needed[digest]) for digest, _ in missing if digest in needed]
+        owners = dict(self._needs.listed())
+        return [(digest, owners[digest]) for digest, _ in missing_payloads if digest in owners]

@@ -50,41 +50,44 @@ def _compare(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
-    exists = inspect(connection).has_table(table)
-    stored = {column["name"] for column in inspect(connection).get_columns(table)} if exists else set()
-    (count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
-    if not exists and table in NEWER and not count:
+    """Compare one table: each of its rows with the expected one, then look for rows that it lacks."""
+    table_exists = inspect(connection).has_table(table)
+    stored = {column["name"] for column in inspect(connection).get_columns(table)} if table_exists else set()
+    (expected_count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
+    if not table_exists and table in NEWER and not expected_count:
         return  # the log is of an older release without this table
     if missing := [column for column in columns if column not in stored]:
-        problems.add(f"table {table} {'lacks ' + ', '.join(missing) if exists else 'is missing'}: {REBUILD}")
+        problems.add(f"table {table} {'lacks ' + ', '.join(missing) if table_exists else 'is missing'}: {REBUILD}")
         return
     names = ", ".join(columns)
     condition = " AND ".join(f"{columns[i]} = ?" for i in key)
     lookup = f"SELECT {names} FROM {table} WHERE {condition}"
-    exact = connection.dialect.name == "sqlite"  # other databases enforce column types, and there a bool is no int
-    query, read, matched = text(f"SELECT {names} FROM {table}"), 0, 0
+    # Other databases enforce column types, and there a bool is no int.
+    compares_types = connection.dialect.name == "sqlite"
+    query = text(f"SELECT {names} FROM {table}")
+    row_count, matched_count = 0, 0
     options = {"stream_results": True, "yield_per": 1000}
     with raw_text(connection), closing(connection.execute(query, execution_options=options)) as rows:
         for row in rows:
-            read += 1
+            row_count += 1
             values = tuple(row)
-            if read > 2 * count + 1000:
-                problems.add(f"table {table}: it has more than {read} rows, expected {count}")
+            if row_count > 2 * expected_count + 1000:
+                problems.add(f"table {table}: it has more than {row_count} rows, expected {expected_count}")
                 return
             expected = _expected_row(scratch, lookup, [values[i] for i in key])
             key_text = ", ".join(short(values[i]) for i in key)
             if expected is None:
                 problems.add(f"table {table}: no event makes its row {key_text}")
                 continue
-            matched += 1
+            matched_count += 1
             for column, value, folded in zip(columns, values, expected, strict=True):
-                if value != folded or (exact and type(value) is not type(folded)):
+                if value != folded or (compares_types and type(value) is not type(folded)):
                     problems.add(f"table {table}, row {key_text}: {column} is {short(value)}, by the events it is "
                                  f"{short(folded)}")
-    if matched < count:
+    if matched_count < expected_count:
         _report_missing(connection, scratch, problems, table, columns, key)
-    elif matched > count:
-        problems.add(f"table {table}: it has {matched} rows, expected {count}")
+    elif matched_count > expected_count:
+        problems.add(f"table {table}: it has {matched_count} rows, expected {expected_count}")
 
 
 def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:

@@ -130,30 +130,30 @@ class Why:
 
     def sentences(self) -> list[str]:
         """Return a line on the batch, a line on each `Waiting`, and lines on what to do."""
-        ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
+        is_ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {counted(self.running_units, 'unit')} with runners, {self.pending_units} without"
-        moved = (
-            f"; {'its last event was at' if ended else 'nothing has moved since'} {local_time(self.moved_at)} "
+        last_event = (
+            f"; {'its last event was at' if is_ended else 'nothing has moved since'} {local_time(self.moved_at)} "
             f"({span(self.now - self.moved_at)} ago)"
         )
-        out = [
+        lines = [
             f"batch {self.batch_id} ({self.batch_type}) is {self.state}: {self.settled} of "
-            f"{counted(self.tasks, 'task')} settled{'' if ended else units}"
-            f"{'' if self.cause == 'no_database' else moved}"
+            f"{counted(self.tasks, 'task')} settled{'' if is_ended else units}"
+            f"{'' if self.cause == 'no_database' else last_event}"
         ]
-        out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
+        lines += [f"  {w.text}" for w in self.waiting[:SHOWN]]
         if len(self.waiting) > SHOWN:
-            out.append(f"  and {len(self.waiting) - SHOWN} more like these")
+            lines.append(f"  and {len(self.waiting) - SHOWN} more like these")
         advice = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
-        out += [f"what to do: {text}" for text in advice[:SHOWN]]
-        return out
+        lines += [f"what to do: {text}" for text in advice[:SHOWN]]
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
 
     def as_dict(self) -> dict[str, Any]:
-        out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
-        return out | {"waiting": [asdict(w) for w in self.waiting]}
+        fields = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
+        return fields | {"waiting": [asdict(w) for w in self.waiting]}
 
 
 def restart_advice(runner: str, server: str) -> str:
@@ -247,10 +247,10 @@ def span(seconds: float) -> str:
     seconds = max(0.0, seconds)
     if seconds < 10:
         return f"{seconds:.1f} s"
-    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, name, small_size, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= 2 * size:
-            rest = int(seconds % size // below)
-            return f"{int(seconds // size)} {name}" + (f" {rest} {small}" if rest else "")
+            rest = int(seconds % size // small_size)
+            return f"{int(seconds // size)} {name}" + (f" {rest} {small_name}" if rest else "")
     return f"{seconds:.0f} s"
 
 

@@ -84,12 +84,12 @@ def why(
         lives = dict(with_live(snapshot, live, now))
         ranked = sorted(_waits_of_open(snapshot, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
-    late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
+    is_late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
     return Why(
         batch_id=batch_id, batch_type=state.batch_type, state=state.state.value, tasks=state.expected_task_count,
         settled=state.completed_task_count, running_units=len(state.flights), pending_units=len(state.pending),
         failed_attempts=state.failed_attempts, moved_at=batch.moved_at, now=now,
-        stalled=waiting[0].cause not in OF_TRAINER and (late or any(w.person or w.cause in _STUCK for w in waiting)),
+        stalled=waiting[0].cause not in OF_TRAINER and (is_late or any(w.person or w.cause in _STUCK for w in waiting)),
         waiting=waiting,
     )
 
@@ -99,6 +99,7 @@ Ranked = tuple[tuple[float, float], Waiting]
 
 
 def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
+    """Return what an ended batch waits for: its trainer, a person if each of its runs failed, or nothing."""
     state = batch.state
     resume = resume_command(snapshot.store) if snapshot.of_run else ""
     cause, text = "nothing", "it waits for nothing"
@@ -109,18 +110,20 @@ def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> 
     elif state.batch_type == "train":
         cause = "training"
         text = f"it was finalized at {local_time(batch.moved_at)}, and no trainer has acknowledged it"
-    failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
-    if failed and state.state is not BatchLifecycleState.ABORTED:
-        task, status = failed[0]
+    failed_tasks = [(task, status) for task, status in sorted(state.statuses.items()) if not status.ok]
+    if failed_tasks and state.state is not BatchLifecycleState.ABORTED:
+        task, status = failed_tasks[0]
         if cause == "training" and state.failed_whole:
             cause = "all_failed"
-        tasks = counted(len(failed), "task")
+        tasks = counted(len(failed_tasks), "task")
         failures = f"{tasks} of {state.expected_task_count} failed at least in part, the first is"
         if state.failed_whole:
             failures = "each of its runs failed, the first of"
         text += f"; {failures} task {task}: {short(status.message or '')}"
-    w = Waiting(cause=cause, what="the trainer", text=text, since=batch.moved_at)
-    return (0.0, 0.0), replace(w, resume=resume, system_up=up) if cause == "all_failed" else w
+    waiting = Waiting(cause=cause, what="the trainer", text=text, since=batch.moved_at)
+    if cause == "all_failed":
+        waiting = replace(waiting, resume=resume, system_up=up)
+    return (0.0, 0.0), waiting
 
 
 def _waits_of_open(
@@ -151,7 +154,7 @@ def _waits_of_open(
     usual = statistics.median(batch.durations) if batch.durations else None
     hosts = current_hosts(snapshot, live, now)
     for flight in state.flights.values():
-        w = _on_runner(snapshot, batch, flight, lives, now, usual)
+        w = _wait_on_runner(snapshot, batch, flight, lives, now, usual)
         yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
@@ -198,6 +201,7 @@ def _waits_of_open(
 def _wait_for_system(
     snapshot: SystemSnapshot, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
+    """Return a `Waiting` for a system that is gone, ends, or can't work on the batch now; None if it can."""
     facts = system or {}
     resume = resume_command(snapshot.store) if snapshot.of_run else ""
     down = partial(Waiting, what="the actor system", since=snapshot.last_at, resume=resume)
@@ -240,16 +244,22 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
         ago = "" if since is None else f" for {span(now - since)}"
         text = f"it is finalizing: its pipeline has been running{ago}"
         return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
-    settled, tasks = state.completed_task_count, state.expected_task_count
-    if state.open_task_count if state.batch_type == "collect" else not state.has_enough:
+    settled_count, task_count = state.completed_task_count, state.expected_task_count
+    is_ready = not state.open_task_count if state.batch_type == "collect" else state.has_enough
+    if not is_ready:
         return None
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=batch.moved_at)
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
-    have = "all its tasks are settled" if settled == tasks else f"{settled} of {tasks} tasks are settled, enough"
-    if rows.get(state.batch_id, {}).get("waited_for"):
-        text = f"{have}; the trainer waits for the rest, at most explorer.over_rollout.wait_after_min seconds"
+    have = "all its tasks are settled"
+    if settled_count != task_count:
+        have = f"{settled_count} of {task_count} tasks are settled, enough"
+    row = rows.get(state.batch_id, {})
+    if row.get("waited_for"):
+        rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
+            "the rest, at most explorer.over_rollout.wait_after_min seconds")
+        text = f"{have}; the trainer waits for {rest}"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
     if state.missing is not None:
         text = f"{missing_text(state.missing)}, and its trainer has added none yet"
@@ -262,24 +272,25 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
 # --- units ----------------------------------------------------------------------------------------------------------
 def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
     """Describe a unit. `strikes`: earlier failed attempts that count."""
-    last = unit.run_id_base + unit.runs - 1
-    runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
-    counts = strikes + 1
+    last_run = unit.run_id_base + unit.runs - 1
+    runs = f"run {last_run}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last_run}"
+    charged_attempt = strikes + 1
     maximum = f"of {state.max_attempts}"
-    if counts != unit.attempt:  # attempts lost with a runner don't count
-        nth = {1: "1st", 2: "2nd", 3: "3rd"}.get(counts, f"{counts}th")
-        maximum = f"(the {nth} {maximum} that count)"
+    if charged_attempt != unit.attempt:  # attempts lost with a runner don't count
+        ordinal = {1: "1st", 2: "2nd", 3: "3rd"}.get(charged_attempt, f"{charged_attempt}th")
+        maximum = f"(the {ordinal} {maximum} that count)"
     return f"task {unit.task}, {runs}, attempt {unit.attempt} {maximum}"
 
 
 def _pending_text(batch: BatchTimes) -> str:
-    key, first = next(iter(batch.state.pending.items()))
-    others = len(batch.state.pending) - 1
-    text = _unit_text(batch.state, first, batch.state.strikes.get(key, 0))
-    return text + (f" and {counted(others, 'more unit')}" if others else "")
+    """Describe the first unit without a runner, and the number of the others."""
+    key, first_unit = next(iter(batch.state.pending.items()))
+    other_count = len(batch.state.pending) - 1
+    text = _unit_text(batch.state, first_unit, batch.state.strikes.get(key, 0))
+    return text + (f" and {counted(other_count, 'more unit')}" if other_count else "")
 
 
-def _of_unit(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
+def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
     """Return a `Waiting` for a unit on a runner, with these fields and those that the flight has."""
     unit, state = flight.unit, batch.state
     return Waiting(
@@ -294,10 +305,10 @@ def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
     text = (f"{_unit_text(batch.state, unit, flight.strikes)} was on {flight.runner} #{flight.incarnation} when the "
             "system ended")
     since = batch.flying_since.get((unit.task, unit.run_id_base))
-    return _of_unit(batch, flight, cause="interrupted", text=text, since=since)
+    return _unit_wait(batch, flight, cause="interrupted", text=text, since=since)
 
 
-def _on_runner(
+def _wait_on_runner(
     snapshot: SystemSnapshot, batch: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
     usual: float | None,
 ) -> Waiting:
@@ -340,11 +351,12 @@ def _on_runner(
     earlier = "" if first is None else f" ({which}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
-    return _of_unit(batch, flight, cause=cause, text=text, since=since, limit=limit,
+    return _unit_wait(batch, flight, cause=cause, text=text, since=since, limit=limit,
                     seen=None if runner is None else runner.seen)
 
 
 def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
+    """Return the runner's signs of life since its unit began, and what it waits for, as text."""
     if runner is None:
         return ""
     signs = []
@@ -354,32 +366,34 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
         signs.append(f"was heard of {span(now - runner.seen)} ago")
     loop = ""
     if runner.silent is not None:
-        quiet = runner.silent > QUIET_SECONDS
-        loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
-    life = f"its runner {', '.join(signs)}{loop}" if signs else ""
-    waits = runner.runs_wait or (f"it waits for {runner.waits_for}" if runner.waits_for else "")
-    return "; ".join(part for part in (life, short(waits)) if part)
+        is_quiet = runner.silent > QUIET_SECONDS
+        loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if is_quiet else "answers")
+    signs_text = f"its runner {', '.join(signs)}{loop}" if signs else ""
+    wait = runner.runs_wait or (f"it waits for {runner.waits_for}" if runner.waits_for else "")
+    return "; ".join(part for part in (signs_text, short(wait)) if part)
 
 
 def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
-    taken, by_batch = Counter[str](), Counter[BatchId]()
-    for other in snapshot.batches.values():
-        for flight in other.state.flights.values():
-            taken[flight.runner] += 1
-            by_batch[other.state.batch_id] += 1
+    """Return a `Waiting` for units without a runner: all places are taken, or one is about to be given."""
+    taken_places, units_by_batch = Counter[str](), Counter[BatchId]()
+    for other_batch in snapshot.batches.values():
+        for flight in other_batch.state.flights.values():
+            taken_places[flight.runner] += 1
+            units_by_batch[other_batch.state.batch_id] += 1
     units = _pending_text(batch)
     since = min((batch.pending_since.get(key, batch.moved_at) for key in batch.state.pending), default=None)
-    free = [r for r in serving if taken[r.name] < r.places]
-    if not free:
-        holders = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
+    free_runners = [r for r in serving if taken_places[r.name] < r.places]
+    if not free_runners:
+        holders = ", ".join(f"batch {b}: {units_by_batch[b]}" for b in sorted(units_by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
-        ahead = sum(taken[r.name] for r in serving) - places  # short units are sent ahead and wait in the runner
-        holders += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
+        # Short units are sent ahead and wait in the runner.
+        ahead_count = sum(taken_places[r.name] for r in serving) - places
+        holders += f"; {counted(ahead_count, 'unit')} more than places, sent ahead" if ahead_count > 0 else ""
         runners = counted(len(serving), "runner")
         text = f"{units} without a place: all {places} places of {runners} are taken ({holders})"
         return Waiting(cause="places", what=units, text=text, since=since)
-    avoided = {batch.state.avoid.get(key) for key in batch.state.pending}
-    if {r.name for r in free} <= avoided:
-        text = f"{units} without another runner: the last attempt failed on {free[0].name}"
+    avoided_runners = {batch.state.avoid.get(key) for key in batch.state.pending}
+    if {r.name for r in free_runners} <= avoided_runners:
+        text = f"{units} without another runner: the last attempt failed on {free_runners[0].name}"
         return Waiting(cause="elsewhere", what=units, text=text, since=since)
-    return Waiting(cause="dispatch", what=units, text=f"{units} about to be given to {free[0]}", since=since)
+    return Waiting(cause="dispatch", what=units, text=f"{units} about to be given to {free_runners[0]}", since=since)

@@ -30,25 +30,26 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
     return hosts
 
 
-def with_host_state(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
+def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
     """Add the state of a runner's host to the `Waiting` for a unit on it."""
-    if host is None or w.cause == "interrupted":
-        return w
-    w = replace(w, host=host.name)
-    unit = w.text.partition(": ")[0]
+    if host is None or waiting.cause == "interrupted":
+        return waiting
+    waiting = replace(waiting, host=host.name)
+    unit = waiting.text.partition(": ")[0]
     if not host.there:
-        how = "is lost" if host.state == "lost" else "left"
-        text = f"{unit}: its host {host.name} {how}{_since(host)}{_because(host.reason)}, so it is attempted again"
-        return replace(w, cause="lost", text=text)
+        end = "is lost" if host.state == "lost" else "left"
+        text = f"{unit}: its host {host.name} {end}{_since(host)}{_because(host.reason)}, so it is attempted again"
+        return replace(waiting, cause="lost", text=text)
     if host.heard is not None:
-        after = "" if timeout is None else f" after {span(timeout)}"
+        deadline_text = " in the end" if timeout is None else f" after {span(timeout)}"
         text = (f"{unit}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
-                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
+                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{deadline_text}, and this is "
                 "attempted elsewhere then")
-        return replace(w, cause="away", text=text, since=host.heard)
+        return replace(waiting, cause="away", text=text, since=host.heard)
     if host.state == "draining":
-        return replace(w, text=f"{w.text}; its host {host.name} drains{_since(host)}{_because(host.reason)}")
-    return w
+        drains = f"its host {host.name} drains{_since(host)}{_because(host.reason)}"
+        return replace(waiting, text=f"{waiting.text}; {drains}")
+    return waiting
 
 
 def hosts_without_units(
@@ -69,8 +70,10 @@ def hosts_without_units(
 
 
 def _since(host: HostSnapshot) -> str:
+    """Return since when the host is in its state, to be put after the state; empty if that is not known."""
     return "" if host.since is None else f" since {local_time(host.since)}"
 
 
 def _because(reason: str) -> str:
+    """Return a reason in parentheses, to be put after a statement; empty without a reason."""
     return f" ({reason})" if reason else ""

@@ -25,21 +25,22 @@ def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
     """Return the weights version that a runner is loading, by the system's status or else by the log."""
     if runner.loading is not None:
         return runner.loading
-    behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
-    return snapshot.weights if behind and not refuses(snapshot, runner) else None
+    is_behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
+    return snapshot.weights if is_behind and not refuses(snapshot, runner) else None
 
 
 def refuses(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return whether a runner failed to load the current weights and keeps the previous ones."""
+    """Return True if a runner failed to load the current weights and keeps the previous ones."""
     return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
 def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return True if a runner has the current weights and gets units."""
     return runner.state == "ready" and _loading(snapshot, runner) is None
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return whether no external server is meant to be an engine, by the system's status or else by the log.
+    """Return True if no external server is meant to be an engine, by the system's status or else by the log.
 
     `gone`: whether a server was removed.
     """
@@ -48,6 +49,7 @@ def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone
 
 
 def idle(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    """Return a `Waiting` for a runner that gets no units, because of its state."""
     return _waiting(runner, *_state(snapshot, runner, now))
 
 
@@ -60,26 +62,31 @@ def behind(runner: RunnerSnapshot) -> Waiting:
 
 def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
     """Return the problem of a runner and what to do, as a text to follow its name; None if it has no problem."""
-    waits, wrong = "", None
+    waiting: Waiting | None = None
+    wait_text = ""
     match runner.state:
         case "retired":
             return None
         case "failed" | "quarantined" | "lost" | "down":
-            wrong = idle(snapshot, runner, now)
+            waiting = idle(snapshot, runner, now)
         case "ready" if refuses(snapshot, runner):
-            wrong = behind(runner)
+            waiting = behind(runner)
         case "started" if runner.waits_for and now - (runner.progressed or 0.0) > AWAITED_SECONDS:
-            wrong = None if runner.leaving else idle(snapshot, runner, now)
+            waiting = None if runner.leaving else idle(snapshot, runner, now)
         case "ready" if runner.loading is not None:
-            waits = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
-    if wrong is not None:
-        restarts = wrong.cause == "failed" and runner.places  # it served before, so its process ends and restarts
-        advice = "it is started again" if restarts else "" if wrong.cause in ("lost", "loading") else wrong.way_out
-        return wrong.text.removeprefix(f"{runner} ") + (f"; {advice}" if advice else "")
-    loads = now - (runner.loading_since or now) if runner.state == "ready" and runner.loading is not None else 0.0
-    if loads > LOADING_SECONDS:
-        return (f"has been loading weights version {runner.loading} for {span(loads)}{waits}, and gets no work "
-                f"meanwhile: see whether {runner.server or 'its engine'} is working, else "
+            wait_text = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
+    if waiting is not None:
+        advice = waiting.way_out
+        if waiting.cause == "failed" and runner.places:  # it served before, so its process ends and restarts
+            advice = "it is started again"
+        elif waiting.cause in ("lost", "loading"):
+            advice = ""
+        return waiting.text.removeprefix(f"{runner} ") + (f"; {advice}" if advice else "")
+    is_loading = runner.state == "ready" and runner.loading is not None
+    load_seconds = now - (runner.loading_since or now) if is_loading else 0.0
+    if load_seconds > LOADING_SECONDS:
+        return (f"has been loading weights version {runner.loading} for {span(load_seconds)}{wait_text}, and gets no "
+                f"work meanwhile: see whether {runner.server or 'its engine'} is working, else "
                 f"{restart_advice(runner.name, runner.server)}")
     if runner.trouble:
         return f"can't store what it finished, keeps it and tries again: {runner.trouble}"
@@ -93,13 +100,13 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
     """Return (cause, text to follow the runner's name, start, whether it needs a person)."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"
-    reason, waits = short(runner.reason), short(runner.waits_for)
+    reason, wait = short(runner.reason), short(runner.waits_for)
     match runner.state:
         case "ready":
             since = snapshot.published_at
             ago = "" if since is None else f", published {span(now - since)} ago"
             text = f"is loading weights version {_loading(snapshot, runner)}{ago}; it has version "
-            return "weights", f"{text}{runner.model_version}{waits and f' and waits for {waits}'}", since, False
+            return "weights", f"{text}{runner.model_version}{f' and waits for {wait}' if wait else ''}", since, False
         case "failed":
             return "refused" if refuses(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
         case "quarantined":
@@ -109,12 +116,13 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
             return "lost", f"was lost ({reason}) and is started again{delay}", since, False
         case "retired" | "down":
             return "ended", f"was ended{ago}", since, True
-    text = f"{'waits to start' if waits else 'is loading'} its engine"
-    text += ("" if since is None else f", for {span(now - since)} now") + (waits and f": {waits}")
-    return "server" if waits and runner.server else "loading", text, since, False
+    text = f"{'waits to start' if wait else 'is loading'} its engine"
+    text += ("" if since is None else f", for {span(now - since)} now") + (wait and f": {wait}")
+    return "server" if wait and runner.server else "loading", text, since, False
 
 
 def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:
+    """Return a `Waiting` for a runner. `text` follows its name."""
     return Waiting(
         cause=cause, what=str(runner), text=f"{runner} {text}", runner=runner.name, incarnation=runner.incarnation,
         since=since, seen=runner.seen, person=person, server=runner.server,
@@ -125,12 +133,15 @@ def coordinator_away(child: Mapping[str, Any]) -> str:
     """Return why there is no coordinator and when it starts again. `child`: its row in the guardian's status."""
     delay, reason = child.get("restart_in"), short(child.get("reason") or "")
     start = "it is being started" if delay is None else f"it is started in {span(delay)}"
-    return f"there is no coordinator now{reason and f' ({reason})'}: {start}"
+    cause = f" ({reason})" if reason else ""
+    return f"there is no coordinator now{cause}: {start}"
 
 
 def short(text: str, width: int = 300) -> str:
     """Return an error's text on one line of printable characters; a traceback is shortened by `split_error`."""
-    message, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
-                   for part in split_error(text))
-    where, room = where and f" {where}", width - len(where)
-    return (message if len(message) <= room else message[: room - 1] + "…") + where
+    message, frame = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+                      for part in split_error(text))
+    room = width - len(frame)
+    if len(message) > room:
+        message = message[: room - 1] + "…"
+    return f"{message} {frame}" if frame else message

@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.records.log_values import Straightener
+from trinity_es.events.store.records.log_values import ClockCorrection
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.host_states import HOST_STATES, host_of
@@ -160,11 +160,11 @@ def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSna
                 _observe_runner(snapshot, event, at)
             case ev.BatchSubmitted():
                 batches[item.stream] = event.batch_id
-                old = snapshot.batches.get(event.batch_id)
-                state = evolve(old.state if old else None, event)
+                earlier = snapshot.batches.get(event.batch_id)
+                state = evolve(earlier.state if earlier else None, event)
                 since = dict.fromkeys(state.pending, at)
                 snapshot.batches[event.batch_id] = BatchTimes(
-                    state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
+                    state=state, moved_at=at, pending_since=since, finished_at=earlier.finished_at if earlier else {}
                 )
             case _ if item.stream in batches:
                 _observe_batch(snapshot, snapshot.batches[batches[item.stream]], event, at)
@@ -172,6 +172,7 @@ def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSna
 
 
 def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> None:
+    """Fold an event of a runner. A start makes a new snapshot, so that only the last life counts."""
     if isinstance(event, ev.RunnerStarted):
         snapshot.runners[event.runner] = RunnerSnapshot(
             name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
@@ -202,6 +203,7 @@ def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> Non
 
 
 def _note_progress(snapshot: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
+    """Note that a life of a runner finished a unit at this time, if it is the runner's last life."""
     runner = snapshot.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
@@ -209,6 +211,7 @@ def _note_progress(snapshot: SystemSnapshot, name: str, incarnation: int, at: fl
 
 
 def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event, at: float) -> None:
+    """Fold an event of a batch other than its submission."""
     batch.state = evolve(batch.state, event)
     if not isinstance(event, ev.StallDetected):
         batch.moved_at = at
@@ -236,29 +239,29 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
     """Read the state of a system from its log. Include all open batches, since they take places from each other."""
-    snapshot, straight = SystemSnapshot(), Straightener()
-    followed.seen_from(straight.offset)
+    snapshot, correct = SystemSnapshot(), ClockCorrection()  # of event times, if the clock was set
+    followed.drop_if_clock_was_set(correct.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-        observe(snapshot, map(straight, filter(None, [events.last(stream, type_name)])))
-    observe(snapshot, map(straight, events.read(stream=ev.HostJoined.stream)))
+        observe(snapshot, map(correct, filter(None, [events.last(stream, type_name)])))
+    observe(snapshot, map(correct, events.read(stream=ev.HostJoined.stream)))
     for stream, _ in events.streams("runner/"):
-        observe(snapshot, map(straight, _last_life(events, stream)))
+        observe(snapshot, map(correct, _last_life(events, stream)))
     followed.follow(
-        snapshot, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
+        snapshot, batch_ids, lambda b, after: map(correct, events.read(stream=batch_stream(b), after=after))
     )
-    last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
+    last_event = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
     snapshot.of_run = bool(events.streams("taskset/"))
-    snapshot.last_at = snapshot.last_at if last is None else straight(last).recorded_at
+    snapshot.last_at = snapshot.last_at if last_event is None else correct(last_event).recorded_at
     return snapshot
 
 
 def _last_life(events: EventLog, stream: str) -> list[Recorded]:
     """Return a runner's events since its last start, but only the newest of each type in `NEWEST`."""
-    started = events.last(stream, "RunnerStarted")
-    after = 0 if started is None else started.position - 1
-    newest = [events.last(stream, name, after=after) for name in NEWEST]
-    others = events.read(stream=stream, types=ev.RUNNER_LIFE, after=after)
-    return sorted([*others, *(r for r in newest if r is not None)], key=lambda r: r.position)
+    start = events.last(stream, "RunnerStarted")
+    after = 0 if start is None else start.position - 1
+    newest_events = [events.last(stream, name, after=after) for name in NEWEST]
+    life_events = events.read(stream=stream, types=ev.RUNNER_LIFE, after=after)
+    return sorted([*life_events, *(r for r in newest_events if r is not None)], key=lambda r: r.position)
 
 
 class Followed:
@@ -270,13 +273,13 @@ class Followed:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._kept: dict[BatchId, KeptFold[BatchTimes | None]] = {}
+        self._folds: dict[BatchId, KeptFold[BatchTimes | None]] = {}
         self._offset: float | None = None
 
-    def seen_from(self, offset: float) -> None:
-        """Drop the folds if the clock was set since. `offset`: difference of the clock and the monotonic clock."""
+    def drop_if_clock_was_set(self, offset: float) -> None:
+        """Drop the folds if the clock was set since the last call. `offset`: wall clock minus monotonic clock."""
         if self._offset is None or abs(offset - self._offset) > STEP_SECONDS:
-            self._kept, self._offset = {}, offset
+            self._folds, self._offset = {}, offset
 
     def follow(
         self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId],
@@ -286,13 +289,13 @@ class Followed:
 
         Drops the folds of other batches. `read(batch_id, position)` returns a batch's events after a position.
         """
-        before, self._kept = self._kept, {}
+        earlier_folds, self._folds = self._folds, {}
         for batch_id in batch_ids:
-            kept = before.get(batch_id) or KeptFold(partial(_fold_batch, batch_id))
-            batch = kept.follow(partial(read, batch_id))
+            kept_fold = earlier_folds.get(batch_id) or KeptFold(partial(_fold_batch, batch_id))
+            batch = kept_fold.follow(partial(read, batch_id))
             if batch is None:
                 continue
-            self._kept[batch_id] = kept
+            self._folds[batch_id] = kept_fold
             snapshot.batches[batch_id] = batch
             for (name, incarnation), at in batch.finished_at.items():
                 _note_progress(snapshot, name, incarnation, at)
@@ -300,8 +303,9 @@ class Followed:
 
 
 def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
-    alone = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
-    return observe(alone, recorded).batches.get(batch_id)
+    """Fold these events of one batch into `batch`, or from its submission on; for KeptFold."""
+    snapshot = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
+    return observe(snapshot, recorded).batches.get(batch_id)
 
 
 STEP_SECONDS = 5.0
@@ -313,8 +317,8 @@ def with_live(
 ) -> Iterator[tuple[str, RunnerSnapshot]]:
     """Yield (name, snapshot) of each runner of the log, updated from the running system's status."""
     status = live or {}
-    shift = now - status["clock"] if status.get("clock") else 0.0
-    shift = shift if abs(shift) > STEP_SECONDS else 0.0
+    clock_shift = now - status["clock"] if status.get("clock") else 0.0
+    clock_shift = clock_shift if abs(clock_shift) > STEP_SECONDS else 0.0
     rows = {row["runner"]: row for row in status.get("runners", [])}
     servers = {s["runner"]: s for s in status.get("servers", [])}
     children = {c["name"]: c for c in status.get("system", {}).get("children", []) if c["name"] != "coordinator"}
@@ -333,7 +337,7 @@ def with_live(
                     setattr(life, key, row[key])
             for key in ("seen", "progressed", "finished", "loading_since"):
                 if row.get(key):
-                    setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
+                    setattr(life, key, max(row[key] + clock_shift, getattr(life, key) or 0.0))
             if life.since is None or not life.reason:  # otherwise the log has the better reason
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
@@ -355,12 +359,12 @@ def _apply_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> 
         return
     life.model = child.get("model") or life.model
     new_state = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
-    newer = child.get("incarnation", 0) > life.incarnation
-    if state in ("starting", "up") and (newer or life.state in ("", "lost")):
+    is_newer = child.get("incarnation", 0) > life.incarnation
+    if state in ("starting", "up") and (is_newer or life.state in ("", "lost")):
         new_state = "started"
     if new_state is not None and new_state != life.state:
         life.state, life.since = new_state, None
-    if newer:
+    if is_newer:
         life.incarnation, life.waits_for = child["incarnation"], ""
     if new_state in ("lost", "failed", "down") or not life.reason:
         life.reason = child.get("reason") or life.reason

@@ -38,7 +38,7 @@ def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: s
         runners_weights_usage.print_runners(out, lives)
         runners_weights_usage.print_lives(out, lives)
         runners_weights_usage.print_weights(out, log.weights(), log.deliveries_by_version(), 0)
-        batch_tables.print_timeline(out, attempts.tell(log.events(4)), [], None)
+        batch_tables.print_timeline(out, attempts.fold_timeline(log.events(4)), [], None)
     text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

@@ -23,7 +23,7 @@ from trinity_es.cli.render.watch import look
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page_urls import batch_url, rollouts_url
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.history.attempts import tell
+from trinity_es.projections.history.attempts import fold_timeline
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.telemetry.opentelemetry import spans_of
 from trinity_es.telemetry.prometheus import prometheus_text
@@ -320,7 +320,7 @@ def test_spans(log: Log, batches: dict[str, Batch]) -> None:
     for stream, batch in batches.items():
         if batch.ended is None:
             continue
-        whole, *parts = spans_of(tell(log.events(batch.batch_id)), stream, "generation")
+        whole, *parts = spans_of(fold_timeline(log.events(batch.batch_id)), stream, "generation")
         about, states = whole.attributes or {}, batch.states()
         rewards = [r for t in batch.tasks for r in t.rewards.values()]
         assert {name: about.get(f"rl.{name}") for name in (

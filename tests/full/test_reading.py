@@ -313,6 +313,6 @@ def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: py
         return watch.Picture(url="", position=len(kept), now=0.0, last_at=None)
 
     monkeypatch.setattr(watch, "look", look)
-    watch.show_live(None, every=0.01)  # type: ignore[arg-type]  # nothing reads it here
+    watch.show_live(None, interval=0.01)  # type: ignore[arg-type]  # nothing reads it here
     assert kept[0] is not None
     assert [id(one) for one in kept] == [id(kept[0])] * 3

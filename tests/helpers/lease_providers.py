@@ -64,6 +64,32 @@ class Kept:
         RELEASED.append((key, handle))
 
 
+class HandedOver(Kept):
+    """Provider whose file, named by its handle, holds the key of the lease that may release it."""
+
+    def create(self, key: str, ttl: float) -> str:
+        (self.folder / key).write_text(key)
+        return key
+
+    def attach(self, key: str, handle: str, ttl: float) -> None:
+        if self.how == "can't attach":
+            raise ConnectionError("the sandbox does not answer")
+        assert (self.folder / handle).exists()
+        (self.folder / handle).write_text(key)
+
+    def release(self, key: str, handle: str | None) -> None:
+        file = self.folder / (handle or key)
+        if file.exists() and file.read_text() == key:
+            file.rename(self.folder / f"{file.name}.released")
+
+
+class AsyncHandedOver(HandedOver):
+    async def attach(self, key: str, handle: str, ttl: float) -> None:  # type: ignore[override]
+        if self.how == "hangs":
+            await asyncio.sleep(60)
+        super().attach(key, handle, ttl)
+
+
 class AsyncKept(Kept):
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
         match self.how:

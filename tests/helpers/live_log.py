@@ -39,13 +39,13 @@ class LiveLog(Timers):
         """End the turn and its follow-ups; return the written events."""
         written: list[ev.Event] = []
         self.look()
-        while self.live.turn.writes or self.live.turn.then:
+        while self.live.turn.writes or self.live.turn.durable_calls:
             turn = self.live.close_turn()
             if turn.writes:
                 self.commits += 1
                 self.log.append(turn.writes, commit_id=str(self.commits))
                 written += [event for write in turn.writes for event in write.events]
-            for call in turn.then:
+            for call in turn.durable_calls:
                 call()
             self.look()
         return written

@@ -50,6 +50,34 @@ class TwoCallsInAProcess(TwoCalls):
         return [second]
 
 
+def fill(folder: str, box: str) -> None:
+    """Change a sandbox, once for each call."""
+    with open(f"{folder}.filled", "a") as file:
+        file.write(f"{box}\n")
+
+
+class InASandbox(TwoCalls):
+    """Fills a sandbox and then makes the calls in it. The task's `workflow_args` are those of its provider."""
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        async with self.lease("tests.helpers.lease_providers:HandedOver", args, creation_timeout=2.0) as held:
+            await self.step_async("fill", fill, args["folder"], held.handle)
+            [experience] = await super().run_async()
+        experience.info |= {"box": held.handle, "attached": held.attached}
+        return [experience]
+
+
+class InASandboxInAProcess(TwoCallsInAProcess):
+    def run(self) -> list[Experience]:
+        args = self.task.workflow_args
+        with self.lease("tests.helpers.lease_providers:HandedOver", args, creation_timeout=2.0) as held:
+            self.step("fill", fill, args["folder"], held.handle)
+            [experience] = super().run()
+        experience.info |= {"box": held.handle, "attached": held.attached}
+        return [experience]
+
+
 def kill_runner(client: RolloutClient, start: StartSystem) -> RolloutClient:
     os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
     return client

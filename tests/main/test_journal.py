@@ -15,6 +15,8 @@ from tests.helpers.lost_runs import (
     SECTIONS,
     SHORT,
     Counting,
+    InASandbox,
+    InASandboxInAProcess,
     TwoCalls,
     TwoCallsInAProcess,
     journaled,
@@ -120,3 +122,39 @@ def test_an_answer_goes_on_after_its_engine_failed_and_the_runner_did_not(
     asked = [tuple(map(int, line.split())) for line in requests.read_text().splitlines()]
     assert asked == [(2, SHORT), (2 + SHORT, LONG), (2 + SHORT + part, LONG - part)]
     assert not any(r.type == "RunnerLost" for r in client.log.events())
+
+
+@pytest.mark.parametrize(("kill", "workflow", "how"), [
+    (kill_everything, InASandboxInAProcess, ""),
+    (kill_runner, InASandbox, "can't attach"),
+])
+def test_a_sandbox_that_lives_is_taken_over_if_its_provider_can_and_else_a_new_one_is_filled(
+    kill: Callable[[RolloutClient, StartSystem], RolloutClient], workflow: type[Workflow], how: str,
+    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    client = start_system(**SECTIONS)
+    task = Task(workflow=workflow, workflow_args={"folder": str(boxes), "how": how})
+    client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
+    wait_until(lambda: journaled(client) > 2_000, "a part of the long answer to be in the journal")
+    [box] = boxes.iterdir()
+    client = kill(client, start_system)
+    assert finalize_in_thread(client, 1).result(60)["finished_task_count"] == 1
+    wait_until(lambda: client.log.leases() == [], "all leases to be released")
+    taken = [r.event for r in client.log.read(stream="leases") if isinstance(r.event, ev.LeaseTaken)]
+    by = [r.event.by for r in client.log.read(stream="leases") if isinstance(r.event, ev.LeaseReleased)]
+    filled = Path(f"{boxes}.filled").read_text().split()
+    [experience] = client.experiences(1)
+    assert experience.info["splices"]
+    assert [t.attaches for t in taken][:2] == ["", taken[0].lease]
+    assert sorted(p.suffix for p in boxes.iterdir()) == [".released"] * len({*filled})
+    if how:
+        assert filled == [box.name, experience.info["box"]], "the step is done again in the new sandbox"
+        assert sorted(by) == ["coordinator", "coordinator", "owner"]
+    else:
+        assert filled == [box.name] == [experience.info["box"]]
+        assert by == ["successor", "owner"]
+    assert experience.info["attached"] is (how == "")
+    assert client.log.verify() == []

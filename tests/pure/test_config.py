@@ -19,7 +19,7 @@ from tests.helpers.paths import ROOT
 from trinity_es.actors.config.config import HostIdentity, LaunchedConfig
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
 from trinity_es.events.secrets import Secret
-from trinity_es.system.launch import launched
+from trinity_es.system.launch import launched_config
 from trinity_es.workflows.math_rewards import _Math
 
 
@@ -118,7 +118,7 @@ def test_a_system_s_processes_get_the_config_itself_with_its_secrets_as_secrets(
         "synchronizer": {"sync_method": "nccl"},
         "buffer": {"explorer_input": {"tasksets": [{"name": "a", "path": "a.jsonl", "workflow": "mine:W"}]}},
     })
-    made = launched(config, {"pid": 1}, HostIdentity(name="gpu-7", life="x"))
+    made = launched_config(config, {"pid": 1}, HostIdentity(name="gpu-7", life="x"))
     arrived = LaunchedConfig.model_validate(json.loads(json.dumps(made.plain())))
     assert pickle.loads(pickle.dumps(arrived)) == arrived == made
     assert arrived.masked() == config.masked()

@@ -184,11 +184,11 @@ def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("value", [True, 10**400, 10**5000, -(10**5000)], ids=["True", "400", "5000", "-5000"])
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(DataError, match=r"^timeout is "):
-        argument_checks.seconds("timeout", value)
+        argument_checks.timeout_seconds("timeout", value)
     with pytest.raises(DataError, match=r"^metrics.loss is "):
         argument_checks.number("metrics.loss", value)
     with pytest.raises(DataError, match=r"^step is "):
-        argument_checks.whole("step", value)
+        argument_checks.whole_number("step", value)
     with pytest.raises(DataError, match=r"^batch_id is "):
         require_batch_id(value)
     with pytest.raises(DataError, match=r"^cursor: "):

@@ -15,7 +15,7 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.conversation.history import Usage
 from trinity_es.actors.rollout.conversation.turns import Marks
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.result import shared, with_all
+from trinity_es.actors.rollout.result import shared_usage, with_usage
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.vocabulary import RunResult
 
@@ -396,9 +396,9 @@ async def test_equal_answers_are_given_out_once_each() -> None:
     model, asked = await of_several(["aa", "b", "aa"])
     first, second = [turn for turn in model.turns if turn.text == "aa"]
     for turn in (first, second):
-        assert not turn.given
+        assert not turn.has_experience
         await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "aa"}])
-        assert turn.given
+        assert turn.has_experience
 
 
 @pytest.mark.parametrize("arguments", ['{"x":"c", "y":"b"}', '{"x":"b"}', "{}", '{"x":"b", "y":"cc"}'])
@@ -421,11 +421,12 @@ async def test_a_conversation_as_long_as_the_context_is_cut_where_its_logprobs_a
 
 def test_forks_are_a_metric_of_runs_whose_conversations_went_on() -> None:
     one = RunResult(run=0, metrics={}, experiences=1)
-    assert with_all(one, Usage(requests=1)).metrics == {}
-    assert with_all(one, Usage(requests=2, continued=1)).metrics == {"conversation_forks": 0.0}
-    assert with_all(one, Usage(requests=2, forks=1)).metrics == {"conversation_forks": 1.0}
+    assert with_usage(one, Usage(requests=1)).metrics == {}
+    assert with_usage(one, Usage(requests=2, continued=1)).metrics == {"conversation_forks": 0.0}
+    assert with_usage(one, Usage(requests=2, forks=1)).metrics == {"conversation_forks": 1.0}
     two = [one, RunResult(run=1, metrics={}, experiences=1)]
-    assert [r.metrics for r in shared(two, [], Usage(requests=2, forks=3))[0]] == [{"conversation_forks": 1.5}] * 2
+    results, _ = shared_usage(two, [], Usage(requests=2, forks=3))
+    assert [r.metrics for r in results] == [{"conversation_forks": 1.5}] * 2
 
 
 async def test_the_splices_of_each_answer_are_places_of_the_whole_conversation() -> None:

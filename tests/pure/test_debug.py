@@ -157,7 +157,7 @@ def test_p38_another_workflow_asks_as_in_a_run_also_past_a_proxy(
 def test_p38_what_is_not_there_is_named(config: Path) -> None:
     for option, value, told in (
         ("--taskset", "third", "there is no taskset third in the config (there are: first, second, check)"),
-        ("--index", 9, "taskset first has 9 rows, 0 to 8: there is no 9"),
+        ("--index", 9, "taskset first has 9 rows, 0 to 8: there is no row 9"),
         ("--workflow", "nothing", "'nothing' is not registered"),
     ):
         wrong = cli("debug", config, option, value)

@@ -112,10 +112,10 @@ class Served:
         await asyncio.sleep(60)
 
     async def ask(self, message: Any) -> None:
-        self.writer.write(verifiers_main.framed(message))
+        self.writer.write(verifiers_main.as_frame(message))
 
     async def heard(self) -> Any:
-        return await asyncio.wait_for(verifiers_main.received(self.reader), 10)
+        return await asyncio.wait_for(verifiers_main.read_message(self.reader), 10)
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()

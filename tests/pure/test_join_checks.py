@@ -15,14 +15,15 @@ from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.head_client import HeadPlace, NotOurs
 from trinity_es.actors.hosts.host_comparison import digest_of, facts
 from trinity_es.cli import join_checks
-from trinity_es.cli.join_checks import HeadSays, ask_head, compared, folder_finding
+from trinity_es.cli.join_checks import HeadAnswer, ask_head, compare_with_head, folder_finding
 from trinity_es.config.config import Config
 
 MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}
 
 
 def verdicts(theirs: Mapping[str, Any], *, vllm: bool = True) -> dict[str, str]:
-    return {f.what: f.verdict for f in compared(HeadSays(would_refuse="", facts={**MINE, **theirs}), MINE, vllm)}
+    answer = HeadAnswer(would_refuse="", facts={**MINE, **theirs})
+    return {f.what: f.verdict for f in compare_with_head(answer, MINE, with_vllm=vllm)}
 
 
 def test_the_same_as_the_head_is_well() -> None:
@@ -90,7 +91,7 @@ def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(join_checks, "find_head", lambda url: HeadPlace("127.0.0.1:9", bytes(32)))
     store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
     config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
-    [found] = join_checks._head("postgresql://me@db/run", "b", config, "")
+    [found] = join_checks._head_findings("postgresql://me@db/run", "b", config, "")
     assert (found.what, found.verdict) == ("key", "missing")
     assert str(tmp_path) in found.told
     assert "TRINITY_ES_KEY" in found.way_out

@@ -40,6 +40,7 @@ def test_a_host_without_a_model_that_tasks_ask_is_refused_with_the_way_out(
 def test_models_lie_on_a_host_where_they_were_pulled_to(url: str, tmp_path: Path) -> None:
     as_it_is = config_of(url, "b", [], tmp_path / "logs")
     assert as_it_is.explorer.rollout_model.model_path == "/head/model"
-    config = config_of(url, "b", [], tmp_path / "logs", places={"/head/model": "/here/one", "/head/judge": "/here/two"})
+    folders = {"/head/model": "/here/one", "/head/judge": "/here/two"}
+    config = config_of(url, "b", [], tmp_path / "logs", model_folders=folders)
     assert config.explorer.rollout_model.model_path == "/here/one"
     assert [m.model_path for m in config.explorer.auxiliary_models] == ["/here/two"]

@@ -36,7 +36,7 @@ def test_a_host_that_no_head_took_in_ends_at_once_and_another_is_to_be_drained(e
 
 
 def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
-    run = HostRun("postgresql://nowhere/run", "b", [], tmp_path, tell=lambda text: None)
+    run = HostRun("postgresql://nowhere/run", "b", [], tmp_path, report=lambda text: None)
     run.leave("SIGTERM", 30.0)
     begun = time.monotonic()
 
@@ -45,5 +45,5 @@ def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
         return tmp_path
 
     with pytest.raises(SyncError, match="this host leaves"):
-        asyncio.run(run._until_leave(pull()))
+        asyncio.run(run._unless_left(pull()))
     assert time.monotonic() - begun < 5.0

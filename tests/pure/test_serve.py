@@ -35,9 +35,9 @@ def test_p36_the_least_busy_engine_is_chosen_of_those_that_serve() -> None:
     assert chosen(engines) is None
     engines.update([row("a"), row("b"), row("c", serving=False)])
     a, b, _ = engines.all()
-    a.busy = 1
+    a.open_count = 1
     assert chosen(engines) == "b"
-    b.busy = 2
+    b.open_count = 2
     assert chosen(engines) == "a"
     engines.update([row("a", serving=False), row("b")])
     assert chosen(engines) == "b"
@@ -64,14 +64,14 @@ def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -
     second = {"messages": [*first["messages"], {"role": "assistant", "content": "hi"},
                            {"role": "tool", "content": "7"}, {"role": "user", "content": "more"}]}
     known, _ = conversation_keys(second, None)
-    b.busy = SLACK_REQUESTS
+    b.open_count = SLACK_REQUESTS
     assert chosen(engines, *known) == "b"
-    b.busy += 1
+    b.open_count += 1
     assert chosen(engines, *known) == "a"
-    b.busy = 0
-    a.answered = 0
+    b.open_count = 0
+    a.answer_count = 0
     other = {"messages": [{"role": "user", "content": "else"}, *second["messages"][1:]]}
-    b.busy = 1
+    b.open_count = 1
     assert chosen(engines, *conversation_keys(other, None)[0]) == "a"
     assert conversation_keys(other, "mine") == (["session/mine"], ["session/mine"])
     long = [conversation_keys({}, text * 60_000)[0] for text in "abab"]
@@ -118,7 +118,7 @@ async def test_p36_an_engine_that_ends_in_a_stream_is_an_error_of_the_routes_api
 
     async def last(path: str) -> list[bytes]:
         proxy, whole = Proxy.__new__(Proxy), asyncio.Event()
-        *_, last = [part async for part in proxy._streamed(b"", parts(), way, StreamPlace(path), whole)]
+        *_, last = [part async for part in proxy._stream_parts(b"", parts(), way, StreamPlace(path), whole)]
         assert not whole.is_set()
         return last.strip().splitlines()
 

@@ -54,7 +54,7 @@ def test_p34_fixed_never_stands_still_and_each_step_has_one_possible_version(
 
 @pytest.mark.parametrize("style", ["fully_async", "trainer_driven"])
 def test_p34_async_styles_keep_so_many_in_flight_and_wait_for_no_weights(style: str) -> None:
-    course = SyncPolicy(style=style, inflight=2, interval=4)  # type: ignore[arg-type]  # one of the two literals
+    course = SyncPolicy(style=style, max_inflight=2, interval=4)  # type: ignore[arg-type]  # one of the two literals
     assert [last_submittable(course, done=0, trained=t) for t in (0, 1, 5)] == [2, 3, 7]
     assert course.generated_before(4) == 4
 

@@ -153,9 +153,9 @@ def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(o
 def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(opened: Any) -> None:
     trainer = TrainerProcess(config(HUB))
     trainer._open_tasksets(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
-    trainer._require_same(replace(RECORDED, revision="f" * 40, subset="easy"))
+    trainer._require_same_taskset(replace(RECORDED, revision="f" * 40, subset="easy"))
     with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
-        trainer._require_same(RECORDED)
+        trainer._require_same_taskset(RECORDED)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_what_ends_a_run_is_known_at_its_start(
     try:
         assert part.locate()
         assert part.last_step == last
-        assert bool(part.said_of_end()) == (total == 50 and last != 50)
+        assert bool(part.end_note()) == (total == 50 and last != 50)
     finally:
         part.release()
 

@@ -174,12 +174,12 @@ def test_the_async_trainers_rows_are_those_of_epochs_one_after_the_other(tmp_pat
 
 def test_a_trainer_that_paused_and_takes_again_is_not_told_that_nothing_comes(tmp_path: Path) -> None:
     made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), batch_size=1, num_generations=1)
-    made._thread, made._moved, made._left = threading.current_thread(), time.monotonic() - 400, {0: 1}
+    made._thread, made._last_progress, made._samples_left = threading.current_thread(), time.monotonic() - 400, {0: 1}
     made._client = SimpleNamespace(log=SimpleNamespace(why_open=lambda: ["batch 1: its units run"]))
     made.rollout_buffer.put(SimpleNamespace(group_id=0))
     made.check_health(300)
     made.rollout_buffer.get()  # an eval is over
     made.check_health(300)
-    made._moved = time.monotonic() - 400
+    made._last_progress = time.monotonic() - 400
     with pytest.raises(RuntimeError, match=r"no rollout for 300 s\. batch 1: its units run"):
         made.check_health(300)

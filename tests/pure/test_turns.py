@@ -19,7 +19,7 @@ def said(turns: Turns, rendered: str, text: str, end: str = "$") -> Turn:
     """Have a prompt answered, a letter a token."""
     prompt = turns.prompt(rendered) or turns.encode(rendered)
     ids = [ord(c) for c in text + end]
-    return turns.answered(rendered, prompt, ids, None, text, before=turns.before(prompt))
+    return turns.record(rendered, prompt, ids, None, text, previous=turns.turn_before(prompt))
 
 
 def goes_on(turns: Turns, rendered: str, sampled: str, rest: str) -> None:
@@ -47,7 +47,8 @@ def test_conversations_beside_each_other_go_on_each_from_their_own_turn() -> Non
     third = said(turns, "U:a|A:aa$\nU:b|A:", "bb")
     fourth = said(turns, "U:a|A:ab$\nU:b|A:", "bb")
     fifth = said(turns, "U:a|A:aa$\nU:b|A:bb$\nU:c|A:", "cc")
-    assert [t.before for t in (first, second, inner, third, fourth, fifth)] == [None, None, None, first, second, third]
+    turns_made = first, second, inner, third, fourth, fifth
+    assert [t.previous for t in turns_made] == [None, None, None, first, second, third]
     assert fifth.chain() == [first, third, fifth]
     assert turns.forks == 0
 
@@ -56,14 +57,14 @@ def test_of_equal_answers_each_is_gone_on_from() -> None:
     turns = of_texts()
     two = [said(turns, "U:a|A:", "aa"), said(turns, "U:a|A:", "aa")]
     further = [said(turns, f"U:a|A:aa$\nU:{ask}|A:", "b") for ask in "bc"]
-    assert {t.before for t in further} == set(two)
-    assert said(turns, "U:a|A:aa$\nU:d|A:", "b").before in two, "a third goes on from one of them, too"
+    assert {t.previous for t in further} == set(two)
+    assert said(turns, "U:a|A:aa$\nU:d|A:", "b").previous in two, "a third goes on from one of them, too"
 
 
 def test_the_same_prompt_again_goes_on_from_the_same_turn() -> None:
     turns = of_texts()
     first = said(turns, "U:a|A:", "aa")
-    assert [said(turns, "U:a|A:aa$\nU:b|A:", text).before for text in ("b", "c")] == [first, first]
+    assert [said(turns, "U:a|A:aa$\nU:b|A:", text).previous for text in ("b", "c")] == [first, first]
     assert turns.forks == 0
 
 
@@ -110,7 +111,7 @@ def test_of_answers_that_differ_in_white_space_alone_the_one_that_is_there_is_go
     turns = of_texts()
     both = [said(turns, "U:a|A:", text) for text in (f"hm{CALL}", f"hm\n{CALL}")]
     further = [said(turns, f"U:a|A:{turn.text}$\nU:b|A:", "b") for turn in reversed(both)]
-    assert [t.before for t in further] == both[::-1]
+    assert [t.previous for t in further] == both[::-1]
 
 
 def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with() -> None:
@@ -125,7 +126,7 @@ def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with
 
 def test_a_special_token_may_be_written_by_the_template_though_no_client_got_it() -> None:
     turns = of_texts()
-    turns.answered("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
+    turns.record("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
     for again in ("f(x)", "!f(x)"):  # as it was got, and as a parsed tool call is rendered
         goes_on(turns, f"U:a|A:{again}$\nU:b|A:", "!f(x)$", "\nU:b|A:")
 
@@ -193,7 +194,7 @@ def of_bytes() -> Turns:
 def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with(count: int, text: str) -> None:
     turns = of_bytes()
     sampled = list("a好".encode())[:count]
-    turns.answered("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, cut=True)
+    turns.record("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, is_cut=True)
     assert turns.prompt(f"U:a|A:{text}") == [*turns.encode("U:a|A:"), *sampled]
     after = turns.prompt(f"U:a|A:{text}$\nU:b|A:")
     assert after == [*turns.encode("U:a|A:"), *sampled, *turns.encode("$\nU:b|A:")]
@@ -201,7 +202,7 @@ def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with
 
 def test_an_answer_ends_with_no_part_of_a_character() -> None:
     turns = of_bytes()
-    turn = turns.answered("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
+    turn = turns.record("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
     assert turns.end_of(turn) == ""
-    ended = turns.answered("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")
+    ended = turns.record("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")
     assert turns.end_of(ended) == "$"

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
-from trinity_es.audit.whatif.forecast import Forecast, Settings, replayed
-from trinity_es.audit.whatif.recorded_durations import Duration, History, Life, PastBatch, WeightsUpdate, read_past
+from trinity_es.audit.whatif import history
+from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
+from trinity_es.audit.whatif.history import Addition, Duration, History, Life, PastBatch, WeightsUpdate
+from trinity_es.audit.whatif.recorded_durations import read_past
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
@@ -87,7 +89,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
 
 
 def played(record: History, **settings: Any) -> list[Forecast]:
-    return replayed(record, Settings(**settings)).batches
+    return replay_history(record, Settings(**settings)).batches
 
 
 def test_units_wait_for_places() -> None:
@@ -97,6 +99,39 @@ def test_units_wait_for_places() -> None:
         assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
         assert (row.predicted.finished, row.predicted.attempts, row.drawn) == (4, 4, 0)
     assert played(record, runners=1, max_concurrency=4)[0].predicted.seconds == pytest.approx(4.0, abs=1e-3)
+
+
+def test_tasks_that_were_added_for_missing_groups_are_added_after_the_pipeline_as_recorded() -> None:
+    missing, added = ev.GroupsMissing(usable=1, missing=1), ev.TasksAdded(repeat_times=[1], request="r")
+    addition = Addition(event=added, added_at=5.5, missing=missing, pipeline_seconds=1.0, pause=0.5)
+    refilled = batch(1, 0.0, 8.5, 3.0, 4.0, additions=[addition], pipeline_at=7.5)
+    refilled.took[2, 0, 1] = Duration(seconds=2.0, limit=10.0)
+    for runners, seconds in ((1, 7.0 + 1.0 + 0.5 + 2.0 + 1.0), (2, 8.5)):
+        [row] = played(past(refilled), runners=runners)
+        assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
+        assert (row.predicted.finished, row.predicted.attempts, row.drawn) == (3, 3, 0)
+    refilled.additions = [Addition(event=added, added_at=1.0)]  # while its first tasks run
+    assert played(past(refilled), runners=3)[0].predicted.seconds == pytest.approx(4.0 + 1.0, abs=1e-3)
+
+
+def test_the_rounds_in_which_tasks_were_added_are_read(tmp_path: Path) -> None:
+    missing, added = ev.GroupsMissing(usable=0, missing=1), ev.TasksAdded(repeat_times=[], request="r")
+    submitted, finalizing, finalized = whole(1)
+    more = ev.TasksAdded(repeat_times=[], request="s")
+    write(tmp_path / "log", [
+        ("system", [ev.SystemConfigured(config={"explorer": EXPLORER})]),
+        ("batch/1", [submitted, more, finalizing, missing, added, finalizing, missing, finalizing, finalized]),
+    ])
+    with open_log(str(tmp_path / "log")) as log:
+        times = [r.recorded_at for r in log.events(1)]
+        rows = log.batches()
+        [record] = read_past(log, rows, rows).batches
+    first, second = record.additions
+    assert (first.event.request, first.missing) == ("s", None)
+    assert (second.event.request, second.missing) == ("r", missing)
+    assert second.pipeline_seconds == times[3] - times[2]
+    assert second.pause == times[4] - times[3]
+    assert record.pipeline_seconds == times[8] - times[5]
 
 
 def test_short_units_wait_in_the_runner_too() -> None:
@@ -144,9 +179,9 @@ def test_who_holds_a_run_up_moves_it() -> None:
         return past(first, second, changes=[WeightsUpdate(version=1, published_at=rollout + 1.0,
         loads={"runner-0": 0.5})])
 
-    prediction = replayed(record(2.0), Settings())
+    prediction = replay_history(record(2.0), Settings())
     assert prediction.predicted_span == pytest.approx(prediction.recorded_span, abs=1e-3) == 5.5
-    slower = replayed(record(2.0), Settings(timeout=1.0, max_retry=0))
+    slower = replay_history(record(2.0), Settings(timeout=1.0, max_retry=0))
     assert slower.predicted_span == pytest.approx(3.5, abs=1e-3), "two steps of one second, and what lay between"
 
 
@@ -175,8 +210,10 @@ def test_a_batch_that_never_ended_is_in_neither_sum(tmp_path: Path) -> None:
 
 def test_what_units_usually_take_on_top_is_computed_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sorts all of them: for each unit that the record lacks, a batch of 20,000 tasks took 14 s."""
-    asked: list[Any] = []
-    real = PastBatch.usual_rest
-    monkeypatch.setattr(PastBatch, "usual_rest", lambda self: (asked.append(self.batch_id), real(self))[1])
-    played(past(batch(1, 0.0, 5.0, *[1.0] * 40), batch(2, 6.0, 9.0, *[1.0] * 40)))
-    assert asked == [1, 2]
+    medians: list[float] = []
+    monkeypatch.setattr(history, "median", lambda values: medians.append(0.0) or 0.0)
+    batches = [batch(1, 0.0, 5.0, *[1.0] * 40), batch(2, 6.0, 9.0, *[1.0] * 40)]
+    for one in batches:
+        one.rest = {(99, 0, 1): (0.5, 0.5)}
+    played(past(*batches))
+    assert len(medians) == 2 * len(batches)

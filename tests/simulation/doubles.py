@@ -194,13 +194,13 @@ class SimWriter(LogWriter):
             self.busy = False
             return
         writes = [w for turn in group for w in turn.writes]
-        if self._broken is not None:
-            broken = self._broken
-            self._end(lambda: self._fail(broken, group))
+        if self._fatal_error is not None:
+            broken = self._fatal_error
+            self._end(lambda: self._report_failure(broken, group))
         elif not writes:
-            self._end(lambda: self._act(group))
+            self._end(lambda: self._call_durable(group))
         else:
-            commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"
+            commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._commit_numbers)}"
             self._try(group, writes, commit_id, Backoff(), None)
 
     def _try(
@@ -222,11 +222,11 @@ class SimWriter(LogWriter):
                     retry = lambda: self._try(group, writes, commit_id, pauses, until)  # noqa: E731
                     world().later(pause, self.process, "tries to write again", retry)
                     return
-                self._broken = broken = e
-                self._end(lambda: self._fail(broken, group))
+                self._fatal_error = broken = e
+                self._end(lambda: self._report_failure(broken, group))
                 return
             self.written += 1
-            self._end(lambda: self._act(group))
+            self._end(lambda: self._call_durable(group))
 
         comes_through = world().rng.random() < 0.5
         if not world().effect(self.process):
@@ -300,7 +300,7 @@ class SimReader:
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
         self.post, self.retry_for, self.process = post, retry_for, here()
 
-    def ask(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
+    def run(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
         until = world().now + (0.0 if once else self.retry_for)
 
         def work() -> None:

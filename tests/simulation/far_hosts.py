@@ -121,7 +121,7 @@ class FarHost:
             self.connection = 0
             fleet, epoch, heard = self.world.coordinator.hosts, self.epoch, self.world.now
             assert fleet is not None
-            self.world.coordinator.post(lambda: fleet.gone(self.name, epoch, why, heard))
+            self.world.coordinator.post(lambda: fleet.on_disconnected(self.name, epoch, why, heard))
 
     def end(self) -> None:
         """End all processes of this host."""

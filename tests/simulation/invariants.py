@@ -345,9 +345,9 @@ class Invariants:
         for batch in actor.live.batches.values():
             for life in counted:
                 of_life = [k for k, f in batch.flights.items() if (f.runner, f.incarnation) == life]
-                had = in_flight.of(batch.batch_id, *life)
+                had = in_flight.units_of(batch.batch_id, *life)
                 self.require(had == of_life, f"{life} has {had}, the batch says {of_life}")
-                self.require(life[1] in in_flight.lives(life[0]), f"{life} has units and is not known to")
+                self.require(life[1] in in_flight.incarnations(life[0]), f"{life} has units and is not known to")
 
         for key, delivery in actor.live.queue.deliveries.items():
             known = self.queue.deliveries.get(key)

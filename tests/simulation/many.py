@@ -83,13 +83,13 @@ class ManyCoordinator(doubles.SimCoordinator):
         super().begin()
         meter, dispatcher, batches = self.meter, self.fleet.dispatcher, self.handlers.batches
         dispatcher.dispatch = meter.timed("dispatch", dispatcher.dispatch)  # type: ignore[method-assign]
-        batches._pipeline_done = meter.timed("finalize", batches._pipeline_done)  # type: ignore[method-assign]
+        batches._on_pipeline_done = meter.timed("finalize", batches._on_pipeline_done)  # type: ignore[method-assign]
         batches.start_pipeline = meter.timed("finalize", batches.start_pipeline)  # type: ignore[method-assign]
         fleet = self.hosts
         assert fleet is not None
         fleet.hello = meter.timed("join", fleet.hello)  # type: ignore[method-assign]
         fleet._lose = meter.timed("loss", fleet._lose)  # type: ignore[method-assign]
-        fleet._leaves = meter.timed("loss", fleet._leaves)  # type: ignore[method-assign]
+        fleet._on_leaves = meter.timed("loss", fleet._on_leaves)  # type: ignore[method-assign]
 
     def send(self, to: Any, message: Any) -> None:
         if isinstance(to, FarProcess):

@@ -127,7 +127,7 @@ def _launched() -> LaunchedConfig:
     from trinity_es.config.config import Config
     from trinity_es.system import launch
 
-    made = launch.launched(Config.from_dict({
+    made = launch.launched_config(Config.from_dict({
         "project": "sim", "name": "sim", "checkpoint_root_dir": "/nowhere", "mode": "explore",
         "model": {"model_path": "none"},
         "explorer": {"rollout_model": {"engine_type": "scripted"}, "max_timeout": 6.0,

@@ -182,11 +182,11 @@ class LogDouble:
 
     def require(self, claims: Sequence[Claim]) -> None:
         """Require that no claimed payload is lost, and advance the acknowledged mark."""
-        assert not self.lost(claims)[1]
+        assert not self.lost_claims(claims)[1]
         marks = [mark for mark, _ in claims] + ([] if self.acknowledged is None else [self.acknowledged])
         self.acknowledged = max(marks, key=lambda mark: mark.position, default=None)
 
-    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+    def lost_claims(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         self.store.require()
         head = Head(position=len(self.store.rows), generation="simulated", hash=b"")
         return head, [c for c in claims if c.mark.position > head.position]

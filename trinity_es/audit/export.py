@@ -29,7 +29,7 @@ from trinity_es.safe_text import event_document, harmless_json
 
 __all__ = ["Exported", "experience_tables", "export_file", "write_events", "write_experiences"]
 
-ROWS = 256
+CHUNK_ROWS = 256
 """Number of experiences that are converted and written at once."""
 
 
@@ -47,12 +47,12 @@ class Exported:
 
 # --- experiences ----------------------------------------------------------------------------------------------------
 def experience_tables(
-    log: Log, done: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
+    log: Log, result: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield COLUMNS of at most `ROWS` experiences, batch by batch in the order of submission.
+    """Yield COLUMNS of at most CHUNK_ROWS experiences, batch by batch in the order of submission.
 
     The rows are the experiences that the pipeline delivered, in every submission of a batch id. With `as_made` they are
-    those that the runners produced, before any filter, also of open batches. Updates `done` meanwhile.
+    those that the runners produced, before any filter, also of open batches. Updates `result` meanwhile.
     Raises LogNotFound if there is no payload store.
     """
     freed, store = log.freed(), None
@@ -61,27 +61,27 @@ def experience_tables(
         for row in log.batches():
             if streams is not None and batch_stream(row.batch_id) not in streams:
                 continue
-            taken = set[ev.PayloadRef]()
+            exported_refs = set[ev.PayloadRef]()
             for batch in _submissions(log, row.batch_id):
-                made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
+                run_rows = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
                 refs = batch.state.experiences
                 if as_made:  # a later submission may reuse payloads, which count once
-                    payloads = [r.payload for r in batch.rows if r.payload is not None and r.payload not in taken]
-                    taken.update(payloads)
-                    refs = _merged(payloads)
+                    made_refs = [r.payload for r in batch.rows if r.payload and r.payload not in exported_refs]
+                    exported_refs.update(made_refs)
+                    refs = _merged(made_refs)
                 if not refs:
                     continue
                 if freed.get(batch_stream(row.batch_id), 0) > batch.first_position:
-                    done.freed.append(row.batch_id)
+                    result.freed.append(row.batch_id)
                     continue
-                done.batches += 1
+                result.batches += 1
                 store = store or log.payloads()
-                yield from _read(store, refs, f"batch {row.batch_id!r}", made, batch.state.trained_step, done)
+                yield from _read(store, refs, f"batch {row.batch_id!r}", run_rows, batch.state.trained_step, result)
         if batch_ids is None and not as_made:
             for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
                 assert isinstance(item.event, ev.ExperiencesProcessed)
                 store = store or log.payloads()
-                yield from _read(store, item.event.experiences, f"position {item.position}", {}, None, done)
+                yield from _read(store, item.event.experiences, f"position {item.position}", {}, None, result)
     finally:
         if store is not None:
             store.close()
@@ -100,37 +100,38 @@ def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
 
 def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
     """Return these references without repeats, merging those that are adjacent in one payload."""
-    out: list[ev.PayloadRef] = []
+    merged: list[ev.PayloadRef] = []
     for ref, _ in groupby(refs):
-        if out and (ref.digest, ref.first) == (out[-1].digest, out[-1].first + out[-1].count):
-            out[-1] = replace(out[-1], count=out[-1].count + ref.count)
+        if merged and (ref.digest, ref.first) == (merged[-1].digest, merged[-1].first + merged[-1].count):
+            merged[-1] = replace(merged[-1], count=merged[-1].count + ref.count)
         else:
-            out.append(ref)
-    return out
+            merged.append(ref)
+    return merged
 
 
 def _read(
-    store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, made: dict[tuple[int, int], RunRow],
-    trained_step: int | None, done: Exported,
+    store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, run_rows: dict[tuple[int, int], RunRow],
+    trained_step: int | None, result: Exported,
 ) -> Iterator[dict[str, Any]]:
+    """Yield tables of these experiences; `owner` names their batch in errors, `run_rows` has its runs."""
     reader = ExperienceReader(store)  # caches the payload, since many refs of a delivery name the same one
     for ref in refs:
-        for first in range(ref.first, ref.first + ref.count, ROWS):
+        for first in range(ref.first, ref.first + ref.count, CHUNK_ROWS):
             try:
-                columns = reader.read(ref.digest, first, min(ROWS, ref.first + ref.count - first))
+                columns = reader.read(ref.digest, first, min(CHUNK_ROWS, ref.first + ref.count - first))
             except (PayloadNotFound, CorruptPayload) as e:
-                done.missing.append(f"{owner}: {e.message}")
+                result.missing.append(f"{owner}: {e.message}")
                 break
-            done.written += len(columns)
-            yield _table(columns, made, trained_step)
+            result.written += len(columns)
+            yield _table(columns, run_rows, trained_step)
 
 
 def _table(
-    columns: ExperienceColumns, made: dict[tuple[int, int], RunRow], trained_step: int | None
+    columns: ExperienceColumns, run_rows: dict[tuple[int, int], RunRow], trained_step: int | None
 ) -> dict[str, Any]:
-    """Return a table with what the log has of each experience."""
+    """Return experiences as COLUMNS, with what their runs in `run_rows` add: versions, runners and attempts."""
     table = columns.table()
-    runs = [made.get((task, run)) if isinstance(task, int) else None
+    runs = [run_rows.get((task, run)) if isinstance(task, int) else None
             for task, run in zip(columns.tasks, columns.runs.tolist(), strict=True)]
     # A run's versions are the attempt's; the runner recorded those of this experience in its info.
     oldest, newest = table["oldest_version"], table["newest_version"]
@@ -163,19 +164,19 @@ def write_experiences(
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
-    done = Exported()
+    result = Exported()
     with export_file(path) as file:
         table = ParquetTable(file) if path.suffix == ".parquet" else None
-        for columns in experience_tables(log, done, batch_ids, as_made=as_made):
+        for columns in experience_tables(log, result, batch_ids, as_made=as_made):
             if table is None:
                 file.write(harmless_json(json_lines(columns)))
             else:
                 table.write(columns)
             if progress is not None:
-                progress(done.written)
+                progress(result.written)
         if table is not None:
             table.close()
-    return done
+    return result
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -183,16 +184,16 @@ def write_events(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Exported:
     """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
-    done, last = Exported(), log.head().position
+    result, last_position = Exported(), log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
     with export_file(path) as file:
         for source in sources:
-            while lines := [(r.position, event_document(r)) for r in islice(source, 1000)]:
-                file.write(b"".join(line + b"\n" for _, line in lines))
-                done.written += len(lines)
+            while events := list(islice(source, 1000)):
+                file.write(b"".join(event_document(r) + b"\n" for r in events))
+                result.written += len(events)
                 if progress is not None:
-                    progress(min(lines[-1][0], last), last)
-    return done
+                    progress(min(events[-1].position, last_position), last_position)
+    return result
 
 
 def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
@@ -201,6 +202,6 @@ def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise LogNotFound(f"no directory {path.parent} to write {path.name} to")
-    umask = os.umask(0)
+    umask = os.umask(0)  # there is no call that only reads it
     os.umask(umask)
     return whole_file(path, mode=0o666 & ~umask)

@@ -30,12 +30,14 @@ BATCHES, TRAINER = 1, 2
 """Process ids that are not runners."""
 ENGINE = 0
 """Lane of a runner for loading its engine and weights."""
-_WIDTH = 500
+_MOST_CHARACTERS = 500
 """Maximum number of characters of a text from outside."""
 
 
 @dataclass(slots=True)
 class _Attempt:
+    """Attempt whose slice is open."""
+
     unit: ev.Unit
     dispatched_at: float
     pid: int
@@ -51,16 +53,18 @@ class _Attempt:
 class _Lanes:
     """Lanes of a process; the lowest free one is taken first."""
 
-    used: int
+    count: int
+    """Number of lanes, free ones included."""
     free: list[int] = field(default_factory=list)
+    """Heap of free lanes."""
 
     def take(self) -> int:
         if self.free:
             return heapq.heappop(self.free)
-        self.used += 1
-        return self.used - 1
+        self.count += 1
+        return self.count - 1
 
-    def give(self, lane: int) -> None:
+    def give_back(self, lane: int) -> None:
         heapq.heappush(self.free, lane)
 
 
@@ -76,6 +80,7 @@ def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callabl
 
 
 def _with_progress(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
+    """Yield the same events; call `progress(position)` at every thousandth position."""
     for item in recorded:
         if progress is not None and item.position % 1000 == 0:
             progress(item.position)
@@ -88,41 +93,49 @@ def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:
     yield trace.process(BATCHES, "batches")
     yield trace.process(TRAINER, "trainer and weights")
     for item in recorded:
-        yield from trace.take(item)
-    yield from trace.end()
+        yield from trace.entries_of(item)
+    yield from trace.close()
 
 
 class _Trace:
+    """Fold of a log's events into entries of a trace."""
+
     def __init__(self) -> None:
-        self._start: float | None = None
+        self._start_at: float | None = None
         self._now = 0.0
+        """When the last event was recorded, in unix seconds."""
         self._pids: dict[str, int] = {}
+        """Process ids of runners in the trace."""
         self._lanes: dict[int, _Lanes] = {BATCHES: _Lanes(0)}
-        self._named: set[tuple[int, int]] = set()
         self._attempts: dict[str, dict[tuple[int, int], _Attempt]] = {}
         """Open attempts by batch stream, then by (task, first run)."""
         self._batches: dict[str, tuple[float, int, dict[str, Any]]] = {}
-        self._finalizing: dict[str, float] = {}
+        """(begin, lane, args) of each open batch by its stream."""
+        self._finalizing_at: dict[str, float] = {}
         self._loading: dict[str, tuple[float, int]] = {}
+        """(begin, incarnation) of runners that load their engine."""
 
     # --- entries ----------------------------------------------------------------------------------------------------
     def process(self, pid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": plain(name, 80)}}
 
     def _time(self, at: float) -> float:
-        return round((at - (self._start or 0.0)) * 1e6, 1)
+        """Return a time as microseconds since the first event."""
+        return round((at - (self._start_at or 0.0)) * 1e6, 1)
 
     def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
-        start = max(start, self._start or start)  # a load may begin before the trace, and Perfetto drops negative times
+        """Return a slice from `start` to `end`, in unix seconds, in lane `tid` of a process."""
+        # A load may begin before the trace, and Perfetto drops negative times.
+        start = max(start, self._start_at or start)
         return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),
                 "dur": round(max(0.0, end - start) * 1e6, 1), "args": args}
 
     def _instant(self, name: str, kind: str, pid: int, scope: str, item: Recorded) -> dict[str, Any]:
         return {"ph": "i", "name": name, "cat": kind, "pid": pid, "tid": 0, "ts": self._time(item.recorded_at),
-                "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _WIDTH)}}
+                "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _MOST_CHARACTERS)}}
 
-    def _runner(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the process of a runner at its first event."""
+    def _new_runner(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the entries that name a runner's process and its lane `engine`, at its first event only."""
         if name not in self._pids:
             pid = self._pids[name] = TRAINER + 1 + len(self._pids)
             self._lanes[pid] = _Lanes(ENGINE + 1)
@@ -130,24 +143,25 @@ class _Trace:
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": ENGINE, "args": {"name": "engine"}}
 
     # --- events -----------------------------------------------------------------------------------------------------
-    def take(self, item: Recorded) -> Iterator[dict[str, Any]]:
-        if self._start is None:
-            self._start = item.recorded_at
+    def entries_of(self, item: Recorded) -> Iterator[dict[str, Any]]:
+        """Yield the entries that an event completes: slices that end with it, and its instant."""
+        if self._start_at is None:
+            self._start_at = item.recorded_at
         self._now = at = item.recorded_at
         event = item.event
         if isinstance(runner := getattr(event, "runner", None), str):
-            yield from self._runner(runner)
+            yield from self._new_runner(runner)
         if item.stream.startswith("batch/"):
-            yield from self._batch_event(item, event)
+            yield from self._batch_entries(item, event)
             return
         match event:
             case ev.RunnerStarted():
-                yield from self._loading_ended(event.runner, at, "loading, cut short")
+                yield from self._end_loading(event.runner, at, "loading, cut short")
                 self._loading[event.runner] = at, event.incarnation
             case ev.RunnerReady():
-                yield from self._loading_ended(event.runner, at, "loading the engine")
+                yield from self._end_loading(event.runner, at, "loading the engine")
             case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerRetired() | ev.RunnerQuarantined():
-                yield from self._loading_ended(event.runner, at, "loading, cut short")
+                yield from self._end_loading(event.runner, at, "loading, cut short")
                 name = type(event).__name__.removeprefix("Runner").lower()
                 yield self._instant(name, "runner", self._pids[event.runner], "p", item)
             case ev.WeightsLoaded() | ev.AdapterLoaded():
@@ -161,31 +175,34 @@ class _Trace:
             case ev.AdapterRemoved():
                 yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
-    def _loading_ended(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
-        if (began := self._loading.pop(runner, None)) is not None:
-            yield self._slice(name, "runner", self._pids[runner], ENGINE, began[0], at, incarnation=began[1])
+    def _end_loading(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the slice of a runner's loading with this name, if it was loading."""
+        if (loading := self._loading.pop(runner, None)) is not None:
+            begun_at, incarnation = loading
+            yield self._slice(name, "runner", self._pids[runner], ENGINE, begun_at, at,
+                              incarnation=incarnation)
 
-    def _batch_event(self, item: Recorded, event: ev.Event) -> Iterator[dict[str, Any]]:
+    def _batch_entries(self, item: Recorded, event: ev.Event) -> Iterator[dict[str, Any]]:
         stream, at = item.stream, item.recorded_at
         match event:
             case ev.BatchSubmitted():
-                yield from self._batch_ended(stream, at, "submitted again")
+                yield from self._end_batch(stream, at, "submitted again")
                 self._batches[stream] = at, self._lanes[BATCHES].take(), {
                     "type": event.batch_type, "tasks": len(event.repeat_times), "position": item.position}
             case ev.TasksDispatched():
                 for unit in event.units:
-                    yield from self._attempt_ended(stream, (unit.task, unit.run_id_base), at, "lost")
+                    yield from self._end_attempt(stream, (unit.task, unit.run_id_base), at, "lost")
                     pid = self._pids[event.runner]
                     args = {"attempt": unit.attempt, "runs": unit.runs, "version": event.model_version,
                             "incarnation": event.incarnation, "position": item.position}
                     attempt = _Attempt(unit, at, pid, self._lanes[pid].take(), args, unit.runs)
                     self._attempts.setdefault(stream, {})[unit.task, unit.run_id_base] = attempt
             case ev.RunsFinished() | ev.AttemptFailed():
-                yield from self._runs_ended(stream, event, at)
+                yield from self._add_outcome(stream, event, at)
             case ev.TaskDropped():
                 tasks = set(event.tasks)
                 for key in [k for k in self._attempts.get(stream, ()) if k[0] in tasks]:
-                    yield from self._attempt_ended(stream, key, at, "dropped")
+                    yield from self._end_attempt(stream, key, at, "dropped")
                 yield self._instant(f"{len(tasks)} tasks dropped", "batch", BATCHES, "t", item)
             case ev.AttemptKept():
                 yield self._instant(f"task {event.task} goes on", "batch", self._pids[event.runner], "p", item)
@@ -194,42 +211,44 @@ class _Trace:
             case ev.StallDetected():
                 yield self._instant(f"stall of {plain(stream, 60)}", "stall", BATCHES, "g", item)
             case ev.BatchFinalizing():
-                self._finalizing[stream] = at
+                self._finalizing_at[stream] = at
             case ev.FinalizeFailed():
-                yield from self._finalizing_ended(stream, at, "finalize, failed")
+                yield from self._end_finalizing(stream, at, "finalize, failed")
                 yield self._instant("finalize failed", "batch", BATCHES, "p", item)
             case ev.GroupsMissing():
-                yield from self._finalizing_ended(stream, at, f"{event.missing} groups missing")
+                yield from self._end_finalizing(stream, at, f"{event.missing} groups missing")
             case ev.BatchFinalized():
-                yield from self._finalizing_ended(stream, at, "finalize")
-                yield from self._batch_ended(stream, at, "finalized")
+                yield from self._end_finalizing(stream, at, "finalize")
+                yield from self._end_batch(stream, at, "finalized")
             case ev.BatchAborted():
-                yield from self._batch_ended(stream, at, f"aborted: {plain(event.reason, _WIDTH)}")
+                yield from self._end_batch(stream, at, f"aborted: {plain(event.reason, _MOST_CHARACTERS)}")
             case ev.BatchTrained():
                 yield self._instant(f"step {event.step}", "trainer", TRAINER, "p", item)
 
-    def _runs_ended(
+    def _add_outcome(
         self, stream: str, event: ev.RunsFinished | ev.AttemptFailed, at: float
     ) -> Iterator[dict[str, Any]]:
+        """Add finished or failed runs to their attempt, and yield its slice if no run is open."""
         attempt = self._attempts.get(stream, {}).get((event.task, event.run_id_base))
         if attempt is None:
             return
         if isinstance(event, ev.AttemptFailed):
             attempt.open_runs -= len(event.failed_runs)
-            attempt.outcome, attempt.args["message"] = event.kind, plain(event.message, _WIDTH)
+            attempt.outcome, attempt.args["message"] = event.kind, plain(event.message, _MOST_CHARACTERS)
         else:
             attempt.open_runs -= len(event.runs)
             attempt.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
             attempt.tokens += event.response_tokens
             attempt.args["version"] = event.model_version_end
         if attempt.open_runs <= 0:
-            yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, attempt.outcome)
+            yield from self._end_attempt(stream, (event.task, event.run_id_base), at, attempt.outcome)
 
-    def _attempt_ended(self, stream: str, key: tuple[int, int], at: float, outcome: str) -> Iterator[dict[str, Any]]:
+    def _end_attempt(self, stream: str, key: tuple[int, int], at: float, outcome: str) -> Iterator[dict[str, Any]]:
+        """Yield the slice of an attempt, if it is open, and free its lane; `key`: its task and first run."""
         attempt = self._attempts.get(stream, {}).pop(key, None)
         if attempt is None:
             return
-        self._lanes[attempt.pid].give(attempt.lane)
+        self._lanes[attempt.pid].give_back(attempt.lane)
         args = attempt.args | {"outcome": outcome, "response_tokens": attempt.tokens}
         if attempt.rewards:
             args["reward"] = sum(attempt.rewards) / len(attempt.rewards)
@@ -238,31 +257,32 @@ class _Trace:
             name += f" attempt {attempt.unit.attempt}"
         yield self._slice(name, outcome, attempt.pid, attempt.lane, attempt.dispatched_at, at, **args)
 
-    def _finalizing_ended(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
-        began = self._finalizing.pop(stream, None)
-        if began is not None and stream in self._batches:
-            yield self._slice(name, "batch", BATCHES, self._batches[stream][1], began, at)
+    def _end_finalizing(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+        begun_at = self._finalizing_at.pop(stream, None)
+        if begun_at is not None and stream in self._batches:
+            yield self._slice(name, "batch", BATCHES, self._batches[stream][1], begun_at, at)
 
-    def _batch_ended(self, stream: str, at: float, outcome: str) -> Iterator[dict[str, Any]]:
+    def _end_batch(self, stream: str, at: float, outcome: str) -> Iterator[dict[str, Any]]:
+        """Yield the slices of a batch, if it is open, and of its open attempts."""
         for key in list(self._attempts.get(stream, ())):
-            yield from self._attempt_ended(stream, key, at, "dropped" if outcome != "running" else outcome)
+            yield from self._end_attempt(stream, key, at, "dropped" if outcome != "running" else outcome)
         self._attempts.pop(stream, None)
-        self._finalizing.pop(stream, None)
+        self._finalizing_at.pop(stream, None)
         batch = self._batches.pop(stream, None)
         if batch is not None:
-            began, lane, args = batch
-            self._lanes[BATCHES].give(lane)
+            begun_at, lane, args = batch
+            self._lanes[BATCHES].give_back(lane)
             name = f"{args['type']} {plain(stream.removeprefix('batch/'), 60)}"
-            yield self._slice(name, "batch", BATCHES, lane, began, at, **args, outcome=outcome)
+            yield self._slice(name, "batch", BATCHES, lane, begun_at, at, **args, outcome=outcome)
 
-    def end(self) -> Iterator[dict[str, Any]]:
+    def close(self) -> Iterator[dict[str, Any]]:
         """Yield the slices that are open at the last event."""
         for stream in [*self._batches, *self._attempts]:
-            yield from self._batch_ended(stream, self._now, "running")
+            yield from self._end_batch(stream, self._now, "running")
         for runner in list(self._loading):
-            yield from self._loading_ended(runner, self._now, "loading the engine")
+            yield from self._end_loading(runner, self._now, "loading the engine")
 
 
 def _weights_text(event: Any) -> str:
-    """Name the weights or the LoRA adapter of an event."""
+    """Return the name and version of the weights or the LoRA adapter of an event."""
     return f"adapter {event.adapter} {event.version}" if hasattr(event, "adapter") else f"weights {event.version}"

@@ -30,12 +30,12 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, local_time
-from trinity_es.projections.history.attempts import RunRow, tell
+from trinity_es.projections.history.attempts import RunRow, fold_timeline
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Regeneration", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
+__all__ = ["Regeneration", "Rollout", "Turn", "compare", "find_rollout", "play_turns", "regenerate", "regeneration"]
 
-WRITTEN_LATER_SECONDS = 5.0
+LATER_CHANGE_SECONDS = 5.0
 """Seconds after the publication of a version within which a change of its files is ignored."""
 
 
@@ -90,6 +90,8 @@ class Rollout:
 
 @dataclass(slots=True, kw_only=True)
 class Regeneration:
+    """Comparison of a rollout with what an engine generated for it now."""
+
     rollout: Rollout
     turns: list[Turn]
     engine_version: str
@@ -110,41 +112,43 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     if state is None:
         raise BatchNotFound(f"no batch {batch_id!r} in {log.url}")
     if not 0 <= task < len(state.tasks) or not 0 <= run < state.tasks[task].total_runs:
-        numbers = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
-            f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}")
-        raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {numbers}")
-    made = tell(log.events(batch_id)).row(task, run)
-    if made is None or made.outcome != "finished":
+        has_task = 0 <= task < len(state.tasks)
+        range_text = f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}" if has_task else (
+            f"tasks 0 to {len(state.tasks) - 1}")
+        raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {range_text}")
+    row = fold_timeline(log.events(batch_id)).row(task, run)
+    if row is None or row.outcome != "finished":
         reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} left no tokens to compare ({reason[:300]}): "
                         "choose a finished run")
-    if made.payload is None:
+    if row.payload is None:
         raise DataError(f"task {task} of batch {batch_id!r} is an eval, whose tokens are not kept: choose a train "
                         "batch")
     try:
         with closing(log.payloads()) as payloads:
-            experiences = experiences_of(payloads, made)
+            experiences = experiences_of(payloads, row)
     except PayloadNotFound as e:
         if not log.was_freed(batch_id):
             raise
         raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the "
                               "newest steps only") from e
-    config = log.config(made.finish_position)[1]
+    config = log.config(row.finish_position)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run, so its engine is unknown: only a run that was "
                         "started with a config can be regenerated")
-    version = min((_first_version(e) for e in experiences), default=made.model_version or 0)
+    version = min((_first_version(e) for e in experiences), default=row.model_version or 0)
     weights, published_at = _publication(log, version)
-    engine_version, host = _engine_of(log, made)
+    engine_version, host = _engine_of(log, row)
     return Rollout(
-        batch_id=batch_id, task=task, run=run, experiences=experiences, runner=made.runner,
-        incarnation=made.incarnation, attempt=made.attempt, at=made.finished_at, engine_version=engine_version,
+        batch_id=batch_id, task=task, run=run, experiences=experiences, runner=row.runner,
+        incarnation=row.incarnation, attempt=row.attempt, at=row.finished_at, engine_version=engine_version,
         host=host, config=config, rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version,
         weights=weights, published_at=published_at, adapters=_adapters(log, experiences),
     )
 
 
 def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
+    """Return all published versions of the adapters that made tokens of these, by (name, version)."""
     adapters = {}
     for name in {name for e in experiences for name, *_ in e.adapter_spans}:
         for recorded in log.read(stream=ev.AdapterPublished.stream_of(name), types=["AdapterPublished"]):
@@ -161,20 +165,20 @@ def _first_version(experience: Experience) -> int:
 def _publication(log: Log, version: int) -> tuple[str, float | None]:
     """Return (path, time) of the last publication whose path exists, else of the last; ("", None) if there is none."""
     publications = [r for r in log.read(stream="weights", types=["WeightsPublished"])
-              if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
-    existing = [r for r in publications if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # a WeightsPublished
+                    if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
+    existing = [r for r in publications if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # see above
     last = (existing or publications)[-1:]
     return (last[0].event.path, last[0].recorded_at) if last else ("", None)  # type: ignore[attr-defined]  # as above
 
 
-def _engine_of(log: Log, made: RunRow) -> tuple[str, str]:
-    """Return (engine version, host) of the runner's life that made it."""
+def _engine_of(log: Log, row: RunRow) -> tuple[str, str]:
+    """Return (engine version, host) of the life of the runner that played a run; "" if unknown."""
     version, host = "", ""
-    for recorded in log.read(stream=f"runner/{made.runner}", types=["RunnerStarted", "RunnerReady"]):
+    for recorded in log.read(stream=f"runner/{row.runner}", types=["RunnerStarted", "RunnerReady"]):
         event = recorded.event
-        if isinstance(event, ev.RunnerStarted) and event.incarnation == made.incarnation:
+        if isinstance(event, ev.RunnerStarted) and event.incarnation == row.incarnation:
             host = event.host
-        if isinstance(event, ev.RunnerReady) and event.incarnation == made.incarnation:
+        if isinstance(event, ev.RunnerReady) and event.incarnation == row.incarnation:
             version = event.engine_version
     return version, host
 
@@ -197,7 +201,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
             f"weights {rollout.version} were published at {path} and are no longer there: give their path with "
             "--weights", path=path,
         )
-    _turn_spans(rollout)
+    _turn_spans(rollout)  # raises DataError before the engine starts, which is slow
     if rollout.config.get("code_path"):
         look_in(rollout.config["code_path"], first=False)  # the engine class may be the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
@@ -207,12 +211,12 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
             await engine.start()
             if path:
                 await engine.load_weights(rollout.version, path)
-            return await played(engine, rollout)
+            return await play_turns(engine, rollout)
         finally:
             await engine.stop()
 
-    return compared(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
-                    weights=path or engine_config.model_path)
+    return regeneration(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
+                        weights=path or engine_config.model_path)
 
 
 def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
@@ -221,13 +225,12 @@ def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
 
 def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
     """Return (experience, start, stop) of each turn. Raises DataError if the model generated none."""
-    parts = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
-    if not parts or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in parts):
+    spans = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
+    if not spans or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in spans):
         raise DataError(
             f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
-            "workflow called no model, or made the experiences itself, so there is nothing to regenerate"
-        )
-    return parts
+            "workflow called no model, or made the experiences itself, so there is nothing to regenerate")
+    return spans
 
 
 def _stretches(experience: Experience) -> list[tuple[int, int]]:
@@ -237,17 +240,17 @@ def _stretches(experience: Experience) -> list[tuple[int, int]]:
         return [(first, size)] if size > first else []
     mask = [False, *(bool(m) for m in experience.action_mask), False]
     edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
-    return [(first + a - 1, first + b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [(first + begin - 1, first + end - 1) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
+async def play_turns(engine: Engine, rollout: Rollout) -> list[Turn]:
     """Regenerate each turn in an engine that serves these weights. Raises DataError, EngineError."""
     config, turns = _engine_settings(rollout), []
     for experience, start, stop in _turn_spans(rollout):
-        sampling, choice = _sampling(experience, config, rollout, start, stop)
+        sampling, answer_index = _sampling(experience, config, rollout, start, stop)
         sampling = replace(sampling, adapter=await _load_adapter(engine, rollout, experience, start))
         answers = await engine.generate([int(t) for t in experience.tokens[:start]], sampling)
-        turns.append(compare(experience, start, stop, answers[min(choice, len(answers) - 1)], sampling))
+        turns.append(compare(experience, start, stop, answers[min(answer_index, len(answers) - 1)], sampling))
     return turns
 
 
@@ -266,22 +269,25 @@ async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience
     return ""
 
 
-def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
-    """Return the comparison with the reasons for a difference."""
-    regeneration = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
-                                model=model, weights=weights)
-    regeneration.why = _why(regeneration, _engine_settings(rollout), rollout.experiences)
-    return regeneration
+def regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
+    """Return the comparison of these turns, with possible reasons for a difference."""
+    result = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
+                          model=model, weights=weights)
+    result.why = _possible_reasons(result, _engine_settings(rollout), rollout.experiences)
+    return result
 
 
 def _sampling(
     experience: Experience, config: RolloutModelConfig, rollout: Rollout, start: int, stop: int
 ) -> tuple[Sampling, int]:
-    """Return the recorded sampling and the index of the answer; if not recorded, the sampling of config and task."""
+    """Return the recorded sampling of a turn and the index of its answer among those of the request (`n` of them).
+
+    If it is not recorded, return that of config and task, and 0.
+    """
     recorded: Mapping[str, Any] | None = experience.info.get("sampling")
-    each, parts = experience.info.get("turn_sampling") or (), _stretches(experience)
-    if len(each) == len(parts):
-        recorded = each[parts.index((start, stop))]
+    turn_samplings, stretches = experience.info.get("turn_sampling") or (), _stretches(experience)
+    if len(turn_samplings) == len(stretches):
+        recorded = turn_samplings[stretches.index((start, stop))]
     if recorded is not None:
         settings = {k: v for k, v in recorded.items() if k != "choice"}
         return merged(Sampling(), settings, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
@@ -294,27 +300,32 @@ def _sampling(
 def compare(experience: Experience, start: int, stop: int, answer: Completion, sampling: Sampling) -> Turn:
     """Compare an answer with `experience.tokens[start:stop]`."""
     recorded, tokens = [int(t) for t in experience.tokens[start:stop]], list(answer.token_ids)
-    same = [a == b for a, b in zip(recorded, tokens, strict=False)]
-    first = same.index(False) if False in same else None if len(recorded) == len(tokens) else len(same)
+    equal_flags = [a == b for a, b in zip(recorded, tokens, strict=False)]
+    first_difference = None if len(recorded) == len(tokens) else len(equal_flags)
+    if False in equal_flags:
+        first_difference = equal_flags.index(False)
     turn = Turn(
         experience=experience.eid.uid, start=start, recorded=recorded, regenerated=tokens,
-        sampling=asdict(sampling), first_difference=first,
-        agreement=sum(same) / max(len(recorded), len(tokens), 1),
+        sampling=asdict(sampling), first_difference=first_difference,
+        agreement=sum(equal_flags) / max(len(recorded), len(tokens), 1),
     )
     if experience.logprobs is not None and answer.logprobs is not None:
         offset = start - experience.prompt_length
-        old = [float(x) for x in experience.logprobs[offset : offset + len(recorded)]]
-        count = len(same) if first is None else first
+        count = len(equal_flags) if first_difference is None else first_difference
+        old = [float(x) for x in experience.logprobs[offset : offset + count]]
         new = np.asarray(answer.logprobs[:count], dtype=np.float32)  # recorded logprobs are float32
-        diffs = [abs(a - float(b)) for a, b in zip(old[:count], new, strict=True)]
+        diffs = [abs(a - float(b)) for a, b in zip(old, new, strict=True)]
         if diffs:
             turn.logprob_tokens, turn.logprob_max, turn.logprob_mean = len(diffs), max(diffs), sum(diffs) / len(diffs)
     return turn
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _why(regeneration: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
-    rollout, reasons = regeneration.rollout, list[str]()
+def _possible_reasons(
+    result: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]
+) -> list[str]:
+    """Return reasons for which tokens may differ, a sentence each."""
+    rollout, reasons = result.rollout, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
         tokens = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
@@ -325,10 +336,10 @@ def _why(regeneration: Regeneration, config: RolloutModelConfig, experiences: Se
     if any("sampling" not in e.info for e in experiences):
         reasons.append("how it was sampled is not recorded: this used the sampling of config and task, but its "
                        "workflow may have used another")
-    further = sorted({name for e in experiences for name in e.info.get("further_sampling", ())})
-    if further:
-        reasons.append(f"its client also set {', '.join(further)}, which is not repeated here")
-    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in regeneration.turns):
+    other_options = sorted({name for e in experiences for name in e.info.get("further_sampling", ())})
+    if other_options:
+        reasons.append(f"its client also set {', '.join(other_options)}, which is not repeated here")
+    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in result.turns):
         reasons.append("it was sampled without a seed: at a temperature above 0 each generation is a new draw "
                        "(rollout_args.seed makes it repeatable)")
     if any("sampling" not in e.info and e.messages and len(_stretches(e)) > 1 for e in experiences):
@@ -337,24 +348,23 @@ def _why(regeneration: Regeneration, config: RolloutModelConfig, experiences: Se
                        "the whole, not from its sampling")
     if not rollout.engine_version:
         reasons.append("which version of the engine made it is not recorded")
-    elif regeneration.engine_version != rollout.engine_version:
-        reasons.append(f"another engine: {rollout.engine_version} made it, {regeneration.engine_version} generated it "
+    elif result.engine_version != rollout.engine_version:
+        reasons.append(f"another engine: {rollout.engine_version} made it, {result.engine_version} generated it "
                        "again")
-    later = _written_later(regeneration)
-    if later:
-        reasons.append(later)
+    if changed_weights := _changed_weights(result):
+        reasons.append(changed_weights)
     if config.engine_type != "scripted":
         reasons.append("an engine computes concurrent requests in one batch, and these were other requests: sums of "
                        "floating-point numbers differ in their last digits, and a near tie goes the other way")
     return reasons
 
 
-def _written_later(regeneration: Regeneration) -> str | None:
+def _changed_weights(result: Regeneration) -> str | None:
     """Return a reason if the files of the weights are newer than the rollout. The log has their path, not a hash."""
-    folder, since = Path(regeneration.weights), regeneration.rollout.published_at or regeneration.rollout.at
-    if not regeneration.weights or not folder.is_dir():
+    folder, since = Path(result.weights), result.rollout.published_at or result.rollout.at
+    if not result.weights or not folder.is_dir():
         return None
     newest = max((f.stat().st_mtime for f in folder.glob("*.safetensors")), default=0.0)
-    if newest <= since + WRITTEN_LATER_SECONDS:
+    if newest <= since + LATER_CHANGE_SECONDS:
         return None
     return f"the files in {folder} were written at {local_time(newest)}, after it was made: they may be other weights"

@@ -21,27 +21,27 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["FREED", "NOT_KEPT", "Found", "experiences_of", "read_runs", "task_asked"]
+__all__ = ["FREED", "NOT_KEPT", "RunExperiences", "experiences_of", "read_runs", "submitted_task"]
 
 NOT_KEPT = "experiences of evals are not kept"
 FREED = "its payload was freed (store.retention)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RunExperiences:
     """Experiences of one run, or the reason why there are none."""
 
     experiences: list[Experience] = field(default_factory=list)
     """Experiences in order of their step, in the form that the pipeline delivered, else as the runner wrote them."""
     delivered: dict[str, ev.PayloadRef] = field(default_factory=dict)
-    """Reference to each delivered experience, by `eid.uid`."""
+    """Where the payload store has each delivered experience, by `eid.uid`."""
     missing: str = ""
     """Why there are none: NOT_KEPT, FREED, or the error of their payload."""
     trouble: str = ""
     """Why the delivered experiences can't be read."""
 
 
-def task_asked(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
+def submitted_task(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
     """Return a submitted task, with workflow and data sample; None if the log does not hold it (any more)."""
     with contextlib.suppress(TrinityError):
         return log.task(batch_id, task) or None
@@ -56,12 +56,12 @@ def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
 
 
 def read_runs(
-    log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef], tasks: int = 0
-) -> list[Found]:
-    """Return the experiences of these runs of a batch, in the form in which the batch `delivered` them.
+    log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef], task_count: int = 0
+) -> list[RunExperiences]:
+    """Return the experiences of each of these runs, in the form in which the batch's pipeline `delivered` them.
 
-    With `tasks`, the number of tasks in the batch, the search stops when all that the run wrote is found. Without, it
-    also finds experiences that a pipeline operator added for the run.
+    With the batch's `task_count`, the search stops when all experiences that the run wrote are found. Without, it also
+    finds experiences that a pipeline operator added for the run.
     """
     with ExitStack() as stack:
         payloads, missing = None, ""
@@ -73,39 +73,40 @@ def read_runs(
                     payloads = stack.enter_context(closing(log.payloads()))
         except TrinityError as e:
             missing = e.message
-        return [_read_run(payloads, missing, delivered, row, tasks) for row in rows]
+        return [_read_run(payloads, missing, delivered, row, task_count) for row in rows]
 
 
 def _read_run(
-    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow, tasks: int
-) -> Found:
+    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow, task_count: int
+) -> RunExperiences:
+    """Return one run's experiences; without payloads the result says why they are `missing`."""
     if row.payload is None:
-        return Found(missing=NOT_KEPT)
+        return RunExperiences(missing=NOT_KEPT)
     if payloads is None:
-        return Found(missing=missing)
+        return RunExperiences(missing=missing)
     try:
         written = experiences_of(payloads, row)
     except TrinityError as error:
-        return Found(missing=error.message)
+        return RunExperiences(missing=error.message)
     uids, runs = {e.eid.uid for e in written}, {(e.eid.task, e.eid.run) for e in written}
     refs: dict[str, ev.PayloadRef] = {}
     processed: dict[str, Experience] = {}
     trouble = ""
     try:
-        for ref in _sorted_by_guess(delivered, written[0].eid.task if written else 0, tasks):
-            if tasks and uids <= processed.keys():
+        for ref in _sorted_by_guess(delivered, written[0].eid.task if written else 0, task_count):
+            if task_count and uids <= processed.keys():
                 break
             for i, e in enumerate(read_experiences(payloads, [ref])):
-                if e.eid.uid in uids or (not tasks and (e.eid.task, e.eid.run) in runs):
+                if e.eid.uid in uids or (not task_count and (e.eid.task, e.eid.run) in runs):
                     refs[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
                     processed[e.eid.uid] = e
     except TrinityError as error:
         trouble = error.message
     experiences = [processed.pop(e.eid.uid, e) for e in written]
-    return Found(experiences=[*experiences, *processed.values()], delivered=refs, trouble=trouble)
+    return RunExperiences(experiences=[*experiences, *processed.values()], delivered=refs, trouble=trouble)
 
 
-def _sorted_by_guess(refs: Sequence[ev.PayloadRef], task: Any, tasks: int) -> Sequence[ev.PayloadRef]:
+def _sorted_by_guess(refs: Sequence[ev.PayloadRef], task: Any, task_count: int) -> Sequence[ev.PayloadRef]:
     """Sort references by their distance from the task's likely place: deliveries are in order of tasks."""
-    guess = int(task / tasks * len(refs)) if tasks and isinstance(task, int) else 0
-    return [ref for _, ref in sorted(enumerate(refs), key=lambda numbered: abs(numbered[0] - guess))]
+    likely_index = int(task / task_count * len(refs)) if task_count and isinstance(task, int) else 0
+    return [ref for _, ref in sorted(enumerate(refs), key=lambda item: abs(item[0] - likely_index))]

@@ -76,6 +76,7 @@ class _Group(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command of ours or of another package, whose module is imported now; None if there is none."""
         if cmd_name in _COMMANDS:
             module, line = _COMMANDS[cmd_name]
             function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
@@ -91,6 +92,7 @@ class _Group(TyperGroup):
         )
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the lists of commands for `--help`, without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
         if others := registered("command").keys() - _COMMANDS.keys():
@@ -98,11 +100,13 @@ class _Group(TyperGroup):
                 formatter.write_dl([(name, registered("command")[name]) for name in sorted(others)])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--debug" in args:  # may stand anywhere
+        """Parse the arguments; `--debug` may stand anywhere, also after the command."""
+        if "--debug" in args:
             args = ["--debug", *(a for a in args if a != "--debug")]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; a closed pipe, Ctrl-C and errors that users can cause become exit codes."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -153,6 +157,7 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and end, if `--version` is there."""
     if requested:
         print(f"trinity-es {VERSION}")
         raise typer.Exit

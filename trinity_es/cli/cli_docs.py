@@ -23,14 +23,15 @@ def markdown() -> str:
 
 
 def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
+    """Yield the help of a command as a section, then that of its commands; the top has none of its own."""
     context = command.make_context(name, [], parent=parent, resilient_parsing=True, max_content_width=110,
                                    terminal_width=110)
     if parent is not None:
         text = re.sub(r"^Usage: .*? (trinity-es [\w -]+)", r"Usage: \1", command.get_help(context))
         yield f"\n{'#' * len(name.split())} {name}\n```text\n{text.rstrip()}\n```"
-    for child in getattr(command, "commands", ()):
-        if (found := command.get_command(context, child)) is not None:
-            yield from _pages(found, f"{name} {child}", context)
+    for child_name in getattr(command, "commands", ()):
+        if (child := command.get_command(context, child_name)) is not None:
+            yield from _pages(child, f"{name} {child_name}", context)
 
 
 if __name__ == "__main__":

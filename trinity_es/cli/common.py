@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # slow to import, and reading a log does not need it
     from trinity_es.config.config import Config
 
 __all__ = [
-    "MOST", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log", "counter",
-    "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config", "require_runner",
+    "MOST_INTEGER", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log",
+    "find_batch", "note", "open_chosen", "parse_at", "print_json", "progress_counter", "read_config", "require_runner",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?")
 
-MOST = 2**63 - 1
+MOST_INTEGER = 2**63 - 1
 """Largest integer that a database holds."""
 MOST_DIGITS = 18
 """Longest batch number, in digits, for which the nearest batches are looked up."""
@@ -68,6 +68,7 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
+    """Print an indented JSON document, with control characters of strings escaped."""
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     write_json(harmless_json(document).decode())
 
@@ -83,6 +84,7 @@ def write_json(line: str) -> None:
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Return the config of this file with the `KEY=VALUE` overrides. Raises ConfigError."""
     from trinity_es.config.config import load_config
 
     return load_config(path, overrides or [])
@@ -100,7 +102,7 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     logs = [path for pattern in RUN_LOGS for path in Path().glob(pattern)]
     if not logs:
         return _only_log_here()
-    newest = max(logs, key=_last_written)
+    newest = max(logs, key=_last_written_at)
     note(f"log: {newest} (the newest run here; --log chooses another)")
     return str(newest)
 
@@ -128,7 +130,7 @@ def _is_log(path: Path) -> bool:
     return True
 
 
-def _last_written(path: Path) -> float:
+def _last_written_at(path: Path) -> float:
     """Return when the log was last written, in unix seconds; new events are in its `-wal` file first."""
     files = (path, path.with_name(path.name + "-wal"))
     return max(f.stat().st_mtime for f in files if f.exists())
@@ -147,9 +149,12 @@ def find_batch(log: Log, text: str) -> BatchId:
         raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8") from None
     if (batch_id := batch_named(log, text)) is not None:
         return batch_id
-    same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
-    near = same_step[:3] or _nearest(log, text)
-    hint = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
+    # Evals are called after their step, as in 12/letters.
+    evals_of_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
+    suggestions = evals_of_step[:3] or _nearest_batches(log, text)
+    hint = "" if log.count_batches() else " it holds none yet;"
+    if suggestions:
+        hint = f" did you mean {' or '.join(suggestions)}?"
     raise BatchNotFound(f"no batch {text} in {log.url}:{hint} `trinity-es batches` lists what there is")
 
 
@@ -160,19 +165,20 @@ def require_runner(log: Log, runner: str, option: str) -> None:
         raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(runners) or 'none'}", param_hint=option)
 
 
-def _nearest(log: Log, text: str) -> list[str]:
+def _nearest_batches(log: Log, text: str) -> list[str]:
     """Return the batches with the nearest numbers, at most one at or below this one and one above."""
     if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
         return []
     numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
-    below, above = [n for n in numbers if n <= int(text)], [n for n in numbers if n > int(text)]
+    below = [n for n in numbers if n <= int(text)]
+    above = [n for n in numbers if n > int(text)]
     return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
 
 
 def parse_at(
     text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
 ) -> int | datetime | None:
-    """Return a position or a moment.
+    """Return the position or the moment that a user wrote; None for None.
 
     A time without an offset is local. A time without a date is the first such time since the batch began; without a
     batch it is on the day of the log's last event. If the clock was stepped around the moment, a note says so. Raises
@@ -187,6 +193,7 @@ def parse_at(
 
 
 def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, option: str) -> int | datetime:
+    """Return what `parse_at` does, without its note. Raises typer.BadParameter."""
     if text.isdecimal():
         if log is not None and int(text) > (head := log.head().position):
             raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)
@@ -194,18 +201,18 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
     try:
         if log is None or not _TIME_OF_DAY.fullmatch(text):
             return with_offset(datetime.fromisoformat(text))
-        since = log.at(log.head().position) if batch_id is None else next(log.read(stream=batch_stream(batch_id)))
-        began = datetime.fromtimestamp(time.time() if since is None else since.recorded_at).astimezone()
-        day = began.astimezone(datetime.fromisoformat(f"{began.date()}T{text}").tzinfo).date()
+        reference = log.at(log.head().position) if batch_id is None else next(log.read(stream=batch_stream(batch_id)))
+        began_at = datetime.fromtimestamp(time.time() if reference is None else reference.recorded_at).astimezone()
+        day = began_at.astimezone(datetime.fromisoformat(f"{began_at.date()}T{text}").tzinfo).date()
         moment = with_offset(datetime.fromisoformat(f"{day}T{text}"))
-        if batch_id is None or moment >= began.replace(microsecond=0):
+        if batch_id is None or moment >= began_at.replace(microsecond=0):
             return moment
         last = log.at(log.batch_row(batch_id).last_position)
         if last is None:
             return moment
         next_day = with_offset(datetime.fromisoformat(f"{day + timedelta(days=1)}T{text}"))
         # before the batch began, or after midnight of a batch that crossed it: whichever is nearer to the batch
-        return next_day if next_day.timestamp() - last.recorded_at < (began - moment).total_seconds() else moment
+        return next_day if next_day.timestamp() - last.recorded_at < (began_at - moment).total_seconds() else moment
     except DataError as e:
         raise typer.BadParameter(e.message, param_hint=option) from e
     except (ValueError, OverflowError):
@@ -215,25 +222,28 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         ) from None
 
 
-def counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
-    """Return a progress callback `(done, of)`, or `(done)` if the total is unknown.
+def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+    """Return a callback `(done, total)` that prints `VERB done of total UNIT` on stderr; `total` may be left out.
 
     It keeps one line up to date on a terminal, and else prints a line every ten seconds.
     """
     out = stream or sys.stderr
     begun_at = printed_at = time.monotonic()
 
-    def progress(done: int, of: int | None = None) -> None:
+    def print_progress(done: int, total: int | None = None) -> None:
         nonlocal printed_at
         now, is_terminal = time.monotonic(), out.isatty()
-        ended = of is not None and done >= of and is_terminal
-        if now - printed_at < (0.1 if is_terminal else 10.0) and not ended:
+        is_last = total is not None and done >= total and is_terminal
+        if now - printed_at < (0.1 if is_terminal else 10.0) and not is_last:
             return
         printed_at = now
         rate = done / max(now - begun_at, 1e-6)
-        total = "" if of is None else f" of {of:,}"
-        line = f"{verb} {done:,}{total} {unit}, {rate:,.0f} a second"
-        out.write(f"\r{line}" + ("\n" if ended else "") if is_terminal else f"{line}\n")
+        of_total = "" if total is None else f" of {total:,}"
+        line = f"{verb} {done:,}{of_total} {unit}, {rate:,.0f} a second"
+        if is_terminal:
+            out.write(f"\r{line}" + ("\n" if is_last else ""))
+        else:
+            out.write(f"{line}\n")
         out.flush()
 
-    return progress
+    return print_progress

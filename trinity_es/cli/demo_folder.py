@@ -26,26 +26,29 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["STEPS", "EngineName", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
+__all__ = ["STEPS", "Demo", "EngineName", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
 
 EngineName = Literal["vllm", "http", "scripted"]
-SERVE = "serve.sh"
+SERVE_SCRIPT = "serve.sh"
 """Script in the folder that starts the vLLM server of a demo with engine http."""
 STEPS = 160
 SERVER_END_SECONDS = 10.0
 """Maximum time for that server to end after SIGTERM; then it is killed."""
-CHANCE, LEARNED = 0.05, 0.7
-"""Eval rewards by which the model has learned: below CHANCE before training, at least LEARNED after it."""
-
+CHANCE_REWARD, LEARNED_REWARD = 0.05, 0.7
+"""Eval rewards of a model that has learned: below the first before training, at least the second after it."""
 MOST_EVALS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Demo:
+    """Demo in its folder."""
+
     folder: Path
     config: Path
+    """The config file."""
     steps: int
     learns: bool
+    """False for the scripted engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,16 @@ def find_examples() -> Path:
     return folder
 
 
-def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineName) -> Place:
+def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineName) -> Demo:
     """Make the folder with model, tasksets, code and config. Raises ConfigError if it exists and is not empty."""
     folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already: choose a new folder with --dir")
     source = find_examples()
-    lacking = [name for name in ("vllm", "torch") if engine != "scripted" and importlib.util.find_spec(name) is None]
-    if lacking:
-        raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` says what to install, "
+    needed = () if engine == "scripted" else ("vllm", "torch")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise TrinityError(f"{missing[0]} is not installed: `trinity-es doctor` says what to install, "
                            "`--engine scripted` needs none of it")
     step_count = steps or STEPS
     (folder / "grpo").mkdir(parents=True)
@@ -90,28 +94,29 @@ def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineNam
         sys.path.remove(str(folder))
     config = folder / "config.yaml"
     port = _free_port() if engine == "http" else 0
-    config.write_text(_config(seed=seed, steps=step_count, engine=engine, port=port))
+    config.write_text(_config_text(seed=seed, steps=step_count, engine=engine, port=port))
     if engine == "http":
-        script = folder / SERVE
+        script = folder / SERVE_SCRIPT
         script.write_text(_SERVE.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(folder)), port=port))
         script.chmod(0o755)
-    return Place(folder=folder, config=config, steps=step_count, learns=engine != "scripted")
+    return Demo(folder=folder, config=config, steps=step_count, learns=engine != "scripted")
 
 
 def _free_port() -> int:
+    """Return a port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
-def serving(place: Place) -> Iterator[None]:
+def serving(demo: Demo) -> Iterator[None]:
     """Keep the server of a demo with engine http running inside; do nothing for other engines."""
-    script = place.folder / SERVE
+    script = demo.folder / SERVE_SCRIPT
     if not script.is_file():
         yield
         return
-    with (place.folder / "server.log").open("ab") as log:
+    with (demo.folder / "server.log").open("ab") as log:
         server = subprocess.Popen([script], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
@@ -125,15 +130,15 @@ def serving(place: Place) -> Iterator[None]:
         server.wait()
 
 
-def find(settings: Config) -> Place | None:
+def find(settings: Config) -> Demo | None:
     """Return the demo that this config belongs to; None if it is not a demo's."""
     folder = Path(settings.code_path)
     config = folder / "config.yaml"
     may_be_demo = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
-    if not (may_be_demo and config.is_file() and config.read_text().startswith(MADE)):
+    if not (may_be_demo and config.is_file() and config.read_text().startswith(FIRST_LINE)):
         return None
     engine = settings.explorer.rollout_model.engine_type
-    return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine != "scripted")
+    return Demo(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine != "scripted")
 
 
 def eval_interval(steps: int) -> int:
@@ -145,7 +150,7 @@ def eval_interval(steps: int) -> int:
     return min(divisors, key=lambda d: abs(d - 20))
 
 
-_ENGINE = """\
+_VLLM_ENGINE = """\
   rollout_model:
     engine_type: vllm
     dtype: float32
@@ -159,7 +164,7 @@ _ENGINE = """\
       max_num_seqs: 256
 """
 
-_HTTP = """\
+_HTTP_ENGINE = """\
   rollout_model:
     engine_type: http          # a vLLM server: ./serve.sh starts it
     servers:
@@ -182,7 +187,7 @@ exec {python} -W ignore -m vllm.entrypoints.openai.api_server --model {folder}/m
   --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 """
 
-_SCRIPT = """\
+_SCRIPTED_ENGINE = """\
   rollout_model:
     engine_type: scripted      # plays a script: nothing is learned
     seed: {seed}
@@ -198,8 +203,8 @@ model:
 """
 
 PROJECT, NAME = "letters", "first"
-MADE = "# Made by `trinity-es demo`."
-_CONFIG = MADE + """ All files that it names are in this folder, and yours to change.
+FIRST_LINE = "# Made by `trinity-es demo`."
+_CONFIG = FIRST_LINE + """ All files that it names are in this folder, and yours to change.
 # Run it again under another name: trinity-es run config.yaml --set name=second
 project: {project}
 name: {name}
@@ -230,8 +235,9 @@ explorer:
 {trainer}"""
 
 
-def _config(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
-    engines = {"vllm": _ENGINE, "http": _HTTP, "scripted": _SCRIPT}
+def _config_text(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
+    """Return the text of the demo's config file; `port` is that of its server with engine http."""
+    engines = {"vllm": _VLLM_ENGINE, "http": _HTTP_ENGINE, "scripted": _SCRIPTED_ENGINE}
     return _CONFIG.format(
         project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
         engine=engines[engine].format(seed=seed, port=port),
@@ -248,8 +254,8 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
         from matplotlib import pyplot as plt
     except ImportError:
         return None
-    train, evals = ([(int(str(b.batch_id).partition("/")[0]), b.reward) for b in rows
-                     if b.batch_type == kind and b.reward is not None] for kind in ("train", "eval"))
+    train, evals = ([(int(str(b.batch_id).partition("/")[0]), b.reward) for b in rows  # (step, reward)
+                     if b.batch_type == batch_type and b.reward is not None] for batch_type in ("train", "eval"))
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot([s for s, _ in train], [r for _, r in train], color="#4c78a8", linewidth=1.2, label="train, each step")
     axes.plot([s for s, _ in evals], [r for _, r in evals], "o--", color="#e45756", label="eval")
@@ -262,17 +268,17 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
     return str(path)
 
 
-def judge(run: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Judge from its `run_summary` whether the model learned its task."""
-    before, after = run["eval_reward_before"], run["eval_reward_after"]
+def judge(summary: dict[str, Any], *, steps: int, engine: str) -> Verdict:
+    """Judge from the `run_summary` whether the model learned its task."""
+    before, after = summary["eval_reward_before"], summary["eval_reward_after"]
     if engine != "vllm":
         return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")
     if before is None or after is None:
         return Verdict(False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training.")
     change = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
-    if before < CHANCE and after >= LEARNED:
+    if before < CHANCE_REWARD and after >= LEARNED_REWARD:
         return Verdict(True, f"The model learned its task: {change}.")
     if steps < STEPS:
         return Verdict(None, f"{steps} steps are too few to learn the task: {change}. The default is {STEPS}.")
-    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {change}. Expected: from below {CHANCE} to at least "
-                   f"{LEARNED}.")
+    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {change}. Expected: from below {CHANCE_REWARD} to at "
+                   f"least {LEARNED_REWARD}.")

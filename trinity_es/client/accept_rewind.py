@@ -22,7 +22,7 @@ STREAM = "system"
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:
-    """Record that a person accepts the loss of events that are remembered but not in the log; None if none are lost.
+    """Record that a person accepts the loss of events that this host remembers but the log lacks; None if none is lost.
 
     Ends a system that runs on the store first, because its processes hold state of the lost part. Returns the event's
     data and its position. Raises the errors of EventLog.open.
@@ -35,28 +35,28 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     end_system(config)
     url = config.store.url
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
-        by = f"{getpass.getuser()} on {socket.gethostname()}"
+        person = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost = log.lost(log.remembered(own_memory))
-        if not lost:
+        head, lost_claims = log.lost_claims(log.remembered_claims(own_memory))
+        if not lost_claims:
             return None
         generation = uuid.uuid4().hex
-        event = accepted(head, lost, generation, by, reason)
+        event = accepted(head, lost_claims, generation, person, reason)
         write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
-        own_memory.settle(log.acknowledged)
+        own_memory.keep_only(log.acknowledged)
     return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
-            "generation_before": event.generation_before, "generation": generation, "by": by, "reason": reason,
+            "generation_before": event.generation_before, "generation": generation, "by": person, "reason": reason,
             "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}
                      for claim in event.lost]}
 
 
 def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
-    """Return the claims of this host's memory that the log does not fulfil; without a log, all about its events."""
+    """Return the claims of this host's memory about events that the log lacks; without a log, all about events."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost(log.remembered(own_memory))[1]
+            return log.lost_claims(log.remembered_claims(own_memory))[1]
     except (LogNotFound, NotALog):
         return [claim for claim in own_memory.claims() if claim.mark.position]

@@ -21,10 +21,12 @@ from trinity_es.events.secrets import SecretFile, unmarked
 from trinity_es.events.values import Task, shown, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
-__all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
+__all__ = [
+    "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "text", "timeout_seconds", "whole_number",
+]
 
-_FORMAT = frozenset(FormatConfig.of_tasks())
-_ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
+_FORMAT_KEYS = frozenset(FormatConfig.of_tasks())
+_ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
 """Maximum of a timeout; a longer one means none, because a timer can't be set that late."""
@@ -37,29 +39,30 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     """
     look_in(config.code_path, first=False)
     encoded = []
-    tasks = listed("tasks", tasks, "tasks")
-    paths: dict[Any, str] = {}
+    tasks = list_of("tasks", tasks, "tasks")
+    path_by_workflow: dict[Any, str] = {}
     secret_file = SecretFile(config.system.log_dir)
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
             try:
-                data = secret_file.hide(task_to_dict(_unwrapped(task)))
+                data = secret_file.hide(task_to_dict(_with_own_secrets(task)))
             except RecursionError as e:
                 raise TaskNotSerializable("is nested too deeply, or holds itself") from e
             if task.repeat_times is not None:
-                whole("repeat_times", task.repeat_times, least=1)
+                whole_number("repeat_times", task.repeat_times, least=1)
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")
-            if unknown := task.format_args.keys() - _FORMAT:
+            if unknown := task.format_args.keys() - _FORMAT_KEYS:
                 raise DataError(f"format_args has no {', '.join(sorted(map(str, unknown)))}: it has "
-                                f"{', '.join(sorted(_FORMAT))}; arguments of your own workflow go into workflow_args")
+                                f"{', '.join(sorted(_FORMAT_KEYS))}; arguments of your own workflow go into "
+                                "workflow_args")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
-            if task.workflow not in paths:
-                paths[task.workflow] = WORKFLOWS.path(task.workflow)
-            data["workflow"] = paths[task.workflow]
-            if ":" not in data.get("reward_fn", ":"):
+            if task.workflow not in path_by_workflow:
+                path_by_workflow[task.workflow] = WORKFLOWS.path(task.workflow)
+            data["workflow"] = path_by_workflow[task.workflow]
+            if "reward_fn" in data and ":" not in data["reward_fn"]:  # a registered name
                 data["reward_fn"] = REWARD_FUNCTIONS.path(data["reward_fn"])
         except TrinityError as e:
             raise type(e)(f"task {i}: {e}", **e.details) from e
@@ -67,12 +70,12 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     return encoded
 
 
-def _unwrapped(task: Task) -> Task:
+def _with_own_secrets(task: Task) -> Task:
     """Return the task with pydantic's SecretStr, which JSON can't hold, as `Secret`."""
-    return replace(task, **{name: unmarked(value) for name in _ARGS if (value := getattr(task, name))})
+    return replace(task, **{name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))})
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
+def whole_number(name: str, value: Any, least: int = 0) -> int:
     """Return a whole number from `least` to 2**31 - 1, the range of a column in every database.
 
     Raises DataError, also for True and False.
@@ -96,30 +99,32 @@ def number(name: str, value: Any) -> float:
     raise DataError(f"{name} is {shown(value)}: a number is expected")
 
 
-def seconds(name: str, value: Any) -> float | None:
+def timeout_seconds(name: str, value: Any) -> float | None:
     """Return a timeout; None means no limit. Raises DataError."""
     if value is None:
         return None
-    timeout = number(name, value)
-    if not timeout >= 0:
+    seconds = number(name, value)
+    if not seconds >= 0:  # also for NaN
         raise DataError(f"{name} is {shown(value)}: a number of seconds is expected, or None to wait for ever")
-    return timeout if timeout < _FOREVER_SECONDS else None
+    return seconds if seconds < _FOREVER_SECONDS else None
 
 
 def text(name: str, value: Any) -> str:
+    """Return a text. Raises DataError for any other type."""
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
 
 
-def listed(name: str, value: Any, of: str) -> list[Any]:
-    """Return a list; `of` names its items in the error. Raises DataError for a text, a mapping or a single item."""
+def list_of(name: str, value: Any, items: str) -> list[Any]:
+    """Return a list; `items` names its items in the error. Raises DataError for a text, a mapping or a single item."""
     if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
         return list(value)
-    raise DataError(f"{name} is a {type(value).__name__}: a list of {of} is expected")
+    raise DataError(f"{name} is a {type(value).__name__}: a list of {items} is expected")
 
 
 def mapping(name: str, value: Any) -> dict[Any, Any]:
+    """Return a mapping as a dict, {} for None. Raises DataError."""
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
@@ -127,14 +132,15 @@ def mapping(name: str, value: Any) -> dict[Any, Any]:
 
 def cursors(value: Any) -> list[Cursor]:
     """Return the cursors of a mapping or a list of mappings. Raises DataError."""
-    mappings = [value] if isinstance(value, Mapping) else listed("cursor", () if value is None else value, "mappings")
+    mappings = [value] if isinstance(value, Mapping) else list_of("cursor", () if value is None else value, "mappings")
     return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in mappings]
 
 
-def continued(value: Any) -> list[CutTask]:
-    """Return the cut tasks of a mapping from positions to batch and task. Raises DataError."""
+def cut_tasks(value: Any) -> list[CutTask]:
+    """Return the unfinished tasks that tasks continue; `value` maps the latter to (batch, task). Raises DataError."""
     try:
-        fields = [{"task": task, "batch_id": batch_id, "cut_task": cut} for task, (batch_id, cut) in value.items()]
+        fields_of_tasks = [{"task": task, "batch_id": batch_id, "cut_task": cut_task}
+                           for task, (batch_id, cut_task) in value.items()]
     except (AttributeError, TypeError, ValueError):
         raise DataError(f"continues is {shown(value)}: give a mapping such as {{0: (12, 3)}}") from None
-    return [read_fields(CutTask, "continues", of_task) for of_task in fields]
+    return [read_fields(CutTask, "continues", fields) for fields in fields_of_tasks]

@@ -35,8 +35,8 @@ def _in_thread(
 
     @functools.wraps(method, assigned=("__name__",))
     async def call(self: RolloutCoordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound: Callable[P, R] = getattr(self.client, method.__name__)
-        return await self._run(bound, *args, **kwargs)
+        client_method: Callable[P, R] = getattr(self.client, method.__name__)
+        return await self._run(client_method, *args, **kwargs)
 
     call.__qualname__, call.__doc__ = f"RolloutCoordinator.{method.__name__}", f"See RolloutClient.{method.__name__}."
     return call
@@ -49,32 +49,34 @@ class RolloutCoordinator:
     """
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
-        self.config, self._resumed_at = config, resumed_at
+        self.config = config
+        self._resumed_at = resumed_at
         self._client: RolloutClient | None = None
-        self._started = False
+        self._owns_system = False
+        """True if this object started the system, and so ends it."""
         self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
 
     @classmethod
     async def get_actor(cls, config: Config, *, resumed_at: int | None = None) -> RolloutCoordinator:
         """Connect to the running system of this config's store, or start one. `resumed_at`: see `connect`."""
         coordinator = cls(config, resumed_at=resumed_at)
-        await coordinator._run(coordinator._open)
+        await coordinator._run(coordinator._connect)
         return coordinator
 
     async def _run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
 
-    def _open(self) -> None:
+    def _connect(self) -> None:
         """Connect, after starting a system if none runs. If the connection fails, end a system that was started."""
         if self._client is None:
             if not running_system.is_up(self.config):
                 with contextlib.suppress(AlreadyRunning):  # another process was faster
                     lifecycle.start(self.config)
-                    self._started = True
+                    self._owns_system = True
             try:
                 self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
-                admin = running_system.find(self.config) if self._started else None
+                admin = running_system.find(self.config) if self._owns_system else None
                 if admin is not None:  # no other process would end it
                     running_system.stop_keeper(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)
@@ -89,15 +91,15 @@ class RolloutCoordinator:
 
     async def prepare(self) -> None:
         """Connect or start, and wait until the engines serve. Idempotent."""
-        await self._run(self._open)
+        await self._run(self._connect)
         await self._run(self.client.wait_ready)
 
     async def shutdown(self) -> None:
         """End the system if this object started it; otherwise only disconnect. Idempotent."""
         if self._client is not None:
             client, self._client = self._client, None
-            await self._run(client.shutdown if self._started else client.close)
-            self._started = False
+            await self._run(client.shutdown if self._owns_system else client.close)
+            self._owns_system = False
 
     submit_batch = _in_thread(RolloutClient.submit_batch)
     add_tasks = _in_thread(RolloutClient.add_tasks)
@@ -140,5 +142,6 @@ class RolloutCoordinator:
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
         # Not the client's method, because the GPU is that of this thread and not of a thread of the pool.
-        port, make = argument_checks.whole("master_port", master_port), self.client._publisher.make_group
-        return await self._run(make, master_address, port, state_dict_meta, device=gpu_of())
+        port = argument_checks.whole_number("master_port", master_port)
+        make_group = self.client._publisher.make_group
+        return await self._run(make_group, master_address, port, state_dict_meta, device=gpu_of())

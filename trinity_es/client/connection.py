@@ -89,11 +89,11 @@ class _Endpoint:
         """Start sending. A later `next_message` calls `on_sent` with Thespian's delivery status."""
         transport = self.system._systemBase.transport
 
-        def report(status: Any, _: Any) -> None:
+        def end_listening(status: Any, _: Any) -> None:
             on_sent(status)
             transport.abort_run()  # ends the `listen` of `next_message`
 
-        transport.scheduleTransmit(None, TransmitIntent(to, message, report, report))
+        transport.scheduleTransmit(None, TransmitIntent(to, message, end_listening, end_listening))
 
     def next_message(self, seconds: float) -> Any:
         """Return the next message that arrives within `seconds`, which are at least MINIMUM_WAIT_SECONDS.
@@ -116,33 +116,30 @@ class _Session:
         self.admin = admin
         self.coordinator: Any = None
         self._lock = threading.Lock()
-        self._idle: list[_Endpoint] | None = []
+        self._idle_endpoints: list[_Endpoint] | None = []
+        """Endpoints that no call uses; None once this process has left the session."""
         self.require_alive()
         if admin.get("protocol") != PROTOCOL:
             raise VersionMismatch(
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
-                "can't talk to: `trinity-es down`, then `trinity-es up` goes on with open batches"
-            )
+                "can't talk to: `trinity-es down`, then `trinity-es up` goes on with open batches")
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
-        accepted = self._accepts_key(address, key)
-        if accepted is False:
+        accepts_key = self._accepts_key(address, key)
+        if accepts_key is False:
             self.require_alive()  # an admin that dies now looks as if it refused the key
-            raise WrongKey(
-                f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
-                f"(pid {admin['pid']}) was started with another key"
-            )
-        if accepted is None:
+            raise WrongKey(f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and "
+                           f"the system (pid {admin['pid']}) was started with another key")
+        if accepts_key is None:
             raise NotRunning(
                 f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is stopped or "
-                "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`"
-            )
-        joined: Any = None
+                "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`")
+        system: Any = None
         try:
-            self.system = joined = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
-            self.guardian = joined.createActor(Guardian, globalName=NAME)
+            self.system = system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
+            self.guardian = system.createActor(Guardian, globalName=NAME)
         except BaseException as e:
-            if joined is not None:
+            if system is not None:
                 self.leave()
             if isinstance(e, TrinityError) or not isinstance(e, Exception):
                 raise
@@ -151,47 +148,49 @@ class _Session:
 
     def _accepts_key(self, address: str, key: bytes) -> bool | None:
         """Return whether the admin accepts this key; None if it does not answer within CONNECT_SECONDS."""
-        until = time.monotonic() + CONNECT_SECONDS
+        deadline = time.monotonic() + CONNECT_SECONDS
         while True:
             accepted = knock(address, self.admin["port"], key)
-            if accepted is not None or time.monotonic() >= until:
+            if accepted is not None or time.monotonic() >= deadline:
                 return accepted
             self.require_alive()
             time.sleep(RETRY_SECONDS)
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return process_lives(self.admin["pid"], self.admin["started"])
 
     def require_alive(self) -> None:
         """Raise NotRunning if the system's admin has ended."""
-        if not self.lives():
+        if not self.is_alive():
             raise system_gone(self.admin)
 
     def take_endpoint(self) -> _Endpoint:
         """Return an endpoint that no other call uses. Raises _SystemGone if this process has left the session."""
         with self._lock:
-            if self._idle is None:
+            if self._idle_endpoints is None:
                 raise _SystemGone
+            if self._idle_endpoints:
+                return self._idle_endpoints.pop()
             stack = ExitStack()
-            return self._idle.pop() if self._idle else _Endpoint(stack.enter_context(self.system.private()), stack)
+            return _Endpoint(stack.enter_context(self.system.private()), stack)
 
     def give_back(self, endpoint: _Endpoint) -> None:
         """Keep the endpoint for a later call, or close it if this process has left the session."""
         with self._lock:
-            if self._idle is None:
+            if self._idle_endpoints is None:
                 endpoint.close()
             else:
-                self._idle.append(endpoint)
+                self._idle_endpoints.append(endpoint)
 
     def leave(self) -> None:
         """Close the session; calls in flight end by themselves."""
         with self._lock:
-            idle, self._idle = self._idle or [], None
-            for endpoint in idle:
+            endpoints, self._idle_endpoints = self._idle_endpoints or [], None
+            for endpoint in endpoints:
                 endpoint.close()
-            base, self.system._systemBase = self.system._systemBase, None
-            if base is not None:
-                _close_sockets(base.transport)
+            system_base, self.system._systemBase = self.system._systemBase, None
+            if system_base is not None:
+                _close_sockets(system_base.transport)
 
 
 class Connection:
@@ -208,7 +207,7 @@ class Connection:
         self._closed = False
         self.last_mark: Mark | None = None
         """End of the log in the newest answer. An answer of a log that lacks it raises LogRewound."""
-        self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
+        self.name = f"a client (pid {os.getpid()} on {socket.gethostname()})"
         self._session = self._next_session(None)
 
     @property
@@ -220,51 +219,51 @@ class Connection:
         if self._closed:
             raise NotRunning("this client is closed: connect again")
 
-    def _rejoin(self, gone: _Session, deadline: float | None) -> None:
-        """Join the system that replaced a dead one. Raises NotRunning, TimeoutError, WrongKey."""
+    def _rejoin(self, dead_session: _Session, deadline: float | None) -> None:
+        """Join the system that replaced that of a dead session. Raises NotRunning, TimeoutError, WrongKey."""
         with self._lock:
-            if self._session is not gone:
+            if self._session is not dead_session:  # another call has joined it
                 return
             if self._joining is None or self._joining.done():
                 self._joining = Future()  # in its own thread: joining may outlast the deadline of this caller
-                threading.Thread(target=self._join, args=(gone, self._joining), daemon=True).start()
+                threading.Thread(target=self._join, args=(dead_session, self._joining), daemon=True).start()
             joining = self._joining
         try:
             joining.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise TimeoutError("no answer in time: the actor system is being started again; call once more") from None
 
-    def _next_session(self, gone: dict[str, Any] | None) -> _Session:
-        """Join the running system, or wait until its keeper has started it. `gone`: admin of the previous system."""
-        since = time.monotonic()
+    def _next_session(self, last_admin: dict[str, Any] | None) -> _Session:
+        """Join the running system, or wait until its keeper started it. `last_admin`: that of the previous system."""
+        begun_at = time.monotonic()
         while True:
             self._require_open()
-            admin = self._find_admin(gone)
-            if admin is not None and admin != gone:
+            admin = self._find_admin(last_admin)
+            if admin is not None and admin != last_admin:
                 try:
                     return _Session(admin)
                 except NotRunning:
-                    lives = process_lives(admin["pid"], admin["started"])
-                    if gone is None and lives and time.monotonic() - since >= CONNECT_SECONDS:
+                    is_alive = process_lives(admin["pid"], admin["started"])
+                    if last_admin is None and is_alive and time.monotonic() - begun_at >= CONNECT_SECONDS:
                         raise  # it is stopped or hangs; if it died too, the keeper starts another
-            if time.monotonic() - since > REJOIN_SECONDS:
+            if time.monotonic() - begun_at > REJOIN_SECONDS:
                 raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not "
                                  "start it again: keeper.log in its log folder says why")
             time.sleep(0.1)
 
-    def _join(self, gone: _Session, joined: Future[None]) -> None:
-        """Replace the session that is gone, in a thread, and set `joined` when that is done or failed."""
+    def _join(self, dead_session: _Session, joining: Future[None]) -> None:
+        """Replace a dead session, in a thread; `joining` gets its result when that is done or failed."""
         try:
-            session = self._next_session(gone.admin)
+            session = self._next_session(dead_session.admin)
         except BaseException as e:
-            joined.set_exception(e)
+            joining.set_exception(e)
             return
         with self._lock:
             self._session = session
-        gone.leave()
+        dead_session.leave()
         if self._closed:  # `close` came while the thread joined
             session.leave()
-        joined.set_result(None)
+        joining.set_result(None)
 
     def call(self, command: Command[A], timeout: float | None = None, *, id: str = "") -> A:
         """Return the answer to a command. `id`: the id of an unanswered request, to send that request again.
@@ -278,7 +277,7 @@ class Connection:
     def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
         """Return the answer to an encoded command, as `call` does."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.by)
+        request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.name)
         while True:
             self._require_open()
             session = self._session
@@ -293,7 +292,7 @@ class Connection:
             except (TrinityError, TimeoutError):
                 raise
             except Exception:  # Thespian raised it, perhaps because the system died during the call
-                if self._session is session and session.lives():
+                if self._session is session and session.is_alive():
                     raise
             self._rejoin(session, deadline)
 
@@ -304,29 +303,30 @@ class Connection:
         `deadline`, NotRunning after NO_COORDINATOR_SECONDS, and _SystemGone.
         """
         where = Where(uuid.uuid4().hex)
-        last_taken, ask_at = time.monotonic(), 0.0  # last_taken: when a coordinator last took a message
+        last_taken_at = time.monotonic()  # when a coordinator last took a message
+        send_at = 0.0
 
         def on_sent(to: Any, status: Any) -> None:
-            nonlocal last_taken, ask_at
+            nonlocal last_taken_at, send_at
             if status is SendStatus.Sent:
-                last_taken = time.monotonic()
+                last_taken_at = time.monotonic()
             elif status is SendStatus.DeadTarget and session.coordinator == to:
-                session.coordinator, ask_at = None, time.monotonic() + RETRY_SECONDS
+                session.coordinator, send_at = None, time.monotonic() + RETRY_SECONDS
 
         is_first_sending = True
         while True:
             now = time.monotonic()
-            if now >= ask_at:
-                coordinator, ask_at = session.coordinator, now + PATIENCE_SECONDS
+            if now >= send_at:
+                coordinator, send_at = session.coordinator, now + PATIENCE_SECONDS
                 if coordinator is not None:
                     endpoint.send(coordinator, replace(request, known=self.last_mark), partial(on_sent, coordinator))
                 if coordinator is None or not is_first_sending:
                     endpoint.send(session.guardian, where)
                 is_first_sending = False
-            wait = min(LIVENESS_SECONDS, ask_at - now, LIVENESS_SECONDS if deadline is None else deadline - now)
-            answer = endpoint.next_message(wait)
+            wait_seconds = min(LIVENESS_SECONDS, send_at - now)
+            answer = endpoint.next_message(wait_seconds if deadline is None else min(wait_seconds, deadline - now))
             if time.monotonic() - now > 3 * LIVENESS_SECONDS:  # this process was suspended
-                last_taken = time.monotonic()
+                last_taken_at = time.monotonic()
             if isinstance(answer, Reply) and answer.id == request.id:
                 self._update_mark(request, answer)
                 if answer.error is not None:
@@ -335,25 +335,23 @@ class Connection:
             now = time.monotonic()
             if isinstance(answer, WhereReply) and answer.id == where.id:
                 if answer.coordinator is None:
-                    session.coordinator, ask_at = None, min(ask_at, now + RETRY_SECONDS)
+                    session.coordinator, send_at = None, min(send_at, now + RETRY_SECONDS)
                 elif session.coordinator is None or session.coordinator != answer.coordinator:
-                    session.coordinator, ask_at = answer.coordinator, now
+                    session.coordinator, send_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
-            if answer is None and not session.lives():
+            if answer is None and not session.is_alive():
                 raise _SystemGone
-            if now - last_taken > NO_COORDINATOR_SECONDS:
-                why = f"no coordinator has taken a request for {NO_COORDINATOR_SECONDS:.0f} s"
-                raise NotRunning(f"{why}: `trinity-es status` says more")
+            if now - last_taken_at > NO_COORDINATOR_SECONDS:
+                raise NotRunning(f"no coordinator has taken a request for {NO_COORDINATOR_SECONDS:.0f} s: "
+                                 "`trinity-es status` says more")
 
     def _update_mark(self, request: Request, answer: Reply) -> None:
         """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
         loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
         if loss is not None:
-            raise LogRewound(
-                f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy back, or "
-                "accept the loss with `trinity-es accept-rewind`"
-            )
+            raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy "
+                             "back, or accept the loss with `trinity-es accept-rewind`")
         if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
             self.last_mark = answer.end
 
@@ -364,32 +362,33 @@ class Connection:
         restarts it within `timeout` seconds.
         """
         self._require_open()
-        if not self._session.lives():
+        if not self._session.is_alive():
             try:
                 self._rejoin(self._session, time.monotonic() + timeout)
             except TimeoutError as e:
                 raise NotRunning("the actor system is gone; its keeper is starting it again") from e
         session = self._session
-        answer = self._where(session, timeout)
+        answer = self._ask_guardian(session, timeout)
         if not answer.status:
             session.require_alive()
         return answer
 
-    def _where(self, session: _Session, timeout: float, first_message: Any = None) -> WhereReply:
-        """Return the guardian's answer, or an empty one after `timeout`. `first_message`: sent before the question."""
+    def _ask_guardian(self, session: _Session, timeout: float, first_message: Any = None) -> WhereReply:
+        """Return the guardian's answer, an empty one after `timeout`. `first_message` is sent before the question."""
         try:
             endpoint = session.take_endpoint()
         except _SystemGone as e:
             raise NotRunning("the actor system was just started again: call once more") from e
         try:
-            question, until = Where(uuid.uuid4().hex), time.monotonic() + timeout
-            for message in (question,) if first_message is None else (first_message, question):
-                endpoint.send(session.guardian, message)
-            while (left := until - time.monotonic()) > 0:
-                answer = endpoint.next_message(min(LIVENESS_SECONDS, left))
+            question, deadline = Where(uuid.uuid4().hex), time.monotonic() + timeout
+            if first_message is not None:
+                endpoint.send(session.guardian, first_message)
+            endpoint.send(session.guardian, question)
+            while (seconds_left := deadline - time.monotonic()) > 0:
+                answer = endpoint.next_message(min(LIVENESS_SECONDS, seconds_left))
                 if isinstance(answer, WhereReply) and answer.id == question.id:
                     return answer
-                if answer is None and not session.lives():
+                if answer is None and not session.is_alive():
                     break
         finally:
             session.give_back(endpoint)
@@ -397,7 +396,7 @@ class Connection:
 
     def tell_guardian(self, message: Any) -> bool:
         """Send the guardian a message. Returns True if it answers."""
-        return bool(self._where(self._session, PATIENCE_SECONDS, message).status)
+        return bool(self._ask_guardian(self._session, PATIENCE_SECONDS, message).status)
 
     @property
     def knows_coordinator(self) -> bool:
@@ -410,21 +409,21 @@ class Connection:
         Returns False if the guardian or the admin does not answer, because it is stopped or hangs.
         """
         session = self._session
-        if not session.lives():
+        if not session.is_alive():
             return True
         deadline = time.monotonic() + timeout
-        order: Retire | None = Retire()  # sent with the first question only
+        order: Retire | None = Retire()  # sent before the first question only
         children: list[dict[str, Any]] = [{"state": ""}]
         while not all(c["state"] in ENDED for c in children) and time.monotonic() < deadline:
             try:
-                status = self._where(session, PATIENCE_SECONDS, order).status
+                status = self._ask_guardian(session, PATIENCE_SECONDS, order).status
             except TrinityError:
                 break
             if not status:
-                return not session.lives()
+                return not session.is_alive()
             children, order = status.get("children", []), None
             time.sleep(0.1)
-        if session.lives() and not self.admin_answers():
+        if session.is_alive() and not self.admin_answers():
             return False
         session.system.shutdown()
         return True
@@ -442,8 +441,8 @@ class Connection:
 
 def _close_sockets(transport: Any) -> None:
     """Close Thespian's sockets. Its own `close` shuts them down but leaves the descriptors open."""
-    listening = getattr(transport, "socket", None)
+    listening_socket = getattr(transport, "socket", None)
     transport.close_oldest_idle_sockets(10_000)
     transport.close()
-    if listening is not None:
-        listening.close()
+    if listening_socket is not None:
+        listening_socket.close()

@@ -19,6 +19,7 @@ from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import Why, unread
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
@@ -53,25 +54,27 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         return None, {}
 
 
-def explain(config: Config, batch: str | None = None, find: Callable[[Log, str], BatchId] | None = None) -> list[Why]:
-    """Explain what this batch, or every open one, waits for. `find` returns the id for the text that a person typed.
+def explain(
+    config: Config, batch: str | None = None, find_batch: Callable[[Log, str], BatchId] | None = None
+) -> list[Why]:
+    """Explain what this batch, or every open one, waits for. `find_batch` returns the id for `batch`, a typed text.
 
     While the log can't be read, the running system's answer on its open batches is used. Raises BatchNotFound,
     LogError, and LogRewound if the log lost acknowledged events.
     """
     with contextlib.suppress(errors.LogUnavailable):
         within(READ_SECONDS, lambda: remembered_log_end.require(config))
-    live, running_system = facts(config)
+    live, processes = facts(config)
 
     def read() -> list[Why]:
         with open_log(config.store.url) as log:
-            if batch is None or find is None:
-                return log.why_open(live=live, system=running_system)
+            if batch is None or find_batch is None:
+                return log.why_open(live=live, system=processes)
             try:
-                batch_id = find(log, batch)
+                batch_id = find_batch(log, batch)
             except errors.BatchNotFound as e:
                 raise errors.BatchNotFound(e.message + _startup_note(live)) from None
-            return [log.why(batch_id, live=live, system=running_system)]
+            return [log.why(batch_id, live=live, system=processes)]
 
     try:
         return within(READ_SECONDS, read)
@@ -84,7 +87,7 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
 
 
 def _startup_note(live: dict[str, Any] | None) -> str:
-    """Return the activity of a starting system, as its batch may not exist yet; "" if no system is starting."""
+    """Return the end of an error: what a starting system does, whose batch may not exist yet; "" if none starts."""
     if live is None:
         return ""
     if "weights_version" not in live:
@@ -106,7 +109,7 @@ def look(config: Config) -> dict[str, Any]:
     """
     from trinity_es.system import run_lock, running_system
 
-    out: dict[str, Any] = {
+    health: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": running_system.keeper(config),
         "keeper_ended": running_system.ended_keeper(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
@@ -115,35 +118,35 @@ def look(config: Config) -> dict[str, Any]:
     admin = running_system.find(config)
     try:
         live, processes = facts(config)
-        lost = None
+        lost_events = None
         with contextlib.suppress(errors.LogUnavailable):  # reported below
-            lost = within(READ_SECONDS, lambda: remembered_log_end.look(config))
+            lost_events = within(READ_SECONDS, lambda: remembered_log_end.rewind_message(config))
     except errors.LogRewound as e:
-        live, processes, lost = None, {"up": True}, e.message
+        live, processes, lost_events = None, {"up": True}, e.message
     except errors.LogError as e:
-        out["problems"].append(f"the log can't be read: {e.message}")
-        return out
-    if lost is not None:
-        out["problems"].append(lost)
-    out["up"], out["ends"] = admin is not None, processes.get("ends", "")
+        health["problems"].append(f"the log can't be read: {e.message}")
+        return health
+    if lost_events is not None:
+        health["problems"].append(lost_events)
+    health |= {"up": admin is not None, "ends": processes.get("ends", "")}
     if admin is not None:
-        out["admin"] = admin
+        health["admin"] = admin
     else:
         with contextlib.suppress(errors.LogError):  # reported below
-            out["led_by"] = within(READ_SECONDS, lambda: running_system.led_elsewhere(config))
+            health["led_by"] = within(READ_SECONDS, lambda: running_system.led_elsewhere(config))
     if live is not None:
-        _add_live(out, live)
+        _add_live(health, live)
 
     def read() -> list[Why]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
-                _add_from_log(log, out)
+                _add_from_log(log, health)
             whys = log.why_open(live=live, system=processes)
-            out.update(last_batch=_last_batch(log), run=_run_progress(log))
+            health.update(last_batch=_last_batch(log), run=_run_progress(log))
             if log.streams(HostJoined.stream):
-                listed = {h["host"] for h in out["hosts"]}
-                out["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
-                                if row.host and (row.there or row.host in listed)]
+                listed_names = {h["host"] for h in health["hosts"]}
+                health["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
+                                if row.host and (row.there or row.host in listed_names)]
             return whys
 
     try:
@@ -151,78 +154,81 @@ def look(config: Config) -> dict[str, Any]:
     except errors.LogUnavailable as e:
         whys = unread(live or {}, e.message, now=time.time())
         if not (live or {}).get("trouble"):
-            out["problems"].append(f"the log can't be read: {e.message}")
+            health["problems"].append(f"the log can't be read: {e.message}")
     except (errors.LogNotFound, errors.NotALog) as e:
-        if lost is not None:
-            return out
-        out["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
-        return out
+        if lost_events is not None:
+            return health
+        health["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
+        return health
     except errors.LogError as e:
-        out["problems"].append(f"the log can't be read: {e.message}")
-        return out
-    out["runners"].sort(key=lambda row: natural(row["runner"]))
+        health["problems"].append(f"the log can't be read: {e.message}")
+        return health
+    health["runners"].sort(key=lambda row: natural(row["runner"]))
     whys = [w for w in whys if w.state not in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)]
-    out["batches"] = _open_batches(out["batches"], whys, units=live is not None and "weights_version" in live)
-    if lost is None:
-        out["problems"] += problems(config, out, live, whys)
-    return out
+    has_units = live is not None and "weights_version" in live
+    health["batches"] = _open_batches(health["batches"], whys, with_units=has_units)
+    if lost_events is None:
+        health["problems"] += problems(config, health, live, whys)
+    return health
 
 
-def _add_live(out: dict[str, Any], live: dict[str, Any]) -> None:
-    """Add coordinator, runners, open batches and hosts from the status of the running system."""
+def _add_live(health: dict[str, Any], live: dict[str, Any]) -> None:
+    """Add coordinator, runners, open batches and hosts to `health` from the status of the running system."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
-        out["coordinator"] = {"pid": pid, "epoch": live.get("epoch")}
-        out["weights_version"] = live["weights_version"]
-    lives = dict(with_live(SystemSnapshot(), live, time.time()))
-    rows = {row["runner"]: row for row in live["runners"]}
-    pids = {c["name"]: c["pid"] for c in children}
-    for name, life in lives.items():
-        row = {"pid": pids.get(name), **rows.get(name, {}), "runner": name, "state": life.state}
+        health["coordinator"] = {"pid": pid, "epoch": live.get("epoch")}
+        health["weights_version"] = live["weights_version"]
+    row_by_runner = {row["runner"]: row for row in live["runners"]}
+    pid_by_name = {c["name"]: c["pid"] for c in children}
+    for name, life in with_live(SystemSnapshot(), live, time.time()):
+        row = {"pid": pid_by_name.get(name), **row_by_runner.get(name, {}), "runner": name, "state": life.state}
         row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in,
                 "model": life.model}
-        out["runners"].append(row)
-    out["batches"], out["hosts"] = live["batches"], live.get("hosts", [])
+        health["runners"].append(row)
+    health["batches"], health["hosts"] = live["batches"], live.get("hosts", [])
 
 
-def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -> list[dict[str, Any]]:
-    """Return a row for each batch of `whys`. `rows` are older, so a batch may be open there and ended in `whys`."""
-    by_id = {row["batch_id"]: row for row in rows}
+def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, with_units: bool) -> list[dict[str, Any]]:
+    """Return a row for each batch of `whys`, beginning with that in `rows`, which are older and may have ended ones."""
+    row_by_id = {row["batch_id"]: row for row in rows}
     return [
-        by_id.get(w.batch_id, {}) | {
-            "batch_id": w.batch_id, "state": w.state, "tasks": w.tasks, "settled": w.settled,
-            "failed_attempts": w.failed_attempts, "cause": w.cause, "waiting_for": w.sentence, "stalled": w.stalled,
-        } | ({"running_units": w.running_units, "pending_units": w.pending_units} if units else {})
-        for w in whys
+        row_by_id.get(why.batch_id, {}) | {
+            "batch_id": why.batch_id, "state": why.state, "tasks": why.tasks, "settled": why.settled,
+            "failed_attempts": why.failed_attempts, "cause": why.cause, "waiting_for": why.sentence,
+            "stalled": why.stalled,
+        } | ({"running_units": why.running_units, "pending_units": why.pending_units} if with_units else {})
+        for why in whys
     ]
 
 
-def _add_from_log(log: Log, out: dict[str, Any]) -> None:
-    """Add open batches and, unless they are known, runners from the log: the system gave no whole status."""
-    out["batches"] = [
+def _add_from_log(log: Log, health: dict[str, Any]) -> None:
+    """Add open batches from the log and, unless there are some, runners: the system gave no whole status."""
+    health["batches"] = [
         {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
          "failed_attempts": b.failed_attempts}
         for b in log.batches() if b.ended_at is None
     ]
-    if out["runners"]:
+    if health["runners"]:
         return
-    gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
-    out["runners"] = [
+    absent_hosts = {host for host, life in last_lives(log.hosts()).items() if not life.there}
+    last_lives_of_runners = {life.runner: life for life in log.runner_lives()}.values()
+    health["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
-         "state": life.state if out.get("led_by") else state_of_runner(life.pid, system_up=out["up"]),
+         "state": life.state if health.get("led_by") else state_of_runner(life.pid, is_system_up=health["up"]),
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
-        for life in {life.runner: life for life in log.runner_lives()}.values()
-        if host_of(life.runner) not in gone
+        for life in last_lives_of_runners if host_of(life.runner) not in absent_hosts
     ]
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    for b in log.batches(sort="ended", descending=True, limit=1):
-        if b.ended_at is not None:
-            state = log.current(b.batch_id)
-            return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
-                    "trained_step": b.trained_step, "failed_whole": state is not None and state.failed_whole}
+    """Return the batch that ended last; `failed_whole`: every run of it failed."""
+    for row in log.batches(sort="ended", descending=True, limit=1):
+        if row.ended_at is not None:
+            state = log.current(row.batch_id)
+            return {"batch_id": row.batch_id, "batch_type": row.batch_type, "state": row.state,
+                    "ended_at": row.ended_at, "trained_step": row.trained_step, "short": short_text(log, row),
+                    "failed_whole": state is not None and state.failed_whole}
     return None
 
 
@@ -234,34 +240,38 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):
         return None
-    config, last = log.config(serve=False)[1], newest[0]
-    step, total = log.count_batches(batch_type="train"), config.get("total_steps")
-    trains = (config.get("trainer") or {}).get("class") is not None
-    last_is_over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
-        last.state == BatchLifecycleState.FINALIZED and not trains)
-    last_step = _last_step(log, config, step)
-    total = min((n for n in (total, last_step) if n is not None), default=None)
-    complete: bool | None = last_is_over
-    if last_is_over:
-        complete = None if total is None else step >= total
-    return {"step": step, "total_steps": total, "complete": complete}
+    config, last_batch = log.config(serve=False)[1], newest[0]
+    step = log.count_batches(batch_type="train")
+    has_trainer = (config.get("trainer") or {}).get("class") is not None
+    is_last_over = last_batch.state == BatchLifecycleState.ABORTED or last_batch.trained_step is not None or (
+        last_batch.state == BatchLifecycleState.FINALIZED and not has_trainer)
+    limits = (config.get("total_steps"), _last_step_of_tasksets(log, config, step))
+    total_steps = min((limit for limit in limits if limit is not None), default=None)
+    complete: bool | None = is_last_over
+    if is_last_over:
+        complete = None if total_steps is None else step >= total_steps
+    return {"step": step, "total_steps": total_steps, "complete": complete}
 
 
-def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
-    """Return the step at which a run's tasksets end; None if a taskset is endless or not in the log."""
-    buffer, sources, rows_left = config.get("buffer") or {}, sources_of(log), 0
+def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:
+    """Return the step at which a run's tasksets end; `step`: the last one that was submitted.
+
+    None if there is no taskset, or if one is endless or not in the log.
+    """
+    buffer = config.get("buffer") or {}
     inputs = buffer.get("explorer_input") or {}
-    entries = inputs.get("tasksets")
-    if not entries:
+    sources, rows_left = sources_of(log), 0
+    if not inputs.get("tasksets"):
         return None
-    for entry in entries:
+    for entry in inputs["tasksets"]:
         name, epochs = entry.get("name"), entry.get("epochs", 1)
         source = sources.get((name, False))
         if source is None or epochs is None:
             return None
-        last = log.last(f"taskset/{name}", "TasksetAdvanced")
+        advance = log.last(f"taskset/{name}", "TasksetAdvanced")
         rows_left += epochs * source.rows
-        if last and isinstance(last.event, TasksetAdvanced):
-            rows_left -= last.event.epoch * source.rows + last.event.offset
-    size = buffer.get("batch_size") or 1
-    return step + max(0, rows_left // size if inputs.get("drop_last") else math.ceil(rows_left / size))
+        if advance and isinstance(advance.event, TasksetAdvanced):
+            rows_left -= advance.event.epoch * source.rows + advance.event.offset
+    batch_size = buffer.get("batch_size") or 1
+    steps_left = rows_left // batch_size if inputs.get("drop_last") else math.ceil(rows_left / batch_size)
+    return step + max(0, steps_left)

@@ -23,12 +23,12 @@ _SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting",
 def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
     """Yield a line per problem. `health`: the result of `health.look` so far; `live`: the system's status, or None."""
     logs = config.system.log_dir
-    last = health.get("last_batch") or {}
+    last_batch = health.get("last_batch") or {}
     resume = resume_command(health["store"]) if health.get("run") else ""
-    if last.get("failed_whole") and not health["batches"]:
+    if last_batch.get("failed_whole") and not health["batches"]:
         remedy = f"{resume_after_fix(resume)} generates it again" if resume else "start its trainer again"
-        yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
-               f"`trinity-es why {plain(last['batch_id'])}` says how: fix that, then {remedy}")
+        yield (f"batch {plain(last_batch['batch_id'])}, the last, gave nothing: each of its runs failed; "
+               f"`trinity-es why {plain(last_batch['batch_id'])}` says how: fix that, then {remedy}")
     if health.get("led_by"):
         yield (f"the run is led by {health['led_by']}, and this machine takes no part in it: this is read from the "
                "log; for more ask there, or on a host that takes part (`trinity-es join`)")
@@ -42,8 +42,8 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
             yield (f"the actor system is gone, and its keeper (pid {health['keeper']}) starts it again: if it does not "
                    f"come, keeper.log in {logs} says why")
         elif whys:
-            at = f"the run is at step {health['run']['step']} and " if health.get("run") else ""
-            yield (f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: "
+            progress = f"the run is at step {health['run']['step']} and " if health.get("run") else ""
+            yield (f"no actor system runs on this store, though {progress}{_open_count(len(whys))} open: "
                    f"{remedy}")
         elif not (health.get("run") and health["run"]["complete"]):
             yield from _interrupted_run(health.get("killed") or {}, resume)
@@ -75,10 +75,10 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
         if output["error"] is not None:
             yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
                    "and the experiences that it lacks are kept for it")
-    failing = live.get("leases", {})
-    for lease in failing.get("first_failing", []):
+    leases = live.get("leases", {})
+    for lease in leases.get("first_failing", []):
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
-               f"tried again: {lease['error']}; fix what it names; `trinity-es leases` lists all {failing['failing']}")
+               f"tried again: {lease['error']}; fix what it names; `trinity-es leases` lists all {leases['failing']}")
     for host in live.get("hosts", []):
         if fault := _host_fault(host):
             yield f"host {host['host']} {fault}"
@@ -93,20 +93,21 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
             yield f"{name} {fault} ({name}.log in {logs} says more)"
     for why in whys:
         if why.stalled and why.cause not in _SYSTEM_CAUSES:
-            first = why.waiting[0]
-            more = f"; `trinity-es why {why.batch_id}` says more" if len(why.waiting) > 1 or first.way_out else ""
+            has_more = len(why.waiting) > 1 or why.waiting[0].way_out
+            more = f"; `trinity-es why {why.batch_id}` says more" if has_more else ""
             yield f"batch {why.batch_id} is stalled: {why.sentence}{more}"
 
 
 def _interrupted_run(killed: dict[str, int], resume: str) -> Iterator[str]:
-    """Yield a problem if processes of a run were killed: `killed` has their pids by role."""
-    if killed:
-        if len(set(killed.values())) == 1:  # of a run in one process
-            who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
-        else:
-            who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
-        remedy = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
-        yield f"the run did not end in order: {who} died in the middle of it; {remedy}"
+    """Yield a problem if processes of a run were killed: `killed` has their pids by role (explorer, trainer)."""
+    if not killed:
+        return
+    if len(set(killed.values())) == 1:  # of a run in one process
+        processes = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
+    else:
+        processes = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
+    remedy = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
+    yield f"the run did not end in order: {processes} died in the middle of it; {remedy}"
 
 
 def _host_fault(host: dict[str, Any]) -> str | None:
@@ -115,9 +116,9 @@ def _host_fault(host: dict[str, Any]) -> str | None:
         return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
                 "`trinity-es join` on it")
     if not host["connected"]:
-        why = host["why_away"] or "the coordinator was started"
-        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
-                "lost, and its work is attempted elsewhere")
+        reason = host["why_away"] or "the coordinator was started"
+        return (f"has not been heard of for {span(host['away_for'])} ({reason}): after {span(host['lost_after'])} it "
+                "is lost, and its work is attempted elsewhere")
     return None
 
 
@@ -126,5 +127,5 @@ def _has_steps_left(health: dict[str, Any]) -> bool:
     return bool(health.get("run")) and health["run"]["complete"] is False
 
 
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n} {one} is" if n == 1 else f"{n} {many} are"
+def _open_count(n: int) -> str:
+    return "1 batch is" if n == 1 else f"{n} batches are"

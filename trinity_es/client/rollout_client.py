@@ -69,33 +69,37 @@ class RolloutClient(SystemClient):
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
         super().__init__(config)
-        self._publisher = Publisher(config, self._call_in_time, lambda: self.log)
+        self._publisher = Publisher(config, self._call_with_grace, lambda: self.log)
         self.redelivered: list[BatchId] = []
         """Batches that a resumed trainer gets again: first the trained ones by step, then the others as finalized."""
         self._redelivered_up_to = 0
         """Log position up to which every finalized train batch is redelivered or was acknowledged earlier."""
         self._take_lock = threading.Lock()
-        self._unanswered_takes: dict[tuple[int, int | None], str] = {}
+        self._unanswered_take_ids: dict[tuple[int, int | None], str] = {}
         """Ids of requests for experiences without an answer in time, by number of experiences and step."""
         if resumed_at is not None:
             try:
-                command = commands.ResumeTrainer(step=argument_checks.whole("resumed_at", resumed_at))
+                command = commands.ResumeTrainer(step=argument_checks.whole_number("resumed_at", resumed_at))
                 answer = self._link.call(command)
                 self.redelivered, self._redelivered_up_to = answer["batches"], answer["position"]
             except BaseException:
                 self.close()
                 raise
-        self._redelivered_left = deque(self.redelivered)
+        self._pending_redeliveries = deque(self.redelivered)
 
     def read(self, refs: Sequence[PayloadRef]) -> ExperienceColumns:
         """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
-        ref_list = argument_checks.listed("refs", refs, "PayloadRef")
-        if wrong := [ref for ref in ref_list if not isinstance(ref, PayloadRef)]:
-            raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
+        ref_list = argument_checks.list_of("refs", refs, "PayloadRef")
+        for ref in ref_list:
+            if not isinstance(ref, PayloadRef):
+                raise errors.DataError(f"refs has a {type(ref).__name__}: a list of PayloadRef is expected")
         return read_columns(self._payloads, ref_list, mapped=True)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Return tasks encoded for a request. Raises TaskNotSerializable, UnknownWorkflow, DataError with the task."""
+        """Return tasks encoded for a request; those too large for a message are stored as a payload.
+
+        Raises TaskNotSerializable, UnknownWorkflow, DataError with the task's number.
+        """
         return pack(argument_checks.encode_tasks(tasks, self.config), self._payloads)
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -108,20 +112,21 @@ class RolloutClient(SystemClient):
 
         `cursor`: how far the taskset was read for this batch (`taskset, epoch, offset`; a list for several tasksets),
         recorded in the same transaction. So is `sources`, the identities of tasksets that are not files.
-        `continues`: for tasks of it (by position), the ended batch and the number of the task that it cut
-        (`synchronizer.in_flight: cut`); they go on from the tokens that they have. Raises BatchAlreadyActive,
+        `continues` maps the index of a task to (batch, task): the task with this number, unfinished when that batch
+        was finalized (`synchronizer.in_flight: cut`), goes on here from its tokens. Raises BatchAlreadyActive,
         TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
             raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
         cursors = argument_checks.cursors(cursor)
-        tasks = argument_checks.listed("tasks", tasks, "tasks")
+        tasks = argument_checks.list_of("tasks", tasks, "tasks")
         parcel = self.pack(tasks)
-        least = None if min_wait_num is None else argument_checks.whole("min_wait_num", min_wait_num)
+        if min_wait_num is not None:
+            min_wait_num = argument_checks.whole_number("min_wait_num", min_wait_num)
         self._link.call(commands.SubmitBatch(
-            batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors,
-            sources=list(sources), continues=argument_checks.continued(continues or {}),
+            batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=min_wait_num, cursor=cursors,
+            sources=list(sources), continues=argument_checks.cut_tasks(continues or {}),
         ))
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = batch_id, number
@@ -136,10 +141,9 @@ class RolloutClient(SystemClient):
         BatchTypeMismatch (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the
         pipeline or has ended).
         """
-        tasks, cursors = argument_checks.listed("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
+        tasks, cursors = argument_checks.list_of("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
         first = self._link.call(commands.AddTasks(
-            batch_id=require_batch_id(batch_id), tasks=self.pack(tasks), cursor=cursors
-        ))
+            batch_id=require_batch_id(batch_id), tasks=self.pack(tasks), cursor=cursors))
         for number, task in enumerate(tasks, first):
             task.batch_id, task.task_id = batch_id, number
         return first
@@ -168,10 +172,11 @@ class RolloutClient(SystemClient):
         self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None,
         groups: int | None = None,
     ) -> dict[str, Any]:
+        """Ask the coordinator to finalize a batch of this type, and return its result. Raises as the public methods."""
         command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type,
-            timeout=argument_checks.seconds("timeout", timeout),
-            groups=None if groups is None else argument_checks.whole("groups", groups),
+            timeout=argument_checks.timeout_seconds("timeout", timeout),
+            groups=None if groups is None else argument_checks.whole_number("groups", groups),
         )
         try:
             return self._link.call(command, _with_grace(timeout))
@@ -180,34 +185,32 @@ class RolloutClient(SystemClient):
         except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
             raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
-                "waiting; `trinity-es why` says what it waits for"
-            ) from e
+                "waiting; `trinity-es why` says what it waits for") from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
         argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
-            batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
-        ))
+            batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
         """Let ended tasks of an open batch run again, all runs of each, and ignore their earlier results.
 
-        Use this for a task whose payload was lost (`verify` names it), or one that failed for a reason that you have
-        mended. `reason` and the pid and host of this process are recorded. Raises BatchNotFound; DataError for an open
-        or unknown task, and for a batch that has ended, whose result is final.
+        Use this for a task whose payload was lost (`verify` names it), or for a task that failed for a reason that you
+        have fixed. `reason` and the pid and host of this process are recorded. Raises BatchNotFound; DataError for an
+        open or unknown task, and for a batch that has ended, whose result is final.
         """
-        numbers = [tasks] if isinstance(tasks, int) else argument_checks.listed("tasks", tasks, "numbers of tasks")
+        numbers = [tasks] if isinstance(tasks, int) else argument_checks.list_of("tasks", tasks, "numbers of tasks")
         argument_checks.text("reason", reason)
         caller = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         self._link.call(commands.RedoTasks(
-            batch_id=require_batch_id(batch_id), tasks=[argument_checks.whole("tasks", n) for n in numbers],
+            batch_id=require_batch_id(batch_id), tasks=[argument_checks.whole_number("tasks", n) for n in numbers],
             reason=f"{reason} ({caller})" if reason else caller,
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; return its metrics."""
-        blobs = argument_checks.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
+        blobs = argument_checks.list_of("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
         refs = []
@@ -252,8 +255,7 @@ class RolloutClient(SystemClient):
                 raise
             raise errors.PayloadNotFound(
                 f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest steps "
-                "only; its events are in the log", digest=e.details["digest"],
-            ) from e
+                "only; its events are in the log", digest=e.details["digest"]) from e
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.
@@ -272,8 +274,8 @@ class RolloutClient(SystemClient):
     def take_columns(self, n: int, *, timeout: float | None = None, step: int | None = None) -> ExperienceColumns:
         """Take experiences as `take_experiences` does, and return them as columns."""
         items = self._take(commands.TakeExperiences(
-            n=argument_checks.whole("n", n), timeout=argument_checks.seconds("timeout", timeout),
-            step=None if step is None else argument_checks.whole("step", step),
+            n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds("timeout", timeout),
+            step=None if step is None else argument_checks.whole_number("step", step),
         ))
         taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
         columns = read_columns(self._payloads, [ref for ref, _ in taken], mapped=True)
@@ -287,30 +289,30 @@ class RolloutClient(SystemClient):
         """
         key = (command.n, command.step)
         with self._take_lock:
-            unanswered = self._unanswered_takes.pop(key, None)
-        id = unanswered or uuid.uuid4().hex
+            unanswered_id = self._unanswered_take_ids.pop(key, None)
+        request_id = unanswered_id or uuid.uuid4().hex
         try:
-            return self._link.call(command, _with_grace(command.timeout), id=id)
+            return self._link.call(command, _with_grace(command.timeout), id=request_id)
         except errors.TakeTimeout:
-            if unanswered is None:
+            if unanswered_id is None:
                 raise
             return self._take(command)  # the earlier request took nothing
         except errors.TrinityError:
             raise
         except TimeoutError as e:
             with self._take_lock:
-                self._unanswered_takes[key] = id
+                self._unanswered_take_ids[key] = request_id
             raise errors.TakeTimeout(
                 f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the "
-                "coordinator took some for this request, you get them then"
-            ) from e
+                "coordinator took some for this request, you get them then") from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
         """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.
 
         These come from `process_experiences` and from commits to the proxy of mode `serve`.
         """
-        for recorded in self.log.read(types=["ExperiencesProcessed"], after=argument_checks.whole("after", after)):
+        after = argument_checks.whole_number("after", after)
+        for recorded in self.log.read(types=["ExperiencesProcessed"], after=after):
             event = recorded.event
             assert isinstance(event, ExperiencesProcessed)
             yield recorded.position, read_experiences(self._payloads, event.experiences)
@@ -320,12 +322,11 @@ class RolloutClient(SystemClient):
 
         A second call changes nothing. After a redelivery (`resumed_at`) the new use is recorded too.
         """
-        plain = {str(name): argument_checks.number(f"metrics[{name!r}]", value)
-                 for name, value in argument_checks.mapping("metrics", metrics).items()}
-        require_finite(plain, "metrics")
+        numbers = {str(name): argument_checks.number(f"metrics[{name!r}]", value)
+                   for name, value in argument_checks.mapping("metrics", metrics).items()}
+        require_finite(numbers, "metrics")
         self._link.call(commands.AcknowledgeBatch(
-            batch_id=require_batch_id(batch_id), step=argument_checks.whole("step", step), metrics=plain
-        ))
+            batch_id=require_batch_id(batch_id), step=argument_checks.whole_number("step", step), metrics=numbers))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """Wait for the first train batch finalized after log position `after`; returns its id and position.
@@ -333,9 +334,10 @@ class RolloutClient(SystemClient):
         A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is. The position
         returned with each may be passed as the next `after`: no batch is missed. Raises TimeoutError.
         """
-        timeout, after = argument_checks.seconds("timeout", timeout), argument_checks.whole("after", after)
+        timeout = argument_checks.timeout_seconds("timeout", timeout)
+        after = argument_checks.whole_number("after", after)
         with contextlib.suppress(IndexError):
-            return self._redelivered_left.popleft(), self._redelivered_up_to
+            return self._pending_redeliveries.popleft(), self._redelivered_up_to
         after = max(after, self._redelivered_up_to)
         batch = self._link.call(commands.GetNextBatch(after=after, timeout=timeout), timeout)
         return batch["batch_id"], batch["position"]
@@ -357,9 +359,9 @@ class RolloutClient(SystemClient):
         require_batch_id(batch_id)
         with contextlib.suppress(errors.LogUnavailable):  # reported below
             within(READ_SECONDS, self._require_log)
-        live, facts = self.facts()
+        live, processes = self.facts()
         try:
-            return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=facts)))
+            return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=processes)))
         except errors.LogUnavailable as e:
             for answer in unread(live or {}, e.message, now=time.time()):
                 if answer.batch_id == batch_id and type(answer.batch_id) is type(batch_id):
@@ -380,11 +382,11 @@ class RolloutClient(SystemClient):
         `synchronizer.sync_timeout`). The version is the current one all the same: living engines keep their weights,
         and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
-        seconds = argument_checks.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
-        return self._publisher.publish(argument_checks.whole("version", version), weights, seconds)
+        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(argument_checks.whole_number("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights are now in the folder `path`, because they were lost or moved."""
+        """Record that the current weights, which were lost or moved, are now in the folder `path`."""
         self._publisher.republish(version, path)
 
     def sync_adapter(
@@ -401,8 +403,8 @@ class RolloutClient(SystemClient):
         current one, or if some engine can't load it within `timeout` (seconds, default `synchronizer.sync_timeout`) and
         keeps its earlier version.
         """
-        seconds = argument_checks.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
-        number = argument_checks.whole("version", version)
+        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        number = argument_checks.whole_number("version", version)
         return self._publisher.publish_adapter(argument_checks.text("name", name), number, path, seconds)
 
     def remove_adapter(self, name: str) -> None:
@@ -429,17 +431,17 @@ class RolloutClient(SystemClient):
         Needed only to choose the address, since `sync_weights` makes a group if there is none. `state_dict_meta`:
         `(name, dtype, shape)` of each tensor, compared with the model's. Raises SyncError.
         """
-        port = argument_checks.whole("master_port", master_port)
+        port = argument_checks.whole_number("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def shutdown(self) -> int:
-        """End the whole system. Returns how many processes had to be killed."""
-        killed = self._end()
+        """End the whole system. Returns the number of processes that had to be killed."""
+        killed_count = self._end()
         self._publisher.clean_up()
         self.close()
-        return killed
+        return killed_count
 
-    def _call_in_time(self, command: commands.Command[A], timeout: float) -> A:
+    def _call_with_grace(self, command: commands.Command[A], timeout: float) -> A:
         return self._link.call(command, timeout + GRACE_SECONDS)
 
 

@@ -36,7 +36,7 @@ __all__ = ["Scheduler"]
 
 A = TypeVar("A")
 T = TypeVar("T")
-Read = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
+ReadResults = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
 """Function that reads the results of tasks of a batch, by their numbers."""
 
 ALL_TASKS = 2**31 - 1
@@ -45,7 +45,7 @@ POLL_SECONDS = 4.0
 """How long one poll for results stays open; less than PATIENCE_SECONDS, after which a client sends it again."""
 RETRY_SECONDS = 0.5
 """Interval between two polls while the log can't be written."""
-THREADS = 512
+MOST_THREADS = 512
 """Maximum number of calls that wait at the same time."""
 
 _log = logging.getLogger("trinity_es.client.scheduler")
@@ -65,10 +65,12 @@ class Scheduler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._rollouts: RolloutCoordinator | None = None
+        """The client; None before `start` and after `stop`."""
         self._pool: ThreadPoolExecutor | None = None
         self._start_stop_lock = asyncio.Lock()
-        self._stopping = False
-        self._calls: set[asyncio.Future[None]] = set()
+        self._is_stopping = False
+        self._open_calls: set[asyncio.Future[None]] = set()
+        """Calls that `stop` waits for."""
         self._own_batches: set[BatchId] = set()
         """Batches that this object scheduled or waited for; `stop` pauses those that are open."""
 
@@ -84,14 +86,14 @@ class Scheduler:
             rollouts = RolloutCoordinator(self.config)
             try:
                 await rollouts.prepare()
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
+                self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="scheduler")
                 await self._in_thread(lambda: rollouts.client.log)  # opened once, not by each of many threads
                 await self._in_thread(rollouts.client.request, commands.ResumeBatches())
             except BaseException:
                 self._close_pool()
                 await rollouts.shutdown()
                 raise
-            self._rollouts, self._stopping = rollouts, False
+            self._rollouts, self._is_stopping = rollouts, False
 
     async def stop(self) -> None:
         """Wait for the tasks that are running, then disconnect, and end the system if `start` started it. Idempotent.
@@ -102,13 +104,13 @@ class Scheduler:
         async with self._start_stop_lock:
             if self._rollouts is None:
                 return
-            self._stopping = True
+            self._is_stopping = True
             try:
                 await self._pause_own_batches()
             except TrinityError as e:  # the system is gone: its running tasks will run again
                 _log.warning("stopped without its running tasks: %s", e)
-            if self._calls:
-                await asyncio.wait(self._calls)
+            if self._open_calls:
+                await asyncio.wait(self._open_calls)
             rollouts, self._rollouts = self._rollouts, None
             self._close_pool()
             await rollouts.shutdown()
@@ -149,17 +151,17 @@ class Scheduler:
 
     async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
         """Return the answer to a command. `deadline`: monotonic seconds. Raises TimeoutError."""
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
-        return await self._in_thread(self.client.request, command, left)
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
+        return await self._in_thread(self.client.request, command, timeout)
 
     async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a read-only command. While the log can't be written, retry for `store.retry_for` s."""
-        until = time.monotonic() + self.config.store.retry_for
+        """Return the answer to a read-only command; while the log can't be written, retry for `store.retry_for` s."""
+        retry_until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
                 return await self._ask(command, deadline)
             except LogUnavailable:
-                if time.monotonic() > until:
+                if time.monotonic() > retry_until:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -186,15 +188,15 @@ class Scheduler:
         """Return one value of each runner's state that has it, by the runner's name."""
         return self.client.get_key_state(key)
 
-    async def _tracked(self, call: Awaitable[T]) -> T:
-        """Await a call; `stop` waits for it too."""
+    async def _await_tracked(self, call: Awaitable[T]) -> T:
+        """Return the result of a call of the user's; `stop` waits for the call too."""
         call_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.add(call_ended)
+        self._open_calls.add(call_ended)
         try:
             return await call
         finally:
             call_ended.set_result(None)
-            self._calls.discard(call_ended)
+            self._open_calls.discard(call_ended)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
@@ -204,22 +206,21 @@ class Scheduler:
         it again. The call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a
         batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
-        client, queued = self.client, list(tasks)
+        client, task_list = self.client, list(tasks)
         require_batch_id(batch_id)
-        if self._stopping:
+        if self._is_stopping:
             raise NotRunning("the scheduler is stopping: call `await scheduler.start()` again first")
-        if queued:
-            first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(queued)))
+        if task_list:
+            first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(task_list)))
             self._own_batches.add(batch_id)
-            for number, task in enumerate(queued, first):
+            for number, task in enumerate(task_list, first):
                 task.batch_id, task.task_id = batch_id, number
         return _Done()
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Return True if a task of the batch is pending, running or not collected."""
         progress = self.client.request(
-            commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
-        )
+            commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False))
         return bool(progress["open"] + progress["ready"])
 
     async def get_results(
@@ -238,7 +239,7 @@ class Scheduler:
         experience is not in the payload store (nothing is taken then).
         """
         statuses, groups = await self._results(
-            self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
+            self._read_experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses, [e for experiences in groups for e in experiences]
 
     async def get_payload_results(
@@ -250,7 +251,7 @@ class Scheduler:
         Payloads (for `Experience.deserialize_many`) are in the order of the tasks; a task without experiences has none.
         """
         statuses, groups = await self._results(
-            self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
+            self._read_experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses, [Experience.serialize_many(experiences) for experiences in groups if experiences]
 
     async def get_statuses(
@@ -275,29 +276,35 @@ class Scheduler:
         await self._cancel_open_tasks(batch_id, "abort_batch was called", return_partial_tasks)
 
     async def _cancel_open_tasks(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
-        keep = None if partial is None else bool(partial)
-        await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
+        """Cancel the open tasks of a batch (None: of all scheduled ones); `partial`: see `return_partial_tasks`."""
+        return_partial = None if partial is None else bool(partial)
+        await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=return_partial))
 
     async def _results(
-        self, read: Read, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
+        self, read: ReadResults, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
         partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
         """Wait for results and take them: the statuses, and the experiences of each taken task that `read` returned."""
         require_batch_id(batch_id)
-        least = None if min_num is None else argument_checks.whole("min_num", min_num)
-        limit = argument_checks.seconds("timeout", timeout)
-        deadline = math.inf if limit is None else time.monotonic() + limit
+        if min_num is not None:
+            min_num = argument_checks.whole_number("min_num", min_num)
+        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._own_batches.add(batch_id)
-        return await self._tracked(self._take_results(read, batch_id, least, deadline, clear, partial))
+        return await self._await_tracked(self._take_results(read, batch_id, min_num, deadline, clear, partial))
 
     async def _take_results(
-        self, read: Read, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool, partial: bool | None
+        self, read: ReadResults, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool,
+        partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
-        """Wait and take until this caller got results: another caller may take those that it waited for."""
-        warn = True
+        """Wait and take until this caller got results: another caller may take those that it waited for.
+
+        `clear`: cancel the tasks that are open then; `partial`: see `return_partial_tasks` of `get_results`.
+        """
+        is_first_wait = True
         while True:
-            reason = await self._wait(batch_id, min_num, deadline, warn=warn)
-            if reason and clear and not self._stopping:
+            reason = await self._wait_for_enough(batch_id, min_num, deadline, warn=is_first_wait)
+            if reason and clear and not self._is_stopping:
                 await self._cancel_open_tasks(batch_id, reason, partial)
             state, numbers, experiences = await self._in_thread(self._read_results, batch_id, read)
             if not numbers or state is None:
@@ -306,9 +313,9 @@ class Scheduler:
             if taken or reason:
                 statuses = [state.task_status(number) for number in taken]
                 return statuses, [experiences[number] for number in taken if number in experiences]
-            warn = False  # another caller was faster: wait for the remaining tasks
+            is_first_wait = False  # another caller was faster: wait for the remaining tasks
 
-    async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, *, warn: bool) -> str:
+    async def _wait_for_enough(self, batch_id: BatchId, min_num: int | None, deadline: float, *, warn: bool) -> str:
         """Wait for enough tasks; returns why it stopped waiting, or "" if no task is open.
 
         `warn`: log a warning if the batch has fewer tasks than `min_num`.
@@ -317,8 +324,10 @@ class Scheduler:
         at_least = 0
         seconds = 0.0
         while True:
-            progress = await self._poll_batch(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
-            now, total = time.monotonic(), progress["open"] + progress["ready"]
+            progress = await self._poll_batch(batch_id, at_least, seconds, resume=not self._is_stopping,
+                                              deadline=deadline)
+            now = time.monotonic()
+            total = progress["open"] + progress["ready"]
             if min_num is not None and min_num > total and warn:
                 _log.warning(
                     "min_num is %d, but batch %r has only %d tasks to collect: waiting for all of them",
@@ -327,43 +336,44 @@ class Scheduler:
             warn = False
             if progress["open"] == 0:
                 return ""
-            if self._stopping and progress["paused"] and progress["running"] == 0:
+            if self._is_stopping and progress["paused"] and progress["running"] == 0:
                 return "its scheduler was stopped"
-            until, at_least = deadline, total if min_num is None else min(min_num, total)
+            wait_until = deadline
+            at_least = total if min_num is None else min(min_num, total)
             if progress["ready"] >= at_least:  # enough: wait a little longer for the rest
                 enough_since = now if enough_since is None else enough_since
-                grace = enough_since + self.config.explorer.over_rollout.wait_after_min
-                if now >= min(grace, deadline):
+                wait_until = min(enough_since + self.config.explorer.over_rollout.wait_after_min, deadline)
+                if now >= wait_until:
                     return f"{progress['ready']} tasks were ready, {at_least} were wanted"
-                until, at_least = min(grace, deadline), total
+                at_least = total
             elif now >= deadline:
                 return f"{progress['ready']} tasks were ready when get_results timed out"
-            seconds = min(POLL_SECONDS, until - now)
+            seconds = min(POLL_SECONDS, wait_until - now)
 
     def _read_results(
-        self, batch_id: BatchId, read: Read
+        self, batch_id: BatchId, read: ReadResults
     ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
         """Return the batch's state, the numbers of its tasks that can be taken, and their results."""
 
-        def attempt() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
+        def read_once() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
             if state is None or state.batch_type != "collect" or state.state.ended:
                 return None, [], {}
             numbers = state.ready_tasks()
             return state, numbers, read(state, numbers)
 
-        return patiently(attempt, seconds=self.config.store.retry_for)
+        return patiently(read_once, seconds=self.config.store.retry_for)
 
-    def _experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
+    def _read_experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
         """Return the experiences of each of these tasks, sorted by run and step."""
         refs = [(number, ref) for number in numbers for ref in state.tasks[number].payloads]
-        stream = iter(self.client.read([ref for _, ref in refs]))
-        experiences: dict[int, list[Experience]] = {number: [] for number in numbers}
+        all_experiences = iter(self.client.read([ref for _, ref in refs]))
+        by_task: dict[int, list[Experience]] = {number: [] for number in numbers}
         for number, ref in refs:
-            experiences[number] += [next(stream) for _ in range(ref.count)]
-        for group in experiences.values():
-            group.sort(key=lambda e: (e.eid.run, e.eid.step))
-        return experiences
+            by_task[number] += [next(all_experiences) for _ in range(ref.count)]
+        for experiences in by_task.values():
+            experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
+        return by_task
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
         """Record these tasks as taken; returns those that this caller got. A cancellation waits until that is known."""
@@ -383,29 +393,30 @@ class Scheduler:
         Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but that of each
         attempt). With `clear_timeout_tasks` the open tasks of every scheduled batch of the store are then cancelled.
         """
-        limit = argument_checks.seconds("timeout", timeout)
-        await self._tracked(self._wait_all(limit, clear_timeout_tasks))
+        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        await self._await_tracked(self._wait_all(seconds, clear_timeout_tasks))
 
     async def _wait_all(self, timeout: float | None, clear: bool) -> None:
+        """Wait as `wait_all`, polling the coordinator; `timeout` counts from the last task that was settled."""
         limit = math.inf if timeout is None else timeout
-        settled, since, seconds = -1, time.monotonic(), 0.0
+        settled_count, progress_at, seconds = -1, time.monotonic(), 0.0
         while True:
-            command = commands.PollAllBatches(settled=settled, seconds=max(0.0, seconds))
+            command = commands.PollAllBatches(settled=settled_count, seconds=max(0.0, seconds))
             try:
-                progress = await self._ask_patiently(command, since + limit)
+                progress = await self._ask_patiently(command, progress_at + limit)
             except TimeoutError as e:
                 raise WaitTimeout(f"no answer from the coordinator within {timeout} s", batches=[]) from e
             now = time.monotonic()
             if progress["open"] == 0:
                 return
-            if self._stopping:
+            if self._is_stopping:
                 raise NotRunning(f"the scheduler was stopped; {progress['open']} open tasks stay in the log")
-            if progress["settled"] > settled >= 0:
-                since = now
-            settled = progress["settled"]
-            if now - since >= limit:
+            if progress["settled"] > settled_count >= 0:
+                progress_at = now
+            settled_count = progress["settled"]
+            if now - progress_at >= limit:
                 break
-            seconds = min(POLL_SECONDS, since + limit - now)
+            seconds = min(POLL_SECONDS, progress_at + limit - now)
         text = f"no task finished within {timeout} s; {progress['open']} were open, of batches {progress['batches']}"
         if clear:
             await self._cancel_open_tasks(None, f"wait_all timed out: {text}", None)

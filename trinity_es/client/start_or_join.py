@@ -29,23 +29,23 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
     logging. Raises ConfigError, also if a system runs with other settings, StartupError, LogRewound and the errors of
     `connect`.
     """
-    began, where = time.monotonic(), config.masked()["store"]["url"]
-    logs = config.system.log_dir
-    tell(_log, f"starting the actor system of {where}; engines may take minutes to load (text logs in {logs})")
-    joined = running_system.is_up(config)
-    if not joined:
+    begun_at = time.monotonic()
+    store_url, logs = config.masked()["store"]["url"], config.system.log_dir
+    tell(_log, f"starting the actor system of {store_url}; engines may take minutes to load (text logs in {logs})")
+    runs_already = running_system.is_up(config)
+    if not runs_already:
         try:
             lifecycle.start(config)
         except AlreadyRunning:  # another process was faster
-            joined = True
-    if joined:
+            runs_already = True
+    if runs_already:
         require_same_settings(config)
-        tell(_log, f"the actor system of {where} runs already: it is joined, and goes on after this")
+        tell(_log, f"the actor system of {store_url} runs already: it is joined, and goes on after this")
     try:
         with connect(config) as client:
             client.wait_ready(timeout)
-            tell(_log, f"the engines are ready after {time.monotonic() - began:.0f} s")
+            tell(_log, f"the engines are ready after {time.monotonic() - begun_at:.0f} s")
             yield client
     finally:
-        if not joined:
+        if not runs_already:
             end_system(config)

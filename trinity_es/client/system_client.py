@@ -35,29 +35,29 @@ class SystemClient:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
-        self._link = Connection(self._payloads, self._running)
+        self._link = Connection(self._payloads, self._find_admin)
         self._log: Log | None = None
 
-    def _running(self, gone: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _find_admin(self, last_admin: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the admin of the running system; None while the keeper starts it.
 
-        `gone`: admin of the previous system. Raises NotRunning if no keeper starts one, and LogRewound as
-        `_require_log`.
+        `last_admin`: that of the previous system, which is gone. Raises NotRunning if no keeper starts one, and
+        LogRewound as `_require_log`.
         """
         admin = running_system.find(self.config)
         if admin is None:
-            if gone is None:
+            if last_admin is None:
                 remembered_log_end.require(self.config)
             else:
                 self._require_log()
             if running_system.stopped(self.config)["kept"] is None:
-                raise running_system.none_runs(self.config) if gone is None else system_gone(gone)
+                raise running_system.none_runs(self.config) if last_admin is None else system_gone(last_admin)
         return admin
 
     def _require_log(self) -> None:
         """Raise LogRewound if the log lacks an event that this client or this host remembers."""
         mark = self._link.last_mark
-        remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
+        remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.name)])
 
     def __enter__(self) -> Self:
         return self
@@ -91,12 +91,12 @@ class SystemClient:
         Raises TimeoutError after `patience` seconds.
         """
         patience = argument_checks.number("patience", patience)
-        until = time.monotonic() + patience
+        deadline = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
-        rollout = {}
+        coordinator_status = {}
         if where.coordinator is not None or self._link.knows_coordinator:  # a stopped guardian gives no address
-            rollout = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))
-        return {"system": where.status, "batches": [], "runners": [], **rollout}
+            coordinator_status = self._link.call(GetStatus(), max(0.0, deadline - time.monotonic()))
+        return {"system": where.status, "batches": [], "runners": [], **coordinator_status}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
         """End a runner's process and start another; returns `runner` and the new `incarnation` when the process runs.
@@ -105,14 +105,14 @@ class SystemClient:
         then (`wait_ready`). The event `RunnerLost` records this caller and `reason`. A runner that failed, was given up
         or waits for its restart is started at once. Raises RunnerNotFound (KeyError), TimeoutError.
         """
-        limit = argument_checks.seconds("timeout", timeout) or 60.0
-        until = time.monotonic() + limit
+        limit = argument_checks.timeout_seconds("timeout", timeout) or 60.0
+        deadline = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
         incarnations = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
         if argument_checks.text("name", name) not in incarnations:  # perhaps a runner of another host
-            rows = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))["runners"]
+            rows = self._link.call(GetStatus(), max(0.0, deadline - time.monotonic()))["runners"]
             incarnations = {r["runner"]: r["incarnation"] for r in rows} | incarnations
         if name not in incarnations:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(incarnations)) or 'none'}")
@@ -122,7 +122,7 @@ class SystemClient:
             incarnation=incarnations[name],  # so a request that comes twice ends one life only
             reason=f"{caller}: {reason}" if reason else caller,
         )
-        answer = self._link.call(command, max(0.0, until - time.monotonic()))
+        answer = self._link.call(command, max(0.0, deadline - time.monotonic()))
         return dict(answer)
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ class SystemClient:
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return `live` and `system` for `Log.why`: the system's own status, and the state of its processes."""
+        """Return `live` and `system` for `Log.why`: the system's status (None if it is silent), and its processes."""
         try:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
@@ -174,19 +174,20 @@ class SystemClient:
         """Wait until every engine serves. Raises StartupError with the reason of an engine that can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
-            self.status, argument_checks.seconds("timeout", timeout) or self.config.system.startup_timeout,
+            self.status, argument_checks.timeout_seconds("timeout", timeout) or self.config.system.startup_timeout,
             progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
             logs=self.config.system.log_dir,
         )
 
     def _end(self) -> int:
-        """End the whole system. Returns how many processes had to be killed."""
+        """End the whole system. Returns the number of processes that had to be killed."""
         running_system.stop_keeper(self.config)
         with contextlib.suppress(TrinityError):  # joins the current system if the keeper started another one
             self._link.where()
         processes = leftovers(self.config)
-        killed = lifecycle.stop(self._link.admin, self._link.retire)
+        killed_count = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
             if running_system.find(self.config) is None:  # otherwise another system runs by now
-                killed += running_system.end(running_system.wait_gone(processes, 0.5))  # processes that workflows left
-        return killed
+                # Processes that workflows started and left.
+                killed_count += running_system.end(running_system.wait_gone(processes, 0.5))
+        return killed_count

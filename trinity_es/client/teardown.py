@@ -14,6 +14,8 @@ __all__ = ["Teardown", "end_system"]
 
 @dataclass(slots=True)
 class Teardown:
+    """How a system was ended."""
+
     killed: int = 0
     """Processes that did not end by themselves."""
     left: list[int] = field(default_factory=list)

@@ -68,11 +68,11 @@ class Config(RunConfig):
         return _validate(dict(data), folder, lambda path: source)
 
     @model_validator(mode="after")
-    def _can_cut(self) -> Self:
+    def _check_cut(self) -> Self:
         """Refuse `synchronizer.in_flight: cut` if tasks could not go on in a later step."""
         explorer, sync, retention = self.explorer, self.synchronizer, self.store.retention
-        ahead, bound = sync.steps_ahead, explorer.max_staleness
-        wrong = {
+        steps_ahead, max_staleness = sync.steps_ahead, explorer.max_staleness
+        conditions = {
             "explorer.over_rollout.ratio is 0, so no step leaves a task unfinished: give the share that it may leave":
                 explorer.over_rollout.ratio == 0,
             "explorer.progress.seconds is 0, so there is no journal from which a task could go on: set it to 1":
@@ -81,13 +81,13 @@ class Config(RunConfig):
             "it out": explorer.over_rollout.return_partial_tasks,
             "explorer.max_repeat_times_per_runner splits the runs of a task, and a group goes on as a whole: leave it "
             "out": explorer.max_repeat_times_per_runner is not None,
-            f"explorer.max_staleness is {bound}, so answers that go on would be dropped: set it to {ahead} or more":
-                bound is not None and bound < ahead,
-            f"store.retention is {retention}, and the tokens of a cut task may be needed {ahead} steps later: raise it":
-                retention is not None and retention < ahead,
+            f"explorer.max_staleness is {max_staleness}, so answers that go on would be dropped: set it to "
+            f"{steps_ahead} or more": max_staleness is not None and max_staleness < steps_ahead,
+            f"store.retention is {retention}, and the tokens of a cut task may be needed {steps_ahead} steps later: "
+            "raise it": retention is not None and retention < steps_ahead,
         }
-        reason = next((text for text, holds in wrong.items() if holds), "") if sync.in_flight == "cut" else ""
-        if reason:
+        reason = next((text for text, is_true in conditions.items() if is_true), "")
+        if reason and sync.in_flight == "cut":
             raise ValueError(f"synchronizer.in_flight is cut, and {reason}")
         return self
 
@@ -100,40 +100,38 @@ class Config(RunConfig):
             raise ValueError(
                 "hosts.address is set, and synchronizer.sync_method is nccl: engines on other hosts can't join an NCCL "
                 "group. Set synchronizer.sync_method to memory, or to checkpoint: hosts pull from the head what they "
-                "can't read"
-            )
+                "can't read")
         if rollout.engine_type == "http" and self.synchronizer.sync_method == "nccl":
             raise ValueError(
                 "explorer.rollout_model.engine_type is http, and synchronizer.sync_method is nccl: external "
                 "servers can't join an NCCL group. Set synchronizer.sync_method to checkpoint, or to memory if the "
-                "servers are on the trainer's host"
-            )
-        run = folder / "runs" / self.project / self.name
-        # a benchmark begins again with the first weights, in its own log
-        beside = run / "bench" if self.mode == "bench" else run
-        url = make_url(self.store.url or file_url(beside / "log.sqlite"))
+                "servers are on the trainer's host")
+        run_folder = folder / "runs" / self.project / self.name
+        if self.mode == "bench":  # it begins again with the first weights, in its own log
+            run_folder = run_folder / "bench"
+        url = make_url(self.store.url or file_url(run_folder / "log.sqlite"))
         if url.get_backend_name() == "sqlite":
             if hosts.address:
                 raise ValueError(
                     "hosts.address is set, and the store is a SQLite file, which only one host can use: its locks and "
-                    "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database"
-                )
+                    "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database")
             file = _absolute(str(url.database), folder)
-            url, beside = make_url(file_url(file)), Path(file).parent
-        default = _model_path(self.model.model_path, folder)
+            url, run_folder = make_url(file_url(file)), Path(file).parent
+        default_model = _model_path(self.model.model_path, folder)
 
-        def placed(model: _Model) -> _Model:
-            path = _model_path(model.model_path, folder) or default
+        def with_paths(model: _Model) -> _Model:
+            path = _model_path(model.model_path, folder) or default_model
             return _with(model, model_path=path, servers=_absolute_in(model.servers, folder, "file"))
 
         system = _absolute_in(self.system, folder, "log_dir", "key_file")
         self.__dict__.update(  # the only write to a frozen config, before any caller has it
-            model=_with(self.model, model_path=default),
-            run_dir=_absolute(self.run_dir or str(beside), folder),
+            model=_with(self.model, model_path=default_model),
+            run_dir=_absolute(self.run_dir or str(run_folder), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
             explorer=_with(
-                explorer, rollout_model=placed(rollout), auxiliary_models=[*map(placed, explorer.auxiliary_models)],
+                explorer, rollout_model=with_paths(rollout),
+                auxiliary_models=[*map(with_paths, explorer.auxiliary_models)],
                 proxy_tls=_absolute_in(explorer.proxy_tls, folder, "cert", "key"),
             ),
             buffer=_with(self.buffer, explorer_input=_with(inputs, **{
@@ -141,7 +139,7 @@ class Config(RunConfig):
                 for group in _TASKSETS
             })),
             store=_with(self.store, url=url.render_as_string(hide_password=False)),
-            system=_with(system, log_dir=system.log_dir or _absolute(str(beside / "logs"), folder)),
+            system=_with(system, log_dir=system.log_dir or _absolute(str(run_folder / "logs"), folder)),
             hosts=_absolute_in(hosts, folder, "key_file", "weights_dir"),
         )
         return self
@@ -198,9 +196,9 @@ class Config(RunConfig):
         with self._importing():
             for key, taskset in ((f"buffer.explorer_input.{group}[{i}]", taskset) for group in _TASKSETS
                                  for i, taskset in enumerate(getattr(inputs, group))):
-                problems += _taskset_problem(key, taskset)
-                unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.paths)
-                wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
+                problems += _taskset_problems(key, taskset)
+                unknown = _import_problems(f"{key}.workflow", taskset.workflow, WORKFLOWS.paths)
+                wrong = _import_problems(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
                 if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                     wrong = [f"{key}: {missing}"]
                 rows = taskset.format  # if rows name their own, the arguments are for those
@@ -209,7 +207,7 @@ class Config(RunConfig):
                 if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
                     function = REWARD_FUNCTIONS.get(reward)
                     wrong = reward_problems(f"{key}.reward_fn_args", function, taskset.reward_fn_args)
-                wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
+                wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problems)
                 workflows += unknown
                 problems += wrong
             built: list[tuple[str, str, str, Mapping[str, Any], Callable[[], Any]]] = [
@@ -221,36 +219,37 @@ class Config(RunConfig):
                  partial(priority_of, queue.priority_fn, queue.priority_fn_args)),
             ]
             for key, leaf, name, known, build in built:
-                problems += _import_problem(f"{key}.{leaf}", name, known) or _build_problem(build, key)
+                problems += _import_problems(f"{key}.{leaf}", name, known) or _build_problems(build, key)
             for name in self.monitor.monitor_type:
-                problems += _import_problem("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
-            unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
+                problems += _import_problems("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
+            unbuilt = _import_problems("trainer.class", self.trainer.trainer_class)
             if self.trainer.trainer_class is not None and not unbuilt:
                 trainer = load(self.trainer.trainer_class)
-                unbuilt = call_problems("trainer.args", trainer, self.trainer.args, first=1)  # after model_path
+                unbuilt = call_problems("trainer.args", trainer, self.trainer.args, positional_count=1)  # model_path
             problems += unbuilt
             for key, m in models.items():
-                problems += _import_problem(f"{key}.engine_type", m.engine_type, registered("engine"))
+                problems += _import_problems(f"{key}.engine_type", m.engine_type, registered("engine"))
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 
     @contextmanager
     def _importing(self) -> Iterator[None]:
-        before = list(sys.path)
+        """Let modules beside the config, and in the working directory, be imported inside; restore `sys.path`."""
+        old_path = list(sys.path)
         look_in(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
         try:
             yield
         finally:
-            sys.path[:] = before
+            sys.path[:] = old_path
 
 
-def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
+def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
     """Return the problems of a taskset's source that this machine alone can find."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
-        check = None if (problems := _import_problem(f"{key}.path", path)) else getattr(load(path), "check", None)
-        return _build_problem(partial(check, taskset), f"{key}.path") if check is not None else problems
+        check = None if (problems := _import_problems(f"{key}.path", path)) else getattr(load(path), "check", None)
+        return _build_problems(partial(check, taskset), f"{key}.path") if check is not None else problems
     file = taskset.file
     if file.is_dir() and not (file / "state.json").is_file():
         return [f"{key}.path: {file} is a folder: choose <split>.jsonl in it with {key}.split (or .parquet, or a "
@@ -260,7 +259,8 @@ def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
     return [f"{key}.path: no file {file}{taskset.other_meaning}"]
 
 
-def _import_problem(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
+def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
+    """Return the problem of a value that is "module:name" or one of the `known` names, if it can't be imported."""
     name = written if written is None else known.get(written, written)
     if not isinstance(name, str) or (written in known and name.startswith("trinity_es.")):
         return []
@@ -277,7 +277,8 @@ def _import_problem(key: str, written: str | None, known: Mapping[str, Any] = {}
     return [f"{key}: {name}: {missing}"] if missing else []
 
 
-def _build_problem(build: Callable[[], Any], key: str) -> list[str]:
+def _build_problems(build: Callable[[], Any], key: str) -> list[str]:
+    """Return the problem of a key whose object can't be built."""
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -308,26 +309,26 @@ def _model_path(path: str, folder: Path) -> str:
 
 
 def _validate(
-    data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str],
+    data: dict[str, Any], folder: str | Path | None, origin_of: Callable[[Path_], str],
     as_text: Callable[[Path_], tuple[str, str]] = lambda path: ("", ""),
 ) -> Config:
-    """Return the config; `where` and `as_text` are those of `explain`. Raises ConfigError."""
+    """Return the config; `origin_of` and `as_text` are those of `explain`. Raises ConfigError."""
     plain, problems, texts = resolved(data)
     unresolved = {
-        path: f"{where(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
+        path: f"{origin_of(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
         for path, problem in problems.items()
     }
-    for again in (True, False):
+    for may_convert in (True, False):
         try:
             config = Config.model_validate(plain, context={"folder": folder})
         except ValidationError as e:
             errors = e.errors(include_url=False)
-            if again and _convert(plain, errors, texts):
+            if may_convert and _convert_texts(plain, errors, texts):
                 continue
             from trinity_es.config.trinity_rft_keys import foreign_keys, foreign_values  # it reads a file
 
             raise explain(
-                errors, Config, where, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
+                errors, Config, origin_of, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
                 unexpanded=unresolved, as_text=as_text,
             ) from None
         break
@@ -336,17 +337,17 @@ def _validate(
     return config
 
 
-def _convert(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
+def _convert_texts(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
     """Convert resolved texts that were refused for their type to numbers and flags. Return True if there were any."""
-    done = False
+    has_converted = False
     for error in errors:
         path: Path_ = error["loc"]
         if path in texts:
             parent = reduce(operator.getitem, path[:-1], data)
             with contextlib.suppress(ValueError):
                 parent[path[-1]] = converted(parent[path[-1]], error["type"])
-                done = True
-    return done
+                has_converted = True
+    return has_converted
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -356,21 +357,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path).absolute()
     data, lines = read_yaml(file)
-    written = apply_overrides(data, overrides)
+    overridden = apply_overrides(data, overrides)
 
-    def where(key: Path_) -> str:
+    def origin_of(key: Path_) -> str:
         for end in range(len(key), 0, -1):
-            if key[:end] in written:
-                return written[key[:end]][0]
+            if key[:end] in overridden:
+                return overridden[key[:end]][0]
             if key[:end] in lines:
                 return f"{path} line {lines[key[:end]][0]}"
         return str(path)
 
     def as_text(key: Path_) -> tuple[str, str]:
-        if key in written:
-            name, text = written[key]
+        if key in overridden:
+            name, text = overridden[key]
             return text, f"--set {shlex.quote(name.removeprefix('--set ') + '=' + json.dumps(text))}"
         text = lines.get(key, (0, ""))[1]
         return text, json.dumps(text)
 
-    return _validate(data, file.parent, where, as_text)
+    return _validate(data, file.parent, origin_of, as_text)

@@ -41,15 +41,15 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def _markdown() -> str:
-    rows = "\n".join(f"| `{key}` | {kind} | `{default}` | {text} |" for key, kind, default, text in describe())
+    """Return the text of docs/CONFIG.md."""
+    rows = "\n".join(f"| `{key}` | {type_} | `{default}` | {text} |" for key, type_, default, text in describe())
     return (
         "# Config\n\nOne YAML file; every key but those marked `required` may be left out. An unknown key is an error. "
         "Relative paths are relative to the folder of the config file. `--set a.b=c` overrides a key, "
         "`--set a.0.b=c` one in a list.\n\n"
         f"{_ENVIRONMENT}\n"
         "This page is printed by `python -m trinity_es.config.config_docs`.\n\n"
-        f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
-    )
+        f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n")
 
 
 if __name__ == "__main__":

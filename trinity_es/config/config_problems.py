@@ -33,59 +33,61 @@ def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError)
 
 
 def explain(
-    errors: Sequence[ErrorDetails], model: type[BaseModel], where: Callable[[Path_], str], *,
+    errors: Sequence[ErrorDetails], model: type[BaseModel], origin_of: Callable[[Path_], str], *,
     foreign: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
     as_text: Callable[[Path_], tuple[str, str]],
 ) -> TrinityError:
-    """Return pydantic's errors as one ConfigError, a line each. `where` says where a key came from; `as_text` has its
-    written form, and how to write it as a text.
+    """Return pydantic's errors as one ConfigError, a line each. `origin_of` returns where a key came from (its
+    file and line); `as_text` returns its written form, and how to write it as a text.
 
     An unknown key gets a hint: the text of `foreign` for it, for a key in it or for its section, otherwise the nearest
     known key. A refused value gets the text of `foreign_values` for (key, value). `unexpanded` has a line for each
     value that has to be written out. It replaces pydantic's problem with this value, and is dropped if the key is
     unknown.
     """
-    known = [row[0] for row in key_table(model)]
+    known_keys = [row[0] for row in key_table(model)]
     problems = []
-    left = dict(unexpanded)
+    unexpanded_lines = dict(unexpanded)
     for error in errors:
         path = error_path(error)
         if error["type"] == "extra_forbidden":
-            left = {at: line for at, line in left.items() if at[: len(path)] != path}
-            for at in dict.fromkeys(_foreign_paths(path, error["input"], foreign)) or [path]:
-                problems.append(f"{where(at)}: unknown key {dotted(at)}{_key_hint(at, known, foreign)}")
+            unexpanded_lines = {p: line for p, line in unexpanded_lines.items() if p[: len(path)] != path}
+            for key_path in dict.fromkeys(_foreign_paths(path, error["input"], foreign)) or [path]:
+                key_hint = _key_hint(key_path, known_keys, foreign)
+                problems.append(f"{origin_of(key_path)}: unknown key {dotted(key_path)}{key_hint}")
         elif path not in unexpanded:
             hint = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
             problem = sentence(error, "the config", *as_text(path))
-            problems.append(f"{where(path)}: {problem}" + (f"; {hint}" if hint else ""))
-    return config_error([*left.values(), *problems])
+            problems.append(f"{origin_of(path)}: {problem}" + (f"; {hint}" if hint else ""))
+    return config_error([*unexpanded_lines.values(), *problems])
 
 
 def _foreign_paths(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
     """Yield, for each innermost key below `value`, the longest part of its path from the root that is in `foreign`."""
-    inner: Iterable[tuple[str | int, Any]] = ()
+    items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
-        inner = value.items()
+        items = value.items()
     elif isinstance(value, list):
-        inner = enumerate(value)
+        items = enumerate(value)
     has_keys = False
-    for key, below in inner:
+    for key, inner_value in items:
         has_keys = True
-        yield from _foreign_paths((*path, key), below, foreign)
+        yield from _foreign_paths((*path, key), inner_value, foreign)
     while not has_keys and path and dotted(path, any_index=True) not in foreign:
         path = path[:-1]
     if not has_keys and path:
         yield path
 
 
-def _key_hint(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
+def _key_hint(path: Path_, known_keys: list[str], foreign: Mapping[str, str]) -> str:
+    """Return what to write instead of an unknown key: its text in `foreign`, or the nearest known key."""
     key = dotted(path, any_index=True)
     if key in foreign:
         return f"; {foreign[key]}"
     parent, _, leaf = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known if k.startswith(prefix)]
-    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known_keys if k.startswith(prefix)]
+    elsewhere = [k for k in known_keys if k.rpartition(".")[2] == leaf]
     if near := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7):
         return f"; did you mean {dotted((*path[:-1], near[0]))}?"
     if elsewhere:
@@ -104,25 +106,28 @@ def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
         key = prefix + (info.alias or name)
         inner, in_list = _inner_model(info.annotation)
         if inner is None or in_list:
-            rows.append((key, _type(info), _default(info), _documented(model, name)))
+            rows.append((key, _type_text(info), _default_text(info), _description(model, name)))
         if inner is not None:
             rows += key_table(inner, f"{key}[]." if in_list else f"{key}.")
     return rows
 
 
-def _documented(model: type[BaseModel], name: str) -> str:
+def _description(model: type[BaseModel], name: str) -> str:
+    """Return the docstring of a field, from the first class of the model that has one."""
     classes = [cls for cls in model.__mro__ if cls.__module__.startswith("trinity_es.")]
-    return next(filter(None, (_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in classes)), "")
+    docs = (_field_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in classes)
+    return next(filter(None, docs), "")
 
 
 @functools.cache
-def _docs(file: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings of fields, which Python itself drops, by class."""
+def _field_docs(file: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of fields, which Python itself drops, by class and field."""
     classes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)]
     return {node.name: {name: doc for name, _, doc in documented_fields(node)} for node in classes}
 
 
 def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """Return the model of a field that is a section or a list of sections (else None), and whether it is a list."""
     if typing.get_origin(annotation) is types.UnionType:  # a section that may be null
         [annotation] = [a for a in typing.get_args(annotation) if a is not type(None)][:1]
     if typing.get_origin(annotation) is list:
@@ -134,7 +139,8 @@ _TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true
           "list": "list", "NoneType": "null"}
 
 
-def _type(info: FieldInfo) -> str:
+def _type_text(info: FieldInfo) -> str:
+    """Return the type of a field in words."""
     def text_of(annotation: Any) -> str:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Literal:
@@ -150,7 +156,8 @@ def _type(info: FieldInfo) -> str:
     return text_of(info.annotation)
 
 
-def _default(info: FieldInfo) -> str:
+def _default_text(info: FieldInfo) -> str:
+    """Return the default of a field as docs/CONFIG.md shows it."""
     extra = info.json_schema_extra
     if isinstance(extra, dict) and "shown" in extra:
         return str(extra["shown"])

@@ -17,10 +17,11 @@ from trinity_es.events.secrets import Secret, is_reference, is_secret_key, marke
 
 __all__ = ["converted", "escaped", "resolved"]
 
-_OPEN = re.compile(r"(\\*)\$\{")
-_FOUND = re.compile(
-    r"""(?P<kept>\\*)\$\{(?:\s*oc\.env\s*:\s*(?P<name>[\w.-]+)\s*"""
-    r"""(?P<default>,\s*(?:'(?P<one>(?:(?!\$\{)[^'])*)'|"(?P<two>(?:(?!\$\{)[^"])*)"|(?P<plain>[^][{}'",]*?))\s*)?\})?"""
+_START = re.compile(r"(\\*)\$\{")
+_INTERPOLATION = re.compile(
+    r"""(?P<backslashes>\\*)\$\{(?:\s*oc\.env\s*:\s*(?P<name>[\w.-]+)\s*"""
+    r"""(?P<default>,\s*(?:'(?P<single>(?:(?!\$\{)[^'])*)'|"(?P<double>(?:(?!\$\{)[^"])*)"|"""
+    r"""(?P<plain>[^][{}'",]*?))\s*)?\})?"""
 )
 _TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
@@ -37,40 +38,40 @@ def resolved(value: Any) -> tuple[Any, dict[Path_, str], set[Path_]]:
     problems: dict[Path_, str] = {}
     texts: set[Path_] = set()
 
-    def one(value: Any, path: Path_) -> Any:
-        if _kept(value):
+    def resolve(value: Any, path: Path_) -> Any:
+        if _is_secret(value):
             return value
         if isinstance(value, Mapping):
-            return {key: one(inner, (*path, key)) for key, inner in value.items()}
+            return {key: resolve(inner, (*path, key)) for key, inner in value.items()}
         if isinstance(value, list):
-            return [one(inner, (*path, i)) for i, inner in enumerate(value)]
+            return [resolve(inner, (*path, i)) for i, inner in enumerate(value)]
         if not isinstance(value, str):
             return value
         try:
-            text, varies = _read(value, quotable=not (path and is_secret_key(str(path[-1]))))
+            text, has_variable = _resolve_text(value, quotable=not (path and is_secret_key(str(path[-1]))))
         except _Refused as e:
             problems[path] = str(e)
             return value
-        if varies:
+        if has_variable:
             texts.add(path)
         return text
 
-    return one(value, ()), problems, texts
+    return resolve(value, ()), problems, texts
 
 
-def _kept(value: Any) -> bool:
+def _is_secret(value: Any) -> bool:
     return isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None
 
 
 def escaped(value: Any) -> Any:
     """Return data from which `resolved` makes this again."""
-    if _kept(value):
+    if _is_secret(value):
         return value
     if isinstance(value, Mapping):
-        return {key: escaped(one) for key, one in value.items()}
+        return {key: escaped(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(one) for one in value]
-    return _OPEN.sub(lambda m: rf"{2 * m[1]}\${{", value) if isinstance(value, str) else value
+        return [escaped(inner) for inner in value]
+    return _START.sub(lambda m: rf"{2 * m[1]}\${{", value) if isinstance(value, str) else value
 
 
 def converted(text: str, expected: str) -> Any:
@@ -85,38 +86,37 @@ def converted(text: str, expected: str) -> Any:
     raise ValueError(expected)
 
 
-def _read(text: str, *, quotable: bool) -> tuple[str | None, bool]:
+def _resolve_text(text: str, *, quotable: bool) -> tuple[str | None, bool]:
     """Return the value of a text, and whether it contains a variable. `quotable`: an error may quote it."""
     names: list[str] = []
 
-    def one(match: re.Match[str]) -> str:
-        backslashes, name = len(match["kept"]), match["name"]
-        kept = backslashes // 2 * "\\"
+    def replacement(match: re.Match[str]) -> str:
+        """Return the text for an interpolation. Two backslashes before it are one; an odd one keeps it as it is."""
+        backslashes, name = len(match["backslashes"]), match["name"]
+        prefix = backslashes // 2 * "\\"
         if backslashes % 2:
-            return kept + match[0][backslashes:]
+            return prefix + match[0][backslashes:]
         if name is None:
             raise _Refused(
                 f"holds {_quoted(text[match.start() + backslashes :], quotable)}, which is not resolved here: only "
                 "${oc.env:NAME} and ${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in "
-                "quotes), and \\${ is the text ${ itself"
-            )
+                "quotes), and \\${ is the text ${ itself")
         names.append(name)
         if name not in os.environ and match["default"] is None:
             raise _Refused(
                 f"needs the environment variable {name}, which is not set: set it, or write a default, as in "
-                f"${{oc.env:{name},default}}"
-            )
-        return kept + os.environ.get(name, match["one"] or match["two"] or match["plain"] or "")
+                f"${{oc.env:{name},default}}")
+        return prefix + os.environ.get(name, match["single"] or match["double"] or match["plain"] or "")
 
-    whole = _FOUND.sub(one, text)
-    alone = _FOUND.fullmatch(text)
-    if alone is not None and not alone["kept"] and alone["plain"] == "null" and names[0] not in os.environ:
+    resolved_text = _INTERPOLATION.sub(replacement, text)
+    alone = _INTERPOLATION.fullmatch(text)  # a text that is one interpolation can be null
+    if alone is not None and not alone["backslashes"] and alone["plain"] == "null" and names[0] not in os.environ:
         return None, True
-    return Secret(whole) if any(map(is_secret_key, names)) else whole, bool(names)
+    return Secret(resolved_text) if any(map(is_secret_key, names)) else resolved_text, bool(names)
 
 
 def _quoted(text: str, quotable: bool) -> str:
-    """Return the interpolation at the beginning of a text, without its default, which may be a secret."""
+    """Return the interpolation at the beginning of a text for an error, without its default, which may be a secret."""
     head = re.match(r"\$\{([\w.]+\}|oc\.env:\w+|[\w.]+:)", text)
     if head is None or not quotable:
         return "${...}"

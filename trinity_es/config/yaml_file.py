@@ -1,7 +1,7 @@
 """Reading of a config and reporting of its mistakes: YAML, overrides, error lines, the key table.
 
-It works for any pydantic model; `schema.py` has the keys. Every problem is one line with the file and the line in it
-(or the override), the key, its value and the remedy.
+It works for any pydantic model; `trinity_es.actors.config` has the keys. Every problem is one line with the file and
+the line in it (or the override), the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ class _Loader(yaml.SafeLoader):
     """
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    """Return the dict of a mapping. Raises ConstructorError for a key that stands there twice."""
     loader.flatten_mapping(node)
     out: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         try:
-            twice = key in out
+            is_repeated = key in out
         except TypeError:
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark) from None
-        if twice:
+        if is_repeated:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark
-            )
+                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark)
         out[key] = loader.construct_object(value_node, deep=True)
     return out
 
 
-def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return a whole number as YAML 1.2 reads it. Raises ConstructorError for one that Python can't read."""
     text = str(loader.construct_scalar(node)).replace("_", "")
     if len(text) > 4000:  # Python reads no number with more than 4,300 digits
         raise yaml.constructor.ConstructorError(
-            None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark
-        )
+            None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark)
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
-_OWN = {
+_NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"^([-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"),
     "tag:yaml.org,2002:float": re.compile(
         r"^([-+]?([0-9][0-9_]*\.?|[0-9][0-9_]*\.[0-9_]+|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
 }
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (*_OWN, "tag:yaml.org,2002:timestamp")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (*_NUMBERS, "tag:yaml.org,2002:timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _tag, _pattern in _OWN.items():
+for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]:
@@ -97,6 +97,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]
 
 
 def _parse(text: str) -> tuple[Any, yaml.Node | None]:
+    """Return the value of a YAML text and its node, (None, None) for an empty one. Raises YAMLError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -114,16 +115,20 @@ def _parse(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return the number of values under a node, with each alias expanded; a node inside itself has none."""
+    """Return the number of values of a node, with each alias expanded; `sizes` has those of nodes by id.
+
+    A node inside of itself counts as none.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = 0
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
-        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+        nodes = [n for item in inner for n in (item if isinstance(item, tuple) else (item,))]  # (key, value) or item
+        sizes[id(node)] = 1 + sum(_size(n, sizes) for n in nodes)
     return sizes[id(node)]
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, tuple[int, str]]]:
+    """Yield (path, (line, written form)) of each key and list item below a node; `path` is the node's."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield (*path, key.value), (key.start_mark.line + 1, _written(value))
@@ -135,6 +140,7 @@ def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, tuple[i
 
 
 def _written(node: yaml.Node) -> str:
+    """Return a plain value as it is written; "" for a mapping or a list."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
 
 
@@ -158,23 +164,22 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
         parent: Any = data
         path: Path_ = ()
         for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            at: str | int = piece
+            key_or_index: str | int = piece
             if isinstance(parent, list):
                 if not piece.isdecimal() or int(piece) >= len(parent):
                     raise ConfigError(f"{name}: {dotted(path)} is a list of {len(parent)}; write an index "
                                       f"below {len(parent)} instead of {piece!r}")
-                at = int(piece)
+                key_or_index = int(piece)
             elif not isinstance(parent, dict):
                 raise ConfigError(f"{name}: {dotted(path)} is {quoted(parent)}, so {piece!r} can't be in it")
-            path = (*path, at)
-            if last:
-                parent[at] = value
+            path = (*path, key_or_index)
+            if i == len(pieces) - 1:
+                parent[key_or_index] = value
             elif isinstance(parent, list):
-                parent = parent[int(at)]
+                parent = parent[int(key_or_index)]
             else:
-                if parent.get(at) is None:
-                    parent[at] = {}
-                parent = parent[at]
+                if parent.get(key_or_index) is None:
+                    parent[key_or_index] = {}
+                parent = parent[key_or_index]
         written[path] = name, text
     return written

@@ -4,7 +4,7 @@ It reads only the log, so it needs no actor, GPU or torch and cannot disturb a r
 
 | module | content |
 |---|---|
-| `page.py` | pages, requests for them, and links between them |
+| `page_urls.py` | pages, requests for them, and links between them |
 | `pages/` | the pages, a module each; its docstring says how to add one |
 | `rendering.py` | jinja2 with autoescape; formats of numbers and times |
 | `live.py` | one tail of the log for all open pages; server-sent events |

@@ -41,11 +41,15 @@ def _name_of(host: str) -> str:
 
 
 class AccessMiddleware:
+    """ASGI app that lets allowed requests through to `app` and adds HEADERS to every response."""
+
     def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] = (), cookie: str = "trinity_es") -> None:
-        self.app, self.token, self.cookie = app, token, cookie
-        own = socket.gethostname().lower()
-        self.hosts = {"localhost", own, own.partition(".")[0], *(h.lower().rstrip(".") for h in hosts)}
-        # The cookie does not hold the token itself.
+        self.app = app
+        self.token = token
+        self.cookie_name = cookie
+        own_name = socket.gethostname().lower()
+        self.host_names = {"localhost", own_name, own_name.partition(".")[0], *(h.lower().rstrip(".") for h in hosts)}
+        # Value of the cookie, which does not hold the token itself.
         self.ticket = "" if token is None else hmac.digest(token.encode(), b"trinity-es dashboard", "sha256").hex()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -53,21 +57,22 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
             return
 
-        async def with_headers(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
+            """Send a message of the response; its start gets those of HEADERS that the app did not set."""
             if message["type"] == "http.response.start":
-                present = {name.lower() for name, _ in message["headers"]}
+                present_names = {name.lower() for name, _ in message["headers"]}
                 caching = "no-cache" if scope["path"].startswith("/static/") else "no-store"
                 added = {**HEADERS, "cache-control": caching}
                 message["headers"] = [
                     *message["headers"],
-                    *((k.encode(), v.encode()) for k, v in added.items() if k.encode() not in present),
+                    *((k.encode(), v.encode()) for k, v in added.items() if k.encode() not in present_names),
                 ]
             await send(message)
 
-        answer = await self._refusal(scope, receive)
-        await (answer or self.app)(scope, receive, with_headers)
+        own_answer = await self._own_answer(scope, receive)
+        await (own_answer or self.app)(scope, receive, send_with_headers)
 
-    async def _refusal(self, scope: Any, receive: Any) -> Any:
+    async def _own_answer(self, scope: Any, receive: Any) -> Any:
         """Return the answer to a request that is refused or logs in; None lets the request through."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if not self._is_own_name(_name_of(headers.get(b"host", ""))):
@@ -85,8 +90,9 @@ class AccessMiddleware:
         if tokens:
             if not self._is_token(tokens[0]):
                 return _token_form("That token is wrong.")
-            rest = urlencode([(n, v) for n, v in query if n != "token"])
-            return self._log_in(_local(scope["path"]) + (f"?{rest}" if rest else ""), secure=scope["scheme"] == "https")
+            other_parameters = urlencode([(n, v) for n, v in query if n != "token"])
+            url = _local_path(scope["path"]) + (f"?{other_parameters}" if other_parameters else "")
+            return self._log_in(url, secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
         if self._is_token(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
             return None
@@ -97,17 +103,18 @@ class AccessMiddleware:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in self.hosts
+            return name in self.host_names
         return True  # an address, unlike a name, can't be pointed elsewhere
 
     def _is_token(self, text: str) -> bool:
+        """Return whether this is the token, in a time that does not tell how much of it is right."""
         return hmac.compare_digest(text.encode(errors="replace"), (self.token or "").encode())
 
     def _ticket_of(self, header: str) -> str:
         """Return the value of our cookie in this header; "" if there is none."""
         from starlette.requests import cookie_parser
 
-        ticket = cookie_parser(header).get(self.cookie, "")  # SimpleCookie stops at a malformed cookie
+        ticket = cookie_parser(header).get(self.cookie_name, "")  # SimpleCookie stops at a malformed cookie
         return ticket if ticket.isascii() else ""
 
     async def _enter(self, receive: Any, *, secure: bool) -> Any:
@@ -121,17 +128,17 @@ class AccessMiddleware:
         token = dict(parse_qsl(body.decode("latin-1"))).get("token", "")
         return self._log_in("/", secure=secure) if self._is_token(token) else _token_form("That token is wrong.")
 
-    def _log_in(self, where: str, *, secure: bool) -> Any:
-        """Return a redirect to this path that sets the cookie."""
+    def _log_in(self, url: str, *, secure: bool) -> Any:
+        """Return a redirect to this URL that sets the cookie."""
         from starlette.responses import RedirectResponse
 
-        answer = RedirectResponse(where, status_code=303)
+        answer = RedirectResponse(url, status_code=303)
         answer.set_cookie(
-            self.cookie, self.ticket, max_age=WEEK_SECONDS, httponly=True, secure=secure, samesite="lax", path="/")
+            self.cookie_name, self.ticket, max_age=WEEK_SECONDS, httponly=True, secure=secure, samesite="lax", path="/")
         return answer
 
 
-def _local(path: str) -> str:
+def _local_path(path: str) -> str:
     """Return a path that stays on this server, unlike `//elsewhere`."""
     from urllib.parse import quote
 
@@ -139,10 +146,12 @@ def _local(path: str) -> str:
 
 
 def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:
+    """Return a page without navigation, if asked with a form for the token."""
     from starlette.responses import HTMLResponse
 
     return HTMLResponse(render("plain.html", {"title": title, "text": text, "form": form}), status_code=status)
 
 
 def _token_form(text: str) -> Any:
+    """Return the page that asks for the token; `text` says why it asks again."""
     return _page(401, "a token is needed", text or "The command that started the dashboard printed it.", form=True)

@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 def create_app(
     url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
-    closing: Callable[[], bool] = lambda: False, other: str | None = None,
+    is_closing: Callable[[], bool] = lambda: False, other: str | None = None,
 ) -> Any:
     """Return the app for the log at `url`.
 
     `hosts` are names, besides this machine's own, that the Host header may have. `other` is the URL of a second log to
-    compare batches with. Event streams to pages end once `closing` returns True.
+    compare batches with. Event streams to pages end once `is_closing` returns True.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -51,17 +51,21 @@ def create_app(
     second_tail = None if other is None else Tail(other)  # not started: the log is opened when a page reads it
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
     nav = pages.navigation()
-    kept: dict[str, Any] = {}
+    server_values: dict[str, Any] = {}
 
-    def html(answer: tuple[int, str] | Attachment) -> Response:
+    def response(answer: tuple[int, str] | Attachment) -> Response:
+        """Return the response with a page (status, HTML), or with a file to save."""
         if isinstance(answer, Attachment):
             name = re.sub(r"[^A-Za-z0-9._-]", "-", answer.name)[:100]
             headers = {"content-disposition": f'attachment; filename="{name}"'}
             text = answer.text.encode("utf-8", "replace")
             return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
-        return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
+        status, page_html = answer
+        return Response(page_html, status_code=status, media_type="text/html; charset=utf-8")
 
     def render_page(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
+        """Return the status and the HTML of a page; without a request (an error) its position is the tail's."""
+        # `/live` takes a page that knows more events than the tail for a page of another log.
         position = tail.position if page_request is None else min(page_request.position, tail.position)
         values = {
             "page": page, "nav": nav, "request": page_request, "position": position, "generation": tail.generation,
@@ -70,15 +74,15 @@ def create_app(
         return status, render(page.template, {**values, **page.values})
 
     def make_page(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
-        """Make a page, in a thread."""
+        """Return the status and HTML of a page, or a file; runs in a thread. Errors become pages."""
         try:
             log = tail.log()
             page_request = PageRequest(
-                log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept,
-                other=None if second_tail is None else second_tail.log,
+                log=log, path=path, query=query, position=log.head().position, now=time.time(),
+                server_values=server_values, open_other_log=None if second_tail is None else second_tail.log,
             )
-            made = route.make(page_request)
-            return made if isinstance(made, Attachment) else render_page(made, page_request)
+            page = route.make(page_request)
+            return page if isinstance(page, Attachment) else render_page(page, page_request)
         except (errors.BatchNotFound, errors.RunnerNotFound, errors.PayloadNotFound, errors.WeightNotFound) as e:
             return trouble_page(404, "Not found", e.message)
         except errors.LogNotFound as e:
@@ -94,16 +98,19 @@ def create_app(
         return render_page(page, None, status)
 
     def handler(route: Route) -> Any:
+        """Return the coroutine function that answers requests for this route."""
         async def handle(request: Request) -> Response:
-            work = partial(make_page, route, request.url.path, dict(request.query_params))
-            return html(await asyncio.get_running_loop().run_in_executor(threads, work))
+            make = partial(make_page, route, request.url.path, dict(request.query_params))
+            return response(await asyncio.get_running_loop().run_in_executor(threads, make))
 
         return handle
 
     async def live(request: Request) -> Response:
-        last = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        after = int(last) if last.isdecimal() and last.isascii() and len(last) < 20 else tail.position
-        stream = messages(tail, after, request.query_params.get("log", tail.generation), ended=closing)
+        """Return the stream of server-sent events for an open page."""
+        last_known = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        is_position = last_known.isdecimal() and last_known.isascii() and len(last_known) < 20
+        after = int(last_known) if is_position else tail.position
+        stream = messages(tail, after, request.query_params.get("log", tail.generation), is_ending=is_closing)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     def make_metrics() -> tuple[int, bytes]:
@@ -124,10 +131,11 @@ def create_app(
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return html(trouble_page(status, "Not found", f"there is no page {request.url.path}"))
+        return response(trouble_page(status, "Not found", f"there is no page {request.url.path}"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
+        """Follow the log while the app runs."""
         await tail.start()
         try:
             yield

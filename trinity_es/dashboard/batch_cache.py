@@ -17,40 +17,48 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.history.attempts import BatchTimeline, tell
+from trinity_es.projections.history.attempts import BatchTimeline, fold_timeline
 from trinity_es.projections.incremental_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["BatchCache", "CachedBatch"]
 
-KEPT = 120_000
+MOST_EVENTS = 120_000
 """Maximum number of events of all cached batches together; one batch is kept however long it is."""
 
 
 class CachedBatch:
-    """Timeline and positions of one batch. Its methods need `lock`."""
+    """Timeline of one batch, its events' positions, and its state at the event that was looked at last.
+
+    Callers of the methods hold `lock`.
+    """
 
     def __init__(self, batch_id: BatchId) -> None:
-        self.batch_id, self.lock = batch_id, threading.Lock()
+        self.batch_id = batch_id
+        self.lock = threading.Lock()
         self.timeline: BatchTimeline | None = None
         self.positions = array("q")
         """Positions of the events of its stream; that of version n is at n - 1."""
-        self._kept = KeptFold(self._tell)
-        self._at: BatchState | None = None
-        self._at_version = 0
-        self._at_event: Recorded | None = None
+        self._fold = KeptFold(self._extend_timeline)
+        self._past_state: BatchState | None = None
+        self._past_version = 0
+        """Version of the event up to which `_past_state` is folded; 0 without a state."""
+        self._past_event: Recorded | None = None
 
     def follow(self, log: Log) -> BatchTimeline:
         """Return the timeline up to the log's end. Raises BatchNotFound."""
-        self.timeline = self._kept.follow(partial(log.events, self.batch_id))
+        self.timeline = self._fold.follow(partial(log.events, self.batch_id))
         return self.timeline
 
-    def _tell(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
+    def _extend_timeline(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
+        """Fold events into the timeline, and note their positions."""
         if timeline is None:  # from the first event, again if the log was restored from a copy
-            self.positions, self._at, self._at_version = array("q"), None, 0
-        return tell(self._with_positions(recorded), timeline)
+            self.positions = array("q")
+            self._past_state, self._past_version = None, 0
+        return fold_timeline(self._note_positions(recorded), timeline)
 
-    def _with_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
+    def _note_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
+        """Yield the same events; append the position of each to `positions`."""
         for item in recorded:
             self.positions.append(item.position)
             yield item
@@ -73,20 +81,22 @@ class CachedBatch:
         """
         if not 1 <= version <= len(self.positions):
             raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
-        if self._at is not None and self._at_event is not None and version == self._at_version:
-            return self._at, self._at_event
-        if version < self._at_version:
-            self._at, self._at_version = None, 0
-        after = self.positions[self._at_version - 1] if self._at_version else 0
+        if version == self._past_version and self._past_state is not None and self._past_event is not None:
+            return self._past_state, self._past_event
+        if version < self._past_version:
+            self._past_state, self._past_version = None, 0
+        after = self.positions[self._past_version - 1] if self._past_version else 0
         for recorded in log.events(self.batch_id, after):
-            self._at, self._at_version = evolve(self._at, recorded.event), recorded.version
+            self._past_state, self._past_version = evolve(self._past_state, recorded.event), recorded.version
             if recorded.version == version:
-                self._at_event = recorded
-                return self._at, recorded
+                self._past_event = recorded
+                return self._past_state, recorded
         raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}")
 
 
 class BatchCache:
+    """Folded batches of one log, by stream; the one that was used longest ago goes first."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation = ""
@@ -102,7 +112,7 @@ class BatchCache:
                 self._generation = generation
             cached = self._cached.pop(stream, None) or CachedBatch(batch_id)
             self._cached[stream] = cached
-            while len(self._cached) > 1 and sum(len(c.positions) for c in self._cached.values()) > KEPT:
+            while len(self._cached) > 1 and sum(len(c.positions) for c in self._cached.values()) > MOST_EVENTS:
                 del self._cached[next(iter(self._cached))]
         with cached.lock:
             try:

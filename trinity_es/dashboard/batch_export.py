@@ -17,7 +17,7 @@ from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import RunRow, chosen, tell
+from trinity_es.projections.history.attempts import RunRow, fold_timeline, select_runs
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.safe_text import summary
 
@@ -27,23 +27,26 @@ TASKS = 400
 EVENTS = 800
 ROLLOUTS = 24
 """Number of rollouts, half the best and half the worst by reward."""
-TEXT, TOKENS = 4000, 400
-"""Maximum number of characters and tokens of each rollout."""
+EXPERIENCES_PER_RUN = 4
+MOST_CHARACTERS = 4000
+"""Maximum number of characters of each prompt and each response."""
+MOST_TOKENS = 400
 
 
 def batch_page(log: Log, batch_id: BatchId) -> str:
-    """Return the page of one batch, as it is now. Raises BatchNotFound."""
+    """Return the HTML of a file with one batch, as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
-    timeline = tell(recorded)
+    timeline = fold_timeline(recorded)
     decode, source = tokens.decoder(log.config()[1])
     shown = _best_and_worst(timeline.rows)
     details = []
-    for row, found in zip(shown, rollout_values.read_runs(log, timeline, shown), strict=True):
-        experiences = [rollout_values.experience_values(e, decode, source, text=TEXT, most=TOKENS)
-                       for e in islice(found.experiences, 4)]
-        details.append({"row": row, "experiences": experiences, "missing": found.missing,
-                        "more": max(0, len(found.experiences) - 4)})
+    for row, result in zip(shown, rollout_values.read_runs(log, timeline, shown), strict=True):
+        experiences = [rollout_values.experience_values(e, decode, source, most_characters=MOST_CHARACTERS,
+                                                       most_tokens=MOST_TOKENS)
+                       for e in islice(result.experiences, EXPERIENCES_PER_RUN)]
+        details.append({"row": row, "experiences": experiences, "missing": result.missing,
+                        "more": max(0, len(result.experiences) - EXPERIENCES_PER_RUN)})
     end = timeline.ended_at or timeline.last_at
     window = gantt.Window(timeline.submitted_at, max(end, timeline.submitted_at + 1e-3))
     style = "\n".join((HERE / "static" / name).read_text() for name in ("app.css", "rollouts.css", "export.css"))
@@ -60,11 +63,11 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
 def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
     """Return the events since the batch was last submitted; of many only the first and the last."""
     events = [r for r in recorded if r.position >= first]
-    left = max(0, len(events) - EVENTS)
-    ends = events if not left else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
-    return {"events": [(r, summary(r.event)) for r in ends], "events_left": left, "events_cut": EVENTS // 2}
+    left_out_count = max(0, len(events) - EVENTS)
+    shown = events if not left_out_count else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+    return {"events": [(r, summary(r.event)) for r in shown], "events_left": left_out_count, "events_cut": EVENTS // 2}
 
 
 def _best_and_worst(rows: list[RunRow]) -> list[RunRow]:
-    order = list(chosen(rows, sort="reward"))
-    return order if len(order) <= ROLLOUTS else [*order[: ROLLOUTS // 2], *order[-ROLLOUTS // 2 :]]
+    ordered = list(select_runs(rows, sort="reward"))
+    return ordered if len(ordered) <= ROLLOUTS else [*ordered[: ROLLOUTS // 2], *ordered[-ROLLOUTS // 2 :]]

@@ -15,7 +15,7 @@ from trinity_es.projections.history.attempts import Attempt, BatchTimeline, Task
 from trinity_es.projections.why.answer import span
 
 __all__ = [
-    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "cells", "drawing", "kind_of", "lane", "rewards_between",
+    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "cells", "drawing", "kind_of", "lane", "reward_range_of",
     "ticks",
 ]
 
@@ -34,13 +34,16 @@ class Window:
 
     def x(self, at: float) -> float:
         """Return the place of a moment in percent, from 0 to 100."""
-        width = self.end - self.start
-        return 0.0 if width <= 0 else min(100.0, max(0.0, 100 * (at - self.start) / width))
+        seconds = self.end - self.start
+        return 0.0 if seconds <= 0 else min(100.0, max(0.0, 100 * (at - self.start) / seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
+    """Bar of one attempt."""
+
     x: float
+    """Percent of the window, like `width`."""
     width: float
     row: int
     kind: str
@@ -51,12 +54,16 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
+    """Bars of one task or one runner, in as many rows as attempts overlap in time."""
+
     bars: list[Bar]
     rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
+    """Cell of one run."""
+
     run: int
     kind: str
     """`q0` to `q5` by its reward, `done` without one, `failed`, `running`, `pending`, `dropped`."""
@@ -71,27 +78,27 @@ def kind_of(attempt: Attempt) -> str:
 def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) -> Lane:
     """Return (task, attempt) pairs as bars; attempts that overlap in time are in different rows."""
     bars: list[Bar] = []
-    free: list[float] = []  # time from which each row is free
+    row_free_at: list[float] = []
     for task, attempt in sorted(attempts, key=lambda pair: pair[1].dispatched_at):
-        began, ended = attempt.dispatched_at, now if attempt.ended_at is None else attempt.ended_at
-        row = next((i for i, at in enumerate(free) if at <= began), None)
+        began_at, ended_at = attempt.dispatched_at, now if attempt.ended_at is None else attempt.ended_at
+        row = next((i for i, free_at in enumerate(row_free_at) if free_at <= began_at), None)
         if row is None:
-            row = min(len(free), MAX_ROWS - 1)
-            if row == len(free):
-                free.append(0.0)
-        free[row] = ended
-        x = window.x(began)
+            row = min(len(row_free_at), MAX_ROWS - 1)
+            if row == len(row_free_at):
+                row_free_at.append(0.0)
+        row_free_at[row] = ended_at
+        x = window.x(began_at)
         bars.append(Bar(
-            x=x, width=max(window.x(ended) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
-            title=_title(task, attempt, ended - began),
+            x=x, width=max(window.x(ended_at) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
+            title=_title(task, attempt, ended_at - began_at),
         ))
-    return Lane(bars=bars, rows=max(1, len(free)))
+    return Lane(bars=bars, rows=max(1, len(row_free_at)))
 
 
 def _title(task: int, attempt: Attempt, seconds: float) -> str:
+    """Return the text that the browser shows at an attempt's bar."""
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
-        f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}"
-    )
+        f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}")
     message = f"\n{attempt.message[:300]}" if attempt.message else ""
     kept = f"\ngoes on from {kept_text(attempt.kept)}" if attempt.kept is not None else ""
     return (
@@ -100,24 +107,25 @@ def _title(task: int, attempt: Attempt, seconds: float) -> str:
     )
 
 
-def ticks(window: Window, wanted: int = 6) -> list[tuple[float, str]]:
+def ticks(window: Window, most_ticks: int = 6) -> list[tuple[float, str]]:
     """Return (percent, label) of round times since the window's start."""
-    width = window.end - window.start
-    if width <= 0:
+    seconds = window.end - window.start
+    if seconds <= 0:
         return [(0.0, "0")]
     steps = [m * 10.0**k for k in range(-3, 2) for m in (1, 2, 5)]
     steps += [60.0 * m for m in (1, 2, 5, 10, 15, 30)] + [3600.0 * m for m in (1, 2, 3, 6, 12, 24, 48, 96, 240, 720)]
     steps = sorted(s for s in steps if s != 50.0)
-    step = next((s for s in steps if width / s <= wanted), steps[-1])
-    out = []
+    step = next((s for s in steps if seconds / s <= most_ticks), steps[-1])
+    labels = []
     i = 0
-    while i * step <= width and i <= 40:
-        out.append((100 * i * step / width, _length(i * step)))
+    while i * step <= seconds and i <= 40:
+        labels.append((100 * i * step / seconds, _tick_label(i * step)))
         i += 1
-    return out
+    return labels
 
 
-def _length(seconds: float) -> str:
+def _tick_label(seconds: float) -> str:
+    """Return seconds as a label, such as 0.5 s, 1 min 30 s or 2 h."""
     if seconds == 0:
         return "0"
     if seconds < 60:
@@ -131,7 +139,7 @@ def _length(seconds: float) -> str:
 
 def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline]) -> dict[str, Any]:
     """Return a batch as values for templates: its time, its tasks by state, and cells and lanes of these tasks."""
-    grid = cells(timeline.state, [t.task for t in tasks], rewards_between(timeline.state))
+    grid = cells(timeline.state, [t.task for t in tasks], reward_range_of(timeline.state))
     return {
         "timeline": timeline, "state": timeline.state, "window": window, "ticks": ticks(window),
         "counts": timeline.counts,
@@ -141,33 +149,37 @@ def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimelin
     }
 
 
-def rewards_between(state: BatchState) -> tuple[float, float]:
+def reward_range_of(state: BatchState) -> tuple[float, float]:
     """Return the lowest and the highest reward of the batch's runs; (0, 0) without any."""
     rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
     return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
 
-def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
-    """Return a cell for each run of these tasks, by task. `between`: the rewards of the first and the last shade."""
+def cells(state: BatchState, tasks: Sequence[int], reward_range: tuple[float, float]) -> Mapping[int, list[Cell]]:
+    """Return a cell for each run of these tasks, by task.
+
+    `reward_range`: the rewards of the first and the last shade, in between the shades are equally spaced.
+    """
     chosen = set(tasks)
-    running = {
+    runner_by_run = {
         (task, run): flight.runner
         for (task, _), flight in state.flights.items() if task in chosen
         for run in range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)
     }
-    return {task: [_cell(state, task, state.tasks[task], run, running.get((task, run)), between)
+    return {task: [_cell(state, task, state.tasks[task], run, runner_by_run.get((task, run)), reward_range)
                    for run in range(state.tasks[task].total_runs)] for task in tasks}
 
 
 def _cell(
-    state: BatchState, number: int, task: TaskState, run: int, runner: str | None, between: tuple[float, float]
+    state: BatchState, number: int, task: TaskState, run: int, runner: str | None, reward_range: tuple[float, float]
 ) -> Cell:
+    """Return the cell of one run of a task; `runner` plays it now, if any."""
     head = f"task {number}, run {run}: "
     if run in task.done:
         reward = task.done[run].metrics.get("reward")
         if reward is None:
             return Cell(run=run, kind="done", title=head + "done")
-        low, high = between
+        low, high = reward_range
         shade = SHADES - 1 if high <= low else int((reward - low) / (high - low) * (SHADES - 1) + 0.5)
         return Cell(run=run, kind=f"q{min(SHADES - 1, max(0, shade))}", title=f"{head}reward {reward:.4g}")
     if run in task.failed:
@@ -180,7 +192,7 @@ def _cell(
 
 
 def attempts_by_runner(timeline: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
-    """Return (task, attempt) pairs by runner."""
+    """Return (task, attempt) pairs by the name of the runner."""
     by_runner: dict[str, list[tuple[int, Attempt]]] = {}
     for task in timeline.tasks:
         for attempt in task.attempts:

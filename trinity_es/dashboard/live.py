@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Tail", "messages", "open_log"]
 
-INTERVAL = 0.2
+INTERVAL_SECONDS = 0.2
 """Seconds between two reads of the log's end, and between two messages to a page."""
-REMEMBERED = 5000
+MOST_REMEMBERED = 5000
 """Maximum number of events whose streams the tail remembers."""
-HEARTBEAT = 15.0
+HEARTBEAT_SECONDS = 15.0
 """Seconds without a message after which the server sends a comment, which reveals closed connections."""
-PATIENCE = 1.0
+PATIENCE_SECONDS = 1.0
 """Seconds to wait for a locked or unreachable database before the page reports it."""
 
 _log = logging.getLogger(__name__)
 
 
 def open_log(url: str) -> Log:
-    """Return the log, opened with `PATIENCE`. Raises as `projections.reading.log_reader.open_log`."""
+    """Return the log, opened with `PATIENCE_SECONDS`. Raises as `projections.reading.log_reader.open_log`."""
     from trinity_es.events.store.log import EventLog
     from trinity_es.projections.reading.log_reader import Log
 
-    return Log(EventLog.open(url, read_only=True, patience=PATIENCE), url)
+    return Log(EventLog.open(url, read_only=True, patience=PATIENCE_SECONDS), url)
 
 
 class Tail:
     """The end of one log. An asyncio task reads it every `interval` seconds."""
 
-    def __init__(self, url: str, interval: float = INTERVAL) -> None:
+    def __init__(self, url: str, interval: float = INTERVAL_SECONDS) -> None:
         self.url, self.interval = url, interval
         self.position = 0
         self.generation = ""
@@ -69,7 +69,7 @@ class Tail:
         self._opened: Log | None = None
         self._hash = b""
         """Hash of the event at `position`, which differs after the log was restored from a copy."""
-        self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=MOST_REMEMBERED)
         self._remembered_after = 0
         """Position after which the streams of all events are in `_recent`."""
         self._changed = asyncio.Event()
@@ -84,13 +84,13 @@ class Tail:
             if not log.is_replaced():
                 return log
             self._close_log()
-        opened = open_log(self.url)  # without the lock: it may take seconds, and `_close_log` runs on the event loop
+        new_log = open_log(self.url)  # without the lock: it may take seconds, and `_close_log` runs on the event loop
         with self._lock:
             if self._opened is None:
-                self._opened = opened
+                self._opened = new_log
             log = self._opened
-        if log is not opened:
-            opened.close()
+        if log is not new_log:  # another thread has opened it meanwhile
+            new_log.close()
         return log
 
     def _close_log(self) -> None:
@@ -102,13 +102,13 @@ class Tail:
 
     async def start(self) -> None:
         """Read the log's end, and start to follow it."""
-        await self._look()
+        await self._read_end()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
         """Stop following the log, and wake all waiters."""
         self.closing = True
-        self._wake()
+        self._wake_waiters()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -116,38 +116,40 @@ class Tail:
         self._close_log()
 
     async def _run(self) -> None:
+        """Read the log's end every `interval` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.interval)
-            await self._look()
+            await self._read_end()
 
-    async def _look(self) -> None:
+    async def _read_end(self) -> None:
         """Read the log's end, and wake the waiting pages if it, or the notice, has changed."""
         loop = asyncio.get_running_loop()
         try:
-            position, generation, hash_, new = await loop.run_in_executor(self._thread, self._read)
+            position, generation, hash_, events = await loop.run_in_executor(self._thread, self._read_news)
             notice = ""
         except Exception as e:  # no fault of a log ends the tail: it becomes a notice
             if not isinstance(e, TrinityError):
                 _log.warning("the log can't be read", exc_info=True)
             self._close_log()
-            position, generation, hash_, new = self.position, self.generation, self._hash, []
+            position, generation, hash_, events = self.position, self.generation, self._hash, []
             notice = f"there is no log at {masked(self.url)} (yet)" if isinstance(e, LogNotFound) else f"{e}"
         if (position, generation, notice) == (self.position, self.generation, self.notice):
             return
-        if new is None:
+        if events is None:
             self._recent.clear()
             self._remembered_after = position
-        for item in new or ():
-            if len(self._recent) == REMEMBERED:
+        for position_and_stream in events or ():
+            if len(self._recent) == MOST_REMEMBERED:  # the deque drops the oldest
                 self._remembered_after = self._recent[0][0]
-            self._recent.append(item)
+            self._recent.append(position_and_stream)
         self.position, self.generation, self._hash, self.notice = position, generation, hash_, notice
-        self._wake()
+        self._wake_waiters()
 
-    def _read(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
-        """Return the log's last position, generation, last hash, and new events (position, stream).
+    def _read_news(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
+        """Return the log's last position, its generation, its last hash, and the new events as (position, stream).
 
-        The events are None if anything may have changed.
+        The events are None if anything may have changed: the log was replaced or restored from a copy, or has more new
+        events than the tail remembers.
         """
         log = self.log()
         head = log.head()
@@ -155,16 +157,16 @@ class Tail:
             return self.position, self.generation, self._hash, []
         if head.generation != self.generation.partition(".")[0]:
             return head.position, head.generation, head.hash, None
-        last = log.at(self.position)
-        if self.position and (last is None or last.hash != self._hash):
+        last_known = log.at(self.position)
+        if self.position and (last_known is None or last_known.hash != self._hash):
             return head.position, f"{head.generation}.{head.hash.hex()[:8]}", head.hash, None
-        if head.position - self.position > REMEMBERED:
+        if head.position - self.position > MOST_REMEMBERED:
             return head.position, self.generation, head.hash, None
-        new = list(log.read(after=self.position))
-        position, hash_ = (new[-1].position, new[-1].hash) if new else (self.position, self._hash)
-        return position, self.generation, hash_, [(r.position, r.stream) for r in new]
+        recorded = list(log.read(after=self.position))
+        position, hash_ = (recorded[-1].position, recorded[-1].hash) if recorded else (self.position, self._hash)
+        return position, self.generation, hash_, [(r.position, r.stream) for r in recorded]
 
-    def _wake(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -185,19 +187,23 @@ class Tail:
         return sorted(streams)
 
 
-def _message(name: str, data: dict[str, Any], ident: int | None = None) -> bytes:
-    head = b"" if ident is None else b"id: %d\n" % ident
-    return head + b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+def _message(name: str, data: dict[str, Any], position: int | None = None) -> bytes:
+    """Return a server-sent event; its id is this position of the log."""
+    id_line = b"" if position is None else b"id: %d\n" % position
+    return id_line + b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
 
 
 async def messages(
-    tail: Tail, after: int, generation: str, *, ended: Callable[[], bool] = lambda: False
+    tail: Tail, after: int, generation: str, *, is_ending: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events for a page that knows the log up to `after`, until the server ends."""
+    """Yield the server-sent events for a page that knows the log of this generation up to `after`.
+
+    They end with a `reset`, or when the tail is closing or `is_ending` returns True.
+    """
     yield b"retry: 1000\n\n"
     last_notice: str | None = None  # so the first message tells a reconnecting page that a problem is over
     last_sent = time.monotonic()
-    while not (tail.closing or ended()):
+    while not (tail.closing or is_ending()):
         if tail.notice != last_notice:
             last_notice = tail.notice
             yield _message("notice", {"text": last_notice})
@@ -212,7 +218,7 @@ async def messages(
             yield _message("log", data, position)
             await asyncio.sleep(tail.interval)
             continue
-        if time.monotonic() - last_sent > HEARTBEAT:
+        if time.monotonic() - last_sent > HEARTBEAT_SECONDS:
             last_sent = time.monotonic()
             yield b": here\n\n"
         await tail.wait(0.5)

@@ -55,7 +55,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Path, and the function that makes its page or attachment."""
+    """Path of the dashboard, with the function that makes its page or attachment."""
 
     path: str
     make: Callable[[PageRequest], Page | Attachment]
@@ -70,19 +70,21 @@ class PageRequest:
     """The log's last position before this page began to read; `/live` reports later events."""
     now: float
     """Unix seconds."""
-    other: Callable[[], Log] | None = None
-    """Opens a second log to compare this one with."""
-    kept: dict[str, Any] = field(default_factory=dict)
+    open_other_log: Callable[[], Log] | None = None
+    """Function that opens the log to compare this one with; None if there is none."""
+    server_values: dict[str, Any] = field(default_factory=dict)
     """Values that the pages of this server keep between requests, by name."""
 
     def text(self, name: str, default: str = "") -> str:
         return self.query.get(name, default)
 
     def choice(self, name: str, allowed: tuple[str, ...] | list[str], default: str = "") -> str:
+        """Return a parameter of the URL if its value is allowed, else the default."""
         value = self.query.get(name, default)
         return value if value in allowed else default
 
     def number(self, name: str, default: int = 0, *, low: int = 0, high: int = 2**53) -> int:
+        """Return a parameter of the URL, moved into `low` to `high`; the default if it is no integer."""
         text = self.query.get(name, "")
         if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20):
             return default
@@ -97,11 +99,13 @@ class PageRequest:
         """Return the URL of this page with some parameters changed; None removes one."""
         return link(self.path, **{**self.query, **changes})
 
-    def batch(self) -> BatchId:
+    def batch_id(self) -> BatchId:
+        """Return the id of the batch that the parameter `id` names. Raises BatchNotFound."""
         return batch_of(self.log, self.text("id"))
 
 
 def link(path: str, **query: object) -> str:
+    """Return a URL of this server with these parameters, without those that are None."""
     values = {k: str(v) for k, v in query.items() if v is not None}
     return f"{path}?{urlencode(values)}" if values else path
 

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
+"""Folder of the dashboard, with its templates and static files."""
 NONE = Markup('<span class="none">–</span>')
 
 
@@ -39,6 +40,7 @@ def count(value: float | None) -> str | Markup:
 
 
 def number(value: float | None, digits: int = 3) -> str | Markup:
+    """Return a number with this many decimals; from 1e9 on, four digits and an exponent."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -51,25 +53,26 @@ def percent(part: float, whole: float) -> str:
 
 
 def clock(seconds: float | None) -> str | Markup:
+    """Return the local time of unix seconds, without the date."""
     return NONE if seconds is None else _local(seconds, "%H:%M:%S")
 
 
 def moment(seconds: float | None) -> str | Markup:
-    """Return date and time to the millisecond, in local time, with its offset."""
+    """Return date and time of unix seconds, to the millisecond, in local time, with its offset."""
     return NONE if seconds is None else local_time(seconds, "milliseconds", " ")
 
 
 def when(seconds: float | None) -> Markup:
-    """Return date and time for a table, with all digits as the title."""
+    """Return date and time of unix seconds for a table, without the year; the title has them in full."""
     if seconds is None:
         return NONE
     return Markup('<time title="{}">{}</time>').format(moment(seconds), _local(seconds, "%m-%d %H:%M:%S"))
 
 
-def _local(seconds: float, form: str) -> str:
+def _local(seconds: float, time_format: str) -> str:
     """Return a moment in local time, with its offset if that is not the present one, which each page shows."""
     local, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
-    return local.strftime(form) + (local.isoformat()[-6:] if local.utcoffset() != now.utcoffset() else "")
+    return local.strftime(time_format) + (local.isoformat()[-6:] if local.utcoffset() != now.utcoffset() else "")
 
 
 def zone() -> str:
@@ -100,25 +103,25 @@ def state(name: str) -> Markup:
 
 def bar(row: Any) -> Markup:
     """Return a bar of a batch's tasks, finished, failed and dropped of all, with its numbers."""
-    whole = max(row.tasks, 1)
+    total = max(row.tasks, 1)
+    counts = {"finished": row.finished, "failed": row.failed, "dropped": row.dropped}
     parts, x = Markup(""), 0.0
-    for name, value in (("finished", row.finished), ("failed", row.failed), ("dropped", row.dropped)):
-        width = 80 * value / whole
+    for name, value in counts.items():
+        width = 80 * value / total
         if value:
             parts += Markup('<rect class="f-{}" x="{:.2f}" width="{:.2f}" height="8"/>').format(name, x, width)
         x += width
-    title = ", ".join(f"{v:,} {k}" for k, v in (("finished", row.finished), ("failed", row.failed),
-                                                ("dropped", row.dropped)) if v or k == "finished")
+    title = ", ".join(f"{value:,} {name}" for name, value in counts.items() if value or name == "finished")
     return Markup(
         '<span class="bar" title="{} of {:,} tasks"><svg width="80" height="8" aria-hidden="true">'
         '<rect class="f-all" width="80" height="8"/>{}</svg><span class="of">{:,}<i>/</i>{:,}</span></span>'
     ).format(title, row.tasks, parts, row.finished, row.tasks)
 
 
-def json_data(value: Any, ident: str) -> Markup:
-    """Return data for a chart as the text of a hidden element."""
+def json_data(value: Any, element_id: str) -> Markup:
+    """Return data for a chart as the text of a hidden element with this id."""
     text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-    return Markup('<div hidden id="{}">{}</div>').format(ident, text)
+    return Markup('<div hidden id="{}">{}</div>').format(element_id, text)
 
 
 def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:

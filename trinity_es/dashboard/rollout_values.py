@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from trinity_es.audit import rollout_reader
-from trinity_es.audit.rollout_reader import FREED, NOT_KEPT, Found
+from trinity_es.audit.rollout_reader import FREED, NOT_KEPT, RunExperiences
 from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
@@ -41,32 +41,36 @@ PREVIEW_BYTES = 32_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
+    """Message of a conversation, as the page of a rollout shows it."""
+
     role: str
     text: str
     left_out: int = 0
+    """Number of characters left out at the end of the text."""
     more: str = ""
     """Other fields (tool calls, names) as JSON."""
 
 
-def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[Found]:
+def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[RunExperiences]:
     """Return the experiences of each of these runs, or why there are none in a sentence for a page."""
     results = rollout_reader.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
-        replace(one, missing=_why_missing(row, one), trouble=one.trouble and (
-            f"The experiences that the pipeline delivered can't be read: {shown(one.trouble)}"))
-        for row, one in zip(rows, results, strict=True)
+        replace(result, missing=_why_missing(row, result), trouble=result.trouble and (
+            f"The experiences that the pipeline delivered can't be read: {shown(result.trouble)}"))
+        for row, result in zip(rows, results, strict=True)
     ]
 
 
-def _why_missing(row: RunRow, found: Found) -> str:
+def _why_missing(row: RunRow, run_experiences: RunExperiences) -> str:
+    """Return a sentence that says why the run has no experiences; empty if it has some."""
     if row.payload is None and row.outcome != "finished":
         return "The run failed: it left no experience."
-    if found.missing == NOT_KEPT:
+    if run_experiences.missing == NOT_KEPT:
         return "Experiences of evals are not kept: the log holds this run's metrics only."
-    if found.missing == FREED:
+    if run_experiences.missing == FREED:
         return ("The experiences of this batch were freed (store.retention keeps those of the newest "
                 "steps only). Metrics, attempts and weights below are from its events, which stay.")
-    return found.missing and f"The payload can't be read: {shown(found.missing)}"
+    return run_experiences.missing and f"The payload can't be read: {shown(run_experiences.missing)}"
 
 
 def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
@@ -74,34 +78,34 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
 
     Responses that can't be read are left out, and those after the first PREVIEW_BYTES of payloads.
     """
-    out: dict[tuple[BatchId, int, int], str] = {}
-    wanted = [row for row in rows if row.payload is not None]
-    if not wanted:
-        return out
+    texts: dict[tuple[BatchId, int, int], str] = {}
+    stored_rows = [row for row in rows if row.payload is not None]
+    if not stored_rows:
+        return texts
     try:
         payloads = log.payloads()
     except TrinityError:
-        return out
+        return texts
     with closing(payloads):
-        reader, last = ExperienceReader(payloads), ""
+        reader, last_digest = ExperienceReader(payloads), ""
         bytes_left = PREVIEW_BYTES
-        for row in sorted(wanted, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
+        for row in sorted(stored_rows, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
             assert row.payload is not None
             try:
-                if last != row.payload.digest:
-                    last = row.payload.digest
-                    bytes_left -= payloads.size(last) or 0
+                if last_digest != row.payload.digest:
+                    last_digest = row.payload.digest
+                    bytes_left -= payloads.size(last_digest) or 0
                     if bytes_left < 0:
                         break
-                one = reader.read(last, row.payload.first, row.payload.count)
+                experiences = reader.read(last_digest, row.payload.first, row.payload.count)
             except TrinityError:
                 continue
-            for e in sorted((e for e in one if e.eid.run == row.run), key=lambda e: e.eid.step)[:1]:
+            for e in sorted((e for e in experiences if e.eid.run == row.run), key=lambda e: e.eid.step)[:1]:
                 text = response_of(e)
                 beginning, left_out = cut(" ".join(text[: 4 * PREVIEW_CHARACTERS].split()), PREVIEW_CHARACTERS)
                 is_cut = left_out > 0 or len(text) > 4 * PREVIEW_CHARACTERS
-                out[row.batch_id, row.task, row.run] = beginning + ("…" if is_cut else "")
-    return out
+                texts[row.batch_id, row.task, row.run] = beginning + ("…" if is_cut else "")
+    return texts
 
 
 def response_of(e: Experience) -> str:
@@ -144,13 +148,13 @@ def messages(e: Experience) -> list[Message]:
 
 
 def _text_of(content: Any) -> str:
+    """Return the content of a chat message as text; of a list of parts, a line each, those without text as JSON."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         return "\n".join(
             str(part["text"]) if isinstance(part, dict) and isinstance(part.get("text"), str) else as_json(part)
-            for part in content
-        )
+            for part in content)
     return "" if content is None else as_json(content)
 
 
@@ -160,36 +164,36 @@ def as_json(value: Any) -> str:
 
 def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
     """Return (purpose, command line) pairs of commands that show this run."""
-    batch, log = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
-    out = [
+    batch, log_option = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
+    pairs = [
         ("generate it again from its weights, prompt and seed",
-         f"trinity-es regenerate {batch} {row.task} {row.run} {log}"),
-        ("its batch, task by task", f"trinity-es show {batch} {log}"),
-        ("the batch when this run ended", f"trinity-es replay {batch} --at {row.finish_position} {log}"),
+         f"trinity-es regenerate {batch} {row.task} {row.run} {log_option}"),
+        ("its batch, task by task", f"trinity-es show {batch} {log_option}"),
+        ("the batch when this run ended", f"trinity-es replay {batch} --at {row.finish_position} {log_option}"),
     ]
     if row.dispatch_position is not None:
         after = row.dispatch_position - 1
-        out.append(("events since its dispatch", f"trinity-es events {batch} --after {after} {log}"))
-    return [(purpose, shown(line)) for purpose, line in out]
+        pairs.append(("events since its dispatch", f"trinity-es events {batch} --after {after} {log_option}"))
+    return [(purpose, shown(line)) for purpose, line in pairs]
 
 
 def experience_values(
-    e: Experience, decode: tokens.Decode | None, source: str, *, text: int = TEXT_CHARACTERS,
-    most: int = tokens.MOST_TOKENS,
+    e: Experience, decode: tokens.Decode | None, source: str, *, most_characters: int = TEXT_CHARACTERS,
+    most_tokens: int = tokens.MOST_TOKENS,
 ) -> dict[str, Any]:
-    """Return the values of one experience for templates.
+    """Return the values of one experience for templates; `decode` and `source` are those of `tokens.decoder`.
 
-    `text`: most characters of the prompt and of the response; `most`: most tokens with their logprobs.
+    `most_characters` limits the prompt and the response each, `most_tokens` the tokens that are shown one by one.
     """
-    prompt, prompt_more = cut(prompt_of(e), text)
-    response, response_more = cut(response_of(e), text)
+    prompt, prompt_more = cut(prompt_of(e), most_characters)
+    response, response_more = cut(response_of(e), most_characters)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
     return {
         "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
         "advantage": _summary(e.advantages), "returns": _summary(e.returns), "logprob": _summary(e.logprobs),
         "token_reward": _summary(e.token_level_reward), "truncated": e.truncate_status,
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
-        "messages": messages(e), "overlay": tokens.overlay(e, decode, source, most),
+        "messages": messages(e), "overlay": tokens.overlay(e, decode, source, most_tokens),
         "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",
         "tools": cut(as_json(e.tools), JSON_CHARACTERS)[0] if e.tools else "",
         "trained_tokens": 0 if e.action_mask is None else int(e.action_mask.sum()),
@@ -197,6 +201,7 @@ def experience_values(
 
 
 def _summary(values: Array | None) -> dict[str, float] | None:
+    """Return mean, minimum and maximum of the finite values; None if there are none."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):
         return None

@@ -14,7 +14,7 @@ from trinity_es.events.errors import ConfigError
 __all__ = ["Dashboard", "token_for"]
 
 
-def token_for(address: str, token: str | None, no_token: bool = False) -> str | None:
+def token_for(address: str, token: str | None, *, no_token: bool = False) -> str | None:
     """Return the token that requests need: `token`, else a new one; None with `no_token`.
 
     Loopback needs a token too: every user of the machine can reach it, even those who may not read the log's file.
@@ -48,7 +48,7 @@ class Dashboard:
 
         from trinity_es.dashboard.app import create_app
 
-        self.token = token_for(address, token, no_token)
+        self.token = token_for(address, token, no_token=no_token)
         if bool(cert) != bool(key):
             raise ConfigError("a certificate and its private key belong together: give both --cert and --key")
         tls = tls_options(cert, key)
@@ -58,7 +58,7 @@ class Dashboard:
         app = create_app(
             url, token=self.token, hosts=[address, *hosts], other=other,
             cookie=f"trinity_es_{self._socket.getsockname()[1]}",  # browsers share cookies between ports
-            closing=lambda: self._server.should_exit,
+            is_closing=lambda: self._server.should_exit,
         )
         self._server = server_class()(uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
@@ -71,19 +71,19 @@ class Dashboard:
         return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
 
     def entrance_at(self, host: str) -> str:
-        """Return `entrance` with another name of this machine."""
+        """Return `entrance` with this name of the machine instead."""
         port = self._socket.getsockname()[1]
         return self.entrance.replace(self.url, f"{self.url.partition(':')[0]}://{host}:{port}", 1)
 
-    def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve; call `ready` once requests are answered."""
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop`, SIGINT or SIGTERM; call `on_ready` once requests are answered."""
 
         async def main() -> None:
             serving = asyncio.create_task(self._server.serve([self._socket]))
             while not (self._server.started or serving.done()):
                 await asyncio.sleep(0.01)
             if self._server.started:
-                ready()
+                on_ready()
             await serving
 
         try:

@@ -22,7 +22,7 @@ __all__ = [
 MOST_TOKENS = 1500
 LEVELS = 8
 """Number of levels of likelihood."""
-_STEPS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
+_LEVEL_LIMITS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
 """Largest -logprob of each level: likelier than 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -56,12 +56,15 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
+    """Tokens of one experience for a page, and what is left out of them."""
+
     tokens: list[Token] = field(default_factory=list)
     prompt_tokens: int = 0
     response_tokens: int = 0
     left_out: int = 0
+    """Number of tokens that are not shown."""
     skipped: int = 0
-    """Tokens left out at the beginning of a long prompt, in favour of the response."""
+    """Those of them at the beginning of a long prompt, in favour of the response."""
     texts: str = ""
     """Source of the texts: `bytes`, `tokenizer`, or empty if ids are shown."""
     logprobs: bool = False
@@ -72,7 +75,7 @@ class Overlay:
 
 def level(logprob: float) -> int:
     """Return the level of a token's likelihood, from 0 (likeliest) to LEVELS - 1."""
-    return next((i for i, most in enumerate(_STEPS) if -logprob <= most), LEVELS - 1)
+    return next((i for i, limit in enumerate(_LEVEL_LIMITS) if -logprob <= limit), LEVELS - 1)
 
 
 def byte_decode(ids: Sequence[int]) -> str:
@@ -103,25 +106,26 @@ def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return each token's text; joined they are the whole text. A character of several tokens is at the last one."""
-    out: list[str] = []
+    texts: list[str] = []
     begin = decoded = 0
     for i in range(len(ids)):
+        # A token is decoded together with the one before it, because its text may depend on it (a leading space).
         before, after = decode(ids[begin:decoded]), decode(ids[begin : i + 1])
-        if after.endswith("\ufffd") and i + 1 < len(ids) and i - decoded < 4:
-            out.append("")
+        if after.endswith("\ufffd") and i + 1 < len(ids) and i - decoded < 4:  # the character is not complete yet
+            texts.append("")
             continue
-        out.append(after[len(before):])
+        texts.append(after[len(before):])
         begin, decoded = decoded, i + 1
-    return out
+    return texts
 
 
-def overlay(e: Experience, decode: Decode | None = None, source: str = "", most: int = MOST_TOKENS) -> Overlay:
-    """Return at most `most` tokens of an experience: the end of a long prompt, the beginning of a long response."""
-    prompt, total = e.prompt_length, len(e.tokens)
-    response = total - prompt
-    room = max(0, most - response) if response < most else 0
-    first = max(0, prompt - max(room, most // 4))
-    last = min(total, first + most)
+def overlay(e: Experience, decode: Decode | None = None, source: str = "", most_tokens: int = MOST_TOKENS) -> Overlay:
+    """Return at most this many tokens of an experience: the end of a long prompt, the beginning of a long response."""
+    prompt_tokens, total = e.prompt_length, len(e.tokens)
+    response_tokens = total - prompt_tokens
+    prompt_room = max(most_tokens - response_tokens, most_tokens // 4)
+    first = max(0, prompt_tokens - prompt_room)
+    last = min(total, first + most_tokens)
     ids = [int(t) for t in e.tokens[first:last]]
     if decode is None and _is_bytes(e):
         decode, source = byte_decode, "bytes"
@@ -131,14 +135,14 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", most:
             texts = pieces(ids, decode)
         except Exception:  # ids that this tokenizer does not know
             texts, source = None, ""
-    spans = _spans(e, response)
+    spans = _version_spans(e, response_tokens)
     tokens = [
         _token(e, first + i, token, None if texts is None else texts[i], spans) for i, token in enumerate(ids)
     ]
     return Overlay(
-        tokens=tokens, prompt_tokens=prompt, response_tokens=response, left_out=total - len(ids), skipped=first,
-        texts=source if texts is not None else "", logprobs=e.logprobs is not None,
-        versions=sorted({v for v, _, _ in spans}), splices=[prompt + at for at in e.splices],
+        tokens=tokens, prompt_tokens=prompt_tokens, response_tokens=response_tokens, left_out=total - len(ids),
+        skipped=first, texts=source if texts is not None else "", logprobs=e.logprobs is not None,
+        versions=sorted({v for v, _, _ in spans}), splices=[prompt_tokens + at for at in e.splices],
     )
 
 
@@ -149,16 +153,17 @@ def _is_bytes(e: Experience) -> bool:
     return bool(text) and ids.tolist() == list(text)
 
 
-def _spans(e: Experience, response: int) -> list[tuple[int, int, int]]:
+def _version_spans(e: Experience, response_tokens: int) -> list[tuple[int, int, int]]:
     """Return (version, start, end) over the response, from `info`, which users fill and may hold anything."""
     spans = e.version_spans
     version = e.info.get("model_version")
     if not spans and isinstance(version, int) and not e.info.get("model_version_drift"):
-        spans.append((version, 0, response))
+        spans.append((version, 0, response_tokens))
     return spans
 
 
 def _token(e: Experience, place: int, token: int, text: str | None, spans: list[tuple[int, int, int]]) -> Token:
+    """Return the token at this place of the sequence; values that are missing or not finite are None."""
     at = place - e.prompt_length
     if at < 0:
         return Token(place=place, id=token, text=_text(token, text), prompt=True, trained=False)
@@ -178,4 +183,5 @@ def _token(e: Experience, place: int, token: int, text: str | None, spans: list[
 
 
 def _text(token: int, text: str | None) -> str:
+    """Return the text to show: the id in brackets if the text is unknown, or empty although the token is no byte."""
     return f"[{token}]" if text is None or (not text and token > 255) else shown(text)

@@ -45,36 +45,39 @@ class EnvironmentServer:
     """Process of one environment and config. `config` is sent to the program first."""
 
     def __init__(self, installed: Installed, program: Path, config: Mapping[str, Any]) -> None:
-        self.name, self._python, self._program, self._config = installed.name, installed.python, program, config
+        self.name, self._python = installed.name, installed.python
+        self._program, self._config = program, config
         self._requests: dict[int, asyncio.Future[Any]] = {}
+        """Answers of open requests, by number; 0 is the start."""
         self._unconfirmed: dict[int, asyncio.TimerHandle] = {}
         """Timers of cancelled requests, by number; they end the process unless it confirms the cancellation."""
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reader_task: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = 0
         """Process id of the process that plays."""
-        self.ended = False
+        self.has_ended = False
 
     async def start(self) -> None:
         """Start the process. Raises DataError if it can't play this config, EnvironmentFailed if it died."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [str(self._python), "-I", str(self._program), "serve", str(theirs.fileno())]
+        own_end, process_end = socket.socketpair()
+        with process_end:
+            command = [str(self._python), "-I", str(self._program), "serve", str(process_end.fileno())]
             # Not in a thread: its output goes to the output of this process.
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment_variables(self._python)
+                command, pass_fds=[process_end.fileno()], stdin=subprocess.DEVNULL,
+                env=environment_variables(self._python),
             )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
         started = self._requests[0] = asyncio.get_running_loop().create_future()
         # In its own context, since the task outlives the run that starts it.
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader), context=contextvars.Context())
+        self._reader_task = asyncio.get_running_loop().create_task(self._read(reader), context=contextvars.Context())
         self._send(self._config)
         try:
             self.pid = (await asyncio.wait_for(started, START_SECONDS))["pid"]
         except EnvironmentFailed as e:
-            if self.ended:
+            if self.has_ended:
                 raise
             raise DataError(f"environment {self.name} can't play this config: {e.message}") from e
         except TimeoutError:
@@ -96,19 +99,21 @@ class EnvironmentServer:
         except asyncio.CancelledError:
             with contextlib.suppress(EnvironmentFailed):
                 self._send({"id": number, "cancel": True})
-                timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._end_unresponsive)
+                timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._kill_unresponsive)
                 self._unconfirmed[number] = timer
             raise
         finally:
             self._requests.pop(number, None)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._writer is None or self.ended:
+        """Send a message without waiting. Raises EnvironmentFailed if the process has ended."""
+        if self._writer is None or self.has_ended:
             raise self._ended_error()
         data = orjson.dumps(message)
         self._writer.write(struct.pack(">I", len(data)) + data)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Give each answer to its request until the process ends; then fail open requests, and reap the process."""
         try:
             while True:
                 [size] = struct.unpack(">I", await reader.readexactly(4))
@@ -125,32 +130,34 @@ class EnvironmentServer:
                     request.set_exception(
                         EnvironmentFailed(f"{error['type']}: {error['message']}", kind="workflow"))
         except (asyncio.IncompleteReadError, ConnectionError):
-            if not self.ended:
+            if not self.has_ended:
                 _log.warning("the process of environment %s has ended: the next run starts another", self.name)
         except Exception:
             _log.exception("the process of environment %s sent a malformed message: the next run starts another",
                            self.name)
         finally:
             self._end()
-        until = time.monotonic() + END_SECONDS
-        while self._process is not None and self._process.poll() is None and time.monotonic() < until:
-            await asyncio.sleep(0.05)  # poll reaps it, else it stays a zombie
+        deadline = time.monotonic() + END_SECONDS
+        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)  # poll reaps the process, else it stays a zombie
 
-    def _end_unresponsive(self) -> None:
+    def _kill_unresponsive(self) -> None:
+        """End the process, since it did not confirm in time that a cancelled run is over."""
         _log.warning("the process of environment %s did not confirm for %.0f s that a run is over: it is ended, the "
                      "next run starts another", self.name, SILENT_SECONDS)
         self._end()
 
     def _end(self) -> None:
         """End the process, and fail the open requests."""
-        if not self.ended:
-            self.ended = True
+        if not self.has_ended:
+            self.has_ended = True
             if self._writer is not None:
                 self._writer.close()
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
         while self._unconfirmed:
-            self._unconfirmed.popitem()[1].cancel()
+            _, timer = self._unconfirmed.popitem()
+            timer.cancel()
         for request in self._requests.values():
             if not request.done():
                 request.set_exception(self._ended_error())
@@ -161,17 +168,24 @@ class EnvironmentServer:
 
 def environment_variables(python: Path) -> dict[str, str]:
     """Return environment variables for a process of this Python, without our own and the system's key."""
-    ours = {KEY_VARIABLE, FILE_VARIABLE, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    kept = {name: value for name, value in os.environ.items() if name not in ours}
-    tool = uv()  # verifiers starts programs with it
-    path = [str(python.parent), kept.get("PATH", os.defpath), *([str(Path(tool).parent)] if tool else [])]
-    return {**kept, **past_proxies(kept), "PATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
+    removed_names = {KEY_VARIABLE, FILE_VARIABLE, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    variables = {name: value for name, value in os.environ.items() if name not in removed_names}
+    folders = [str(python.parent), variables.get("PATH", os.defpath)]
+    if uv_path := uv():  # verifiers starts programs with it
+        folders.append(str(Path(uv_path).parent))
+    path = os.pathsep.join(folders)
+    return {**variables, **past_proxies(variables), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 # --- the servers of a loop --------------------------------------------------------------------------------------------
 _Key = tuple[str, bytes]
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[EnvironmentServer]]]
 _servers = weakref.WeakKeyDictionary()
+
+
+def _is_over(start: asyncio.Task[EnvironmentServer]) -> bool:
+    """Return whether a start has failed, or its process has ended since."""
+    return start.done() and (start.cancelled() or start.exception() is not None or start.result().has_ended)
 
 
 async def server_of(installed: Installed, program: Path, config: Mapping[str, Any]) -> EnvironmentServer:
@@ -183,14 +197,13 @@ async def server_of(installed: Installed, program: Path, config: Mapping[str, An
     servers = _servers.setdefault(loop, {})
     key = (str(installed.folder), orjson.dumps(config, option=orjson.OPT_SORT_KEYS))
     starting = servers.get(key)
-    if starting is None or (starting.done() and (starting.cancelled() or starting.exception() or
-                                                 starting.result().ended)):
+    if starting is None or _is_over(starting):
         async def start() -> EnvironmentServer:
             server = EnvironmentServer(installed, program, config)
             await server.start()
             return server
 
         starting = servers[key] = loop.create_task(start(), context=contextvars.Context())
-        starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio logs its error
     return await asyncio.shield(starting)  # other runs may wait for it
 

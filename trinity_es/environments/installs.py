@@ -63,9 +63,11 @@ class Installed:
 
 
 def environments_folder() -> Path:
-    chosen = os.environ.get(FOLDER_VARIABLE)
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return (Path(chosen) if chosen else Path(data) / "trinity_es" / "environments").expanduser().absolute()
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        data_folder = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+        folder = f"{data_folder}/trinity_es/environments"
+    return Path(folder).expanduser().absolute()
 
 
 def uv() -> str | None:
@@ -74,17 +76,25 @@ def uv() -> str | None:
 
 
 def installed() -> list[Installed]:
-    files = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
-    return [Installed(**{**fields, "folder": file.parent / fields["folder"]}) for file, fields in files]
+    """Return all installed environments, in the order of their names."""
+    environments = []
+    for file in sorted(environments_folder().glob("*/environment.json")):
+        fields = json.loads(file.read_text())
+        environments.append(Installed(**{**fields, "folder": file.parent / fields["folder"]}))
+    return environments
 
 
 def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
-    wanted = plain_name(name)
-    environment = next((e for e in installed() if e.name == wanted), None)
+    environment = _find_or_none(name)
     if environment is None:
         raise ConfigError(f"{_not_installed_message(name)}: `trinity-es env install {name}`", environment=name)
     return environment
+
+
+def _find_or_none(name: str) -> Installed | None:
+    """Return the installed environment of this name, written in any way that `plain_name` normalizes."""
+    return next((environment for environment in installed() if environment.name == plain_name(name)), None)
 
 
 def _not_installed_message(name: str) -> str:
@@ -109,7 +119,7 @@ def install(
     home = environments_folder() / environment
     home.mkdir(parents=True, exist_ok=True)
     with _locked(home):
-        previous = {one.folder for one in installed() if one.name == environment}
+        previous_folders = {one.folder for one in installed() if one.name == environment}
         folder = home / f"install-{uuid4().hex[:12]}"
         folder.mkdir()
         try:
@@ -125,14 +135,15 @@ def install(
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        for old in set(home.glob("install-*")) - {folder, *previous}:  # the previous one may be in use
-            shutil.rmtree(old, ignore_errors=True)
+        # The previous install may be in use; those before it go.
+        for old_folder in set(home.glob("install-*")) - {folder, *previous_folders}:
+            shutil.rmtree(old_folder, ignore_errors=True)
     return result
 
 
 def remove(name: str) -> Installed:
     """Delete an environment with all its installs, and return it. Raises ConfigError if there is none."""
-    environment = next((e for e in installed() if e.name == plain_name(name)), None)
+    environment = _find_or_none(name)
     if environment is None:
         raise ConfigError(_not_installed_message(name), environment=name)
     with _locked(environment.folder.parent):
@@ -152,17 +163,17 @@ def _locked(folder: Path) -> Iterator[None]:
 def _make_venv(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make a virtualenv with these packages; return the versions of the environment and of verifiers."""
-    tool, python = uv() or "", str(venv / "bin" / "python")
-    more = ["--extra-index-url", index] if index else []
-    _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
-    _run([tool, "pip", "install", "--quiet", "--python", python, *more, *packages], say)
+    """Make a virtualenv of the Python `base` with these packages; return the environment's and verifiers' versions."""
+    uv_path, python = uv() or "", str(venv / "bin" / "python")
+    index_options = ["--extra-index-url", index] if index else []
+    _run([uv_path, "venv", "--quiet", "--python", base, str(venv)], say)
+    _run([uv_path, "pip", "install", "--quiet", "--python", python, *index_options, *packages], say)
     versions: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
     return versions
 
 
 def _require_loads(environment: Installed, say: Callable[[str], None]) -> None:
-    """Raise ConfigError unless verifiers loads its taskset."""
+    """Raise ConfigError unless verifiers loads the environment's taskset; for one of verifiers' own, only `say` so."""
     try:
         _run([str(environment.python), "-I", str(PROGRAM), "load", environment.taskset], say)
     except ConfigError as e:
@@ -197,10 +208,10 @@ def _distribution(package: str) -> str:
 
 def _environment_name(name: str) -> str:
     """Return the normalized name, which is also the folder's name. Raises ConfigError."""
-    plain = plain_name(name)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", plain):
+    normalized_name = plain_name(name)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", normalized_name):
         raise ConfigError(f"{name!r} is no name of an environment: give letters, digits and dashes (--name)")
-    return plain
+    return normalized_name
 
 
 def plain_name(name: str) -> str:
@@ -211,9 +222,11 @@ def plain_name(name: str) -> str:
 def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
     """Return the output of a command. Raises ConfigError if it fails."""
     say(" ".join(command))
-    pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}  # uv does not read pip's variables
-    index = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    # uv does not read pip's variables.
+    pip_names = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
+    index = {uv_name: os.environ[pip_name] for uv_name, pip_name in pip_names.items() if pip_name in os.environ}
+    own_names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    variables = {name: value for name, value in os.environ.items() if name not in own_names}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env={**index, **variables})
     if result.returncode:
         error = result.stderr.strip()[-2000:]

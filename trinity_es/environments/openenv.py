@@ -63,6 +63,7 @@ class OpenEnvWorkflow(Workflow):
     FUNCTION_ARGS = frozenset({"parser", "observe"})
 
     async def run_async(self) -> list[Experience]:
+        """Play the episode until the environment or `max_turns` ends it, or an answer is no action."""
         args = self.task.workflow_args
         parse = _function(args.get("parser"), action_of)
         observe = _function(args.get("observe"), shown)
@@ -96,14 +97,15 @@ class OpenEnvWorkflow(Workflow):
         await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the messages before the first observation: the system prompt, and the row's prompt if it has one."""
+        """Return the messages before the first observation: the system prompt, or the row's as such, or both."""
         prompt, system = self.task.task_desc, self.task.format_args.get("system_prompt")
         if isinstance(prompt, list):
             return chat_of(prompt, system)
-        head = [{"role": "system", "content": system}] if system else []
-        return [*head, *([{"role": "system" if not head else "user", "content": prompt}] if prompt else [])]
+        texts = [text for text in (system, prompt) if text]
+        return [{"role": role, "content": text} for role, text in zip(("system", "user"), texts, strict=False)]
 
     def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:
+        """Return the episode's experiences, each with the sum of the rewards. Raises WorkflowError without rewards."""
         if not rewards:
             raise WorkflowError("the environment gave no reward in any step: a sum of nothing is no reward")
         reward = math.fsum(rewards)
@@ -126,7 +128,7 @@ class OpenEnvSession:
     def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
         self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
         # Always have a read pending: aiohttp answers the server's pings only during a read, and the model may be slow.
-        self._next = asyncio.create_task(socket.receive())
+        self._next_message = asyncio.create_task(socket.receive())
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an episode; return `observation`, `reward` and `done`."""
@@ -141,17 +143,18 @@ class OpenEnvSession:
             response.raise_for_status()
             schema: dict[str, Any] = json.loads(await _body(response))["action"]
         if schema.get("title") in _TOOL_ACTIONS:
-            listed = await self.step({"type": "list_tools"})
-            return {**_TOOL_CALL, "available_tools": listed["observation"].get("tools")}
+            result = await self.step({"type": "list_tools"})
+            return {**_TOOL_CALL, "available_tools": result["observation"].get("tools")}
         return schema
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        sent = json.dumps(message)
+        """Send a message, and return the data of the server's answer. Raises _NoAction for an invalid action."""
+        request = json.dumps(message)
         async with _translated_errors(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a closing server may have sent the reason
-                await self._socket.send_str(sent)
-            answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
-            self._next = asyncio.create_task(self._socket.receive())
+                await self._socket.send_str(request)
+            answer = await asyncio.wait_for(asyncio.shield(self._next_message), self._timeout)
+            self._next_message = asyncio.create_task(self._socket.receive())
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
             reply = json.loads(answer.data)
@@ -159,7 +162,7 @@ class OpenEnvSession:
         if reply["type"] == "error":
             code, text = data.get("code"), f"{data.get('message')} {data.get('errors') or ''}".strip()
             if code == "VALIDATION_ERROR" and message["type"] == "step":
-                if about_action(json.loads(sent)["data"], data.get("errors")):
+                if about_action(json.loads(request)["data"], data.get("errors")):
                     raise _NoAction(f"{code}: {text[:500]}")
                 text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
@@ -170,13 +173,14 @@ class OpenEnvSession:
 
     async def close(self) -> None:
         """Close the connection, which ends the session on the server."""
-        self._next.cancel()
+        self._next_message.cancel()
         with suppress(Exception):  # the server may be gone
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._socket.close()
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Return a response's body. Raises EnvironmentFailed if it is larger than `MESSAGE_BYTES`."""
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
@@ -188,6 +192,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _step_result(data: dict[str, Any], url: str) -> dict[str, Any]:
+    """Return `observation`, `reward` and `done` of a server's answer. Raises EnvironmentFailed if it is malformed."""
     observation, reward = data.get("observation"), data.get("reward")
     if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
         raise EnvironmentFailed(f"the OpenEnv server {url} answered {str(data)[:200]}: an observation is expected")
@@ -215,19 +220,21 @@ async def session(
         raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's URL, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
-        env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)), tell)
+        env = await _connect(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)), tell)
         try:
             yield env
         finally:
             await env.close()
 
 
-async def _connected(
+async def _connect(
     http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
     tell: Callable[[str], Awaitable[None]] | None,
 ) -> OpenEnvSession:
+    """Return a new session; tries for `patience` seconds, and then raises the server's last error."""
     clock = asyncio.get_running_loop().time
-    began, reported = clock(), False
+    started_at = clock()
+    has_reported = False
     while True:
         try:
             async with _translated_errors(url):
@@ -238,17 +245,17 @@ async def _connected(
             except BaseException:
                 await env.close()
                 raise
-            if reported and tell is not None:
+            if has_reported and tell is not None:
                 await tell("")  # else the run counts as waiting until it ends
             return env
         except _Unavailable as e:
-            waited = clock() - began
-            if waited >= patience:
+            waited_seconds = clock() - started_at
+            if waited_seconds >= patience:
                 raise
-            if tell is not None and not isinstance(e, _Full) and waited >= TELL_SECONDS:
-                reported = True
-                problem = f"{e.__cause__ or e.message}, for {waited:.0f} s"
-                await tell(f"the OpenEnv server {url}: {problem}; it gives up in {patience - waited:.0f} s")
+            if tell is not None and not isinstance(e, _Full) and waited_seconds >= TELL_SECONDS:
+                has_reported = True
+                problem = f"{e.__cause__ or e.message}, for {waited_seconds:.0f} s"
+                await tell(f"the OpenEnv server {url}: {problem}; it gives up in {patience - waited_seconds:.0f} s")
             await asyncio.sleep(random.uniform(0.1, 1.0))
 
 
@@ -277,11 +284,12 @@ def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
         value = text
     if isinstance(value, dict):
         return value
-    required = schema.get("required") or []
-    if len(required) != 1:
-        raise ValueError(f"{text[:80]!r} is no JSON object, and an action has the fields {required}")
-    field_type = (schema.get("properties") or {}).get(required[0], {}).get("type")
-    return {required[0]: text if field_type == "string" else value}
+    required_fields = schema.get("required") or []
+    if len(required_fields) != 1:
+        raise ValueError(f"{text[:80]!r} is no JSON object, and an action has the fields {required_fields}")
+    [field] = required_fields
+    field_type = (schema.get("properties") or {}).get(field, {}).get("type")
+    return {field: text if field_type == "string" else value}
 
 
 def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -295,6 +303,7 @@ def about_action(action: Any, errors: Any) -> bool:
     A server answers with the same error code if its own code made an invalid value.
     """
     def value_at(loc: list[Any]) -> Any:
+        """Return the action's value at a pydantic location, or _NOT_IN_ACTION."""
         value = action
         for depth, key in enumerate(loc):
             try:
@@ -314,4 +323,5 @@ def about_action(action: Any, errors: Any) -> bool:
 
 
 def _function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function named "module:name"; the default without a name."""
     return default if name is None else resolve(name, {}, "function")

@@ -53,14 +53,14 @@ def resolved(config: dict[str, Any]) -> Any:
     from verifiers.v1.utils import loaders
 
     taskset = config["taskset"]["id"]
-    own = loaders.default_harness_id(taskset)
+    taskset_harness = loaders.default_harness_id(taskset)
     fields = loaders.env_config_type(taskset, config.get("id") or "").model_fields
     for name, default in ((name, f.default) for name, f in fields.items() if isinstance(f.default, AgentConfig)):
         role = dict(config.get(name) or {})
-        pinned = (role.get("harness") or {}).get("id") or (default.harness and default.harness.id)
-        if pinned is None and own == "bash":
+        harness_id = (role.get("harness") or {}).get("id") or (default.harness and default.harness.id)
+        if harness_id is None and taskset_harness == "bash":  # verifiers' default: the taskset names none
             role["harness"] = {**(role.get("harness") or {}), "id": "null"}
-        harness = loaders.harness_class(pinned or ("null" if own == "bash" else own))
+        harness = loaders.harness_class(harness_id or ("null" if taskset_harness == "bash" else taskset_harness))
         if not ("runtime" in role or "runtime" in default.model_fields_set or harness.EXECUTES_CODE):
             role["runtime"] = {"type": "subprocess"}
         config[name] = role
@@ -90,13 +90,13 @@ def share_client(endpoints: dict[str, dict[str, str]]) -> None:
     from verifiers.v1.interception import server
 
     class Shared(TrainClient):  # type: ignore[misc]  # verifiers is not installed where types are checked
-        async def get_response(self, *args: Any, session_id: str | None = None, **more: Any) -> Any:
-            mine = copy.copy(self)
-            mine.client = self.client.with_options(**endpoints[session_id or ""])
-            return await TrainClient.get_response(mine, *args, session_id=session_id, **more)
+        async def get_response(self, *args: Any, session_id: str | None = None, **options: Any) -> Any:
+            run_client = copy.copy(self)
+            run_client.client = self.client.with_options(**endpoints[session_id or ""])
+            return await TrainClient.get_response(run_client, *args, session_id=session_id, **options)
 
-    others = server.resolve_client
-    server.resolve_client = lambda config: Shared(config) if config.type == "train" else others(config)
+    resolve_other = server.resolve_client
+    server.resolve_client = lambda config: Shared(config) if config.type == "train" else resolve_other(config)
 
 
 class Server:
@@ -105,40 +105,45 @@ class Server:
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
         self.endpoints: dict[str, dict[str, str]] = {}
-        self.playing: dict[int, asyncio.Task[None]] = {}
-        self.leaving = False
+        """URL and key of the model for each open trace, by its id."""
+        self.episodes: dict[int, asyncio.Task[None]] = {}
+        """Running episodes, by the id of their request."""
+        self.is_leaving = False
 
     def take(self, message: dict[str, Any]) -> None:
+        """Start the episode that a message asks for, or cancel the one that it names."""
         number = message["id"]
         if "run" in message:
-            self.playing[number] = asyncio.create_task(self.play(number, message["run"]))
+            self.episodes[number] = asyncio.create_task(self.play(number, message["run"]))
             return
-        self.writer.write(framed({"id": number, "heard": True}))
-        if (playing := self.playing.get(number)) is not None:
-            playing.cancel()
+        self.writer.write(as_frame({"id": number, "heard": True}))
+        episode = self.episodes.get(number)
+        if episode is not None:
+            episode.cancel()
 
     async def leave(self) -> None:
         """End all episodes without answers."""
-        self.leaving = True
-        tasks = list(self.playing.values())
-        for playing in tasks:
-            playing.cancel()
+        self.is_leaving = True
+        tasks = list(self.episodes.values())
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def play(self, number: int, run: dict[str, Any]) -> None:
         """Play an episode, and send its result or its error."""
         try:
-            answer = framed({"id": number, "result": await self.episode(run)})
+            answer = as_frame({"id": number, "result": await self.episode(run)})
         except asyncio.CancelledError:
-            answer = framed({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
+            answer = as_frame({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
         except Exception as e:
-            answer = framed({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
+            answer = as_frame({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
         finally:
-            self.playing.pop(number, None)
-        if not self.leaving:
+            self.episodes.pop(number, None)
+        if not self.is_leaving:
             self.writer.write(answer)
 
     async def episode(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Play an episode with the model and the task that a request names, and return its result as JSON."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
@@ -151,17 +156,17 @@ class Server:
         data = task.data_type().model_validate(run["task"])
         [slot] = self.env.slots(task(data, self.env.config.taskset.task))
         context = ModelContext(client=client, model=run["model"], sampling=SamplingConfig())
-        traces: list[str] = []
+        trace_ids: list[str] = []
 
         def on_trace(trace: Any) -> None:
-            traces.append(trace.id)
+            trace_ids.append(trace.id)
             self.endpoints[trace.id] = {"base_url": run["base_url"], "api_key": run["token"]}
 
         try:
             episode = await self.env.run_slot(slot, context, on_trace=on_trace)
         finally:
-            for trace in traces:
-                del self.endpoints[trace]
+            for trace_id in trace_ids:
+                del self.endpoints[trace_id]
         return {
             "complete": bool(self.env.complete(episode)), "is_timeout": episode.is_timeout,
             "errors": [] if episode.ok else [error_json(e) for e in episode.errors[-1:]],
@@ -176,12 +181,12 @@ def trace_json(trace: Any) -> dict[str, Any]:
         "errors": [] if trace.ok else [error_json(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
         "unanswered": unanswered(trace.calls),
         "reward": as_number(trace.reward),
-        "rewards": {k: as_number(r.value) for k, r in trace.rewards.items() if r is not None},
-        "metrics": {k: as_number(v) for k, v in trace.metrics.items() if v is not None},
+        "rewards": {name: as_number(reward.value) for name, reward in trace.rewards.items() if reward is not None},
+        "metrics": {name: as_number(value) for name, value in trace.metrics.items() if value is not None},
         "branches": [
-            {"tokens": b.token_ids, "answers": answers(b.nodes),
-             "messages": [m.model_dump(mode="json", exclude_none=True) for m in b.messages]}
-            for b in trace.branches if b.trainable
+            {"tokens": branch.token_ids, "answers": answers(branch.nodes),
+             "messages": [message.model_dump(mode="json", exclude_none=True) for message in branch.messages]}
+            for branch in trace.branches if branch.trainable
         ],
     }
 
@@ -196,19 +201,20 @@ def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
 
     Calls that the server refused (a status below 500) or that the harness cancelled do not count.
     """
-    last_success = max((c.time.start for c in calls if c.error is None), default=0.0)
-    return [error_json(c.error) for c in calls
-            if c.error is not None and c.error.type != "CancelledError" and (c.error.status_code or 502) >= 500
-            and c.time.end > last_success]
+    last_success = max((call.time.start for call in calls if call.error is None), default=0.0)
+    later_errors = [call.error for call in calls if call.error is not None and call.time.end > last_success]
+    return [error_json(error) for error in later_errors
+            if error.type != "CancelledError" and (error.status_code or 502) >= 500]
 
 
 def answers(nodes: list[Any]) -> list[tuple[int, int]]:
-    """Return the (begin, end) of the sampled ids, message by message."""
-    spans, at = [], 0
+    """Return the (begin, end) of the sampled ids in a branch, message by message: they end their message."""
+    spans, end = [], 0
     for node in nodes:
-        at += len(node.token_ids)
-        if sampled := sum(node.mask):
-            spans.append((at - sampled, at))
+        end += len(node.token_ids)
+        sampled_count = sum(node.mask)
+        if sampled_count:
+            spans.append((end - sampled_count, end))
     return spans
 
 
@@ -222,8 +228,11 @@ def words(error: Exception) -> str:
 
     if not isinstance(error, ValidationError):
         return str(error)
-    wrong = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in wrong)
+    texts = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        field = ".".join(map(str, problem["loc"]))
+        texts.append(f"{field}: {problem['msg']}" if field else problem["msg"])
+    return "; ".join(texts)
 
 
 # --- the socket -------------------------------------------------------------------------------------------------------
@@ -232,12 +241,13 @@ def as_json(message: dict[str, Any]) -> bytes:
     return json.dumps(message, ensure_ascii=False, allow_nan=False).encode(errors="replace")
 
 
-def framed(message: dict[str, Any]) -> bytes:
+def as_frame(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent: its length in 4 bytes, and its JSON."""
     data = as_json(message)
     return struct.pack(">I", len(data)) + data
 
 
-async def received(reader: asyncio.StreamReader) -> Any:
+async def read_message(reader: asyncio.StreamReader) -> Any:
     """Return the next message. Raises IncompleteReadError when the other end is closed."""
     [size] = struct.unpack(">I", await reader.readexactly(4))
     return json.loads(await reader.readexactly(size))
@@ -251,35 +261,36 @@ async def serve(end: socket.socket) -> None:
         try:
             from verifiers.v1.utils import loaders
 
-            env = loaders.load_environment(resolved(await received(reader)))
+            env = loaders.load_environment(resolved(await read_message(reader)))
         except Exception as e:
-            writer.write(framed({"id": 0, "error": {"type": type(e).__name__, "message": words(e)}}))
+            writer.write(as_frame({"id": 0, "error": {"type": type(e).__name__, "message": words(e)}}))
             await writer.drain()
             return
         async with env.serving():
             server = Server(env, writer)
             share_client(server.endpoints)
-            writer.write(framed({"id": 0, "result": {"pid": os.getpid()}}))
+            writer.write(as_frame({"id": 0, "result": {"pid": os.getpid()}}))
             try:
                 while True:
-                    server.take(await received(reader))
+                    server.take(await read_message(reader))
             finally:
                 await server.leave()
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
-def watch(playing: int, end: socket.socket) -> None:
+def watch(player_pid: int, end: socket.socket) -> None:
     """Wait until the playing process ends or its client is gone; then kill every process that it started."""
-    polling, deadline = select.poll(), float("inf")
+    polling = select.poll()
+    deadline = float("inf")
     polling.register(end, 0)  # reports only that it was closed
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    while playing not in ended():
+    while player_pid not in reap_children():
         if deadline == float("inf") and (signals or polling.poll(0)):
             deadline = time.monotonic() + LEAVING_SECONDS
-            os.kill(playing, signal.SIGTERM)
+            os.kill(player_pid, signal.SIGTERM)
         if time.monotonic() > deadline:
-            os.kill(playing, signal.SIGKILL)
+            os.kill(player_pid, signal.SIGKILL)
         time.sleep(0.05)
     while True:  # orphans become children of this process, a subreaper, whatever their session
         for child in children():
@@ -292,8 +303,8 @@ def watch(playing: int, end: socket.socket) -> None:
             return
 
 
-def ended() -> list[int]:
-    """Return the children that have ended since the last call, adopted orphans included."""
+def reap_children() -> list[int]:
+    """Return the children that have ended since the last call, adopted orphans included; none stays a zombie."""
     pids: list[int] = []
     with contextlib.suppress(ChildProcessError):
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
@@ -302,6 +313,7 @@ def ended() -> list[int]:
 
 
 def children() -> list[int]:
+    """Return the pids of this process's children."""
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]
 
@@ -312,6 +324,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
+    """Do what the command line says; `serve` forks the process that plays, and watches it."""
     if sys.argv[1] in ("load", "tasks"):
         from pydantic import ValidationError
 
@@ -327,9 +340,9 @@ def main() -> None:
     os.setsid()  # a signal to the runner's process group must not end this one before it has cleaned up
     _prctl(_CHILD_SUBREAPER, 1)
     parent = os.getpid()
-    playing = os.fork()
-    if playing:
-        watch(playing, end)
+    player_pid = os.fork()
+    if player_pid:
+        watch(player_pid, end)
         return
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() == parent:

@@ -56,19 +56,19 @@ def tasks_file(args: Mapping[str, Any]) -> Path:
 
 
 def made_tasks(args: Mapping[str, Any]) -> Path:
-    """Return the same file, written if necessary. Raises TasksetError with the environment's output."""
+    """Return the file that `tasks_file` names, written if necessary. Raises TasksetError with the program's output."""
     file = tasks_file(args)
     if file.is_file():
         return file
     installed = find(environment_named(args))
     file.parent.mkdir(exist_ok=True)
-    writing = file.with_suffix(f".{uuid4().hex[:12]}")
+    temporary_file = file.with_suffix(f".{uuid4().hex[:12]}")
     try:
-        _write_tasks(installed, args, writing)
+        _write_tasks(installed, args, temporary_file)
         with contextlib.suppress(FileExistsError):  # another process was first, and its file may be in use
-            os.link(writing, file)
+            os.link(temporary_file, file)
     finally:
-        writing.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)
     return file
 
 
@@ -80,6 +80,7 @@ def tasks_revision(args: Mapping[str, Any], file: Path) -> str:
 
 
 def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
+    """Have the environment's own Python write its tasks. Raises TasksetError with the end of its output."""
     command = [str(installed.python), "-I", str(PROGRAM), "tasks", str(file), str(args.get("tasks") or 0)]
     config = orjson.dumps(environment_config(installed, args))  # may hold secrets: not for a command line
     with tempfile.TemporaryFile() as stderr:
@@ -89,7 +90,7 @@ def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> N
         )
         try:
             process.communicate(config, timeout=TASKS_SECONDS)
-            problem = f"it ended with {process.returncode}" if process.returncode else ""
+            problem = f"it ended with status {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"it was not done after {TASKS_SECONDS:.0f} s"
         finally:

@@ -39,6 +39,7 @@ class VerifiersWorkflow(Workflow):
     ARGS = frozenset({"env", "config", "renderer", "tokenizer", "tasks"})
 
     async def run_async(self) -> list[Experience]:
+        """Play the episode. Raises EnvironmentFailed, or the error that this run's endpoint answered with."""
         args = self.task.workflow_args
         installed = await asyncio.to_thread(find, environment_named(args))
         server = await server_of(installed, PROGRAM, environment_config(installed, args))
@@ -54,11 +55,13 @@ class VerifiersWorkflow(Workflow):
         return self._experiences(episode["traces"], f"{installed.name} {installed.version}".rstrip())
 
     def _experiences(self, traces: list[dict[str, Any]], environment: str) -> list[Experience]:
-        trained = [t for t in traces if t["trainable"] and t["ok"]]
+        """Return an experience per branch of each agent that is trained. Raises WorkflowError if none has a reward."""
+        trained_traces = [trace for trace in traces if trace["trainable"] and trace["ok"]]
         experiences: list[Experience] = []
-        for trace in trained:
+        for trace in trained_traces:
             metrics = _as_floats({**trace["metrics"], **trace["rewards"], "reward": trace["reward"]})
-            branches = [(b["tokens"], [tuple(a) for a in b["answers"]], b["messages"]) for b in trace["branches"]]
+            branches = [(branch["tokens"], [tuple(span) for span in branch["answers"]], branch["messages"])
+                        for branch in trace["branches"]]
             for experience in self.model.experiences_of_ids(branches):
                 experience.reward, experience.metrics = metrics["reward"], dict(metrics)
                 experience.info |= {"environment": environment, "agent": trace["agent"], "stop": trace["stop"]}
@@ -66,7 +69,7 @@ class VerifiersWorkflow(Workflow):
                 experiences.append(experience)
         if not experiences:
             raise WorkflowError("the environment ended the episode before the model answered")
-        if not any(t["rewards"] for t in trained):
+        if not any(trace["rewards"] for trace in trained_traces):
             raise WorkflowError("the environment gave no reward to any trained agent, so the episode has none")
         return experiences
 
@@ -77,22 +80,23 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
     Of several failures, returns the one least related to the task: a dead sandbox before the code that needed it. A
     failed model call without a later success is a failure even if the agent took it for the end.
     """
-    parts = [episode, *(t for t in episode["traces"] if not episode["complete"] or t["is_timeout"])]
-    errors = [e for part in parts for e in part["errors"]]
-    errors += [e for trace in episode["traces"] if trace["ok"] for e in trace["unanswered"]]
+    parts = [episode, *(trace for trace in episode["traces"] if not episode["complete"] or trace["is_timeout"])]
+    errors = [error for part in parts for error in part["errors"]]
+    errors += [error for trace in episode["traces"] if trace["ok"] for error in trace["unanswered"]]
     failures: list[tuple[FailureKind, str]] = [
-        ("infra" if e["type"] in INFRA else "workflow", f"{e['type']}: {e['message']}") for e in errors]
+        ("infra" if error["type"] in INFRA else "workflow", f"{error['type']}: {error['message']}") for error in errors]
     failures += [("timeout", f"{part.get('stop') or 'episode'}: out of time, as the environment limits it")
                  for part in parts if part["is_timeout"]]
     if not failures and not episode["complete"]:
         failures.append(("workflow", "the environment did not complete the episode, but reports no error"))
     if not failures:
         return None
-    kind, message = min(failures, key=lambda f: _PRECEDENCE.index(f[0]))
+    kind, message = min(failures, key=lambda failure: _PRECEDENCE.index(failure[0]))
     return EnvironmentFailed(message, kind=kind)
 
 
 def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as floats. Raises WorkflowError for infinity and NaN."""
     for name, value in metrics.items():
         if isinstance(value, str):  # infinity or NaN, see verifiers_main.as_number
             raise WorkflowError(f"the environment gave {name} = {value}: a number is expected")
@@ -100,16 +104,16 @@ def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tokenizer_path(tokenizer: Any) -> str:
-    """Return the folder or name from which transformers loads this tokenizer."""
+    """Return the folder or name from which transformers loads this tokenizer; write a folder if there is none."""
     name = getattr(tokenizer, "name_or_path", "")
     if name:
         return str(name)
-    save = getattr(tokenizer, "save_pretrained", None)
-    if save is None:
+    save_pretrained = getattr(tokenizer, "save_pretrained", None)
+    if save_pretrained is None:
         raise WorkflowError("the model's tokenizer has no folder to load it from: set workflow_args.tokenizer to one")
     if tokenizer not in _tokenizer_folders:
         folder = tempfile.TemporaryDirectory(prefix="trinity-es-tokenizer-")
-        save(folder.name)
+        save_pretrained(folder.name)
         _tokenizer_folders[tokenizer] = folder
     return str(_tokenizer_folders[tokenizer].name)
 

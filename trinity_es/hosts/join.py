@@ -94,11 +94,11 @@ def find_head(url: str) -> HeadPlace:
 
 def config_of(
     url: str, name: str, overrides: Sequence[str], log_dir: Path, key_file: str = "",
-    places: Mapping[str, str] = MappingProxyType({}),
+    model_folders: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """Return the run's config as this host uses it. Raises ConfigError, LogError.
 
-    `places`: folders on this host for models whose paths don't exist here, by these paths.
+    `model_folders`: folders on this host for models whose paths don't exist here, by these paths.
     """
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
@@ -106,25 +106,29 @@ def config_of(
         raise NotRunning(f"no head has led the run of {masked(url)} yet: start one with `trinity-es up` or `run`")
     data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
-    hosts, shared = data.get("hosts", {}), key_file
-    if not shared and not os.environ.get(KEY_VARIABLE):  # then it is at the same path as on the head
-        shared = hosts.get("key_file") or data["system"].get("key_file", "")
-    data["hosts"] = {**hosts, "address": "", "key_file": shared, "engines_on_head": True}
+    hosts = data.get("hosts", {})
+    if not key_file and not os.environ.get(KEY_VARIABLE):  # then it is at the same path as on the head
+        key_file = hosts.get("key_file") or data["system"].get("key_file", "")
+    data["hosts"] = {**hosts, "address": "", "key_file": key_file, "engines_on_head": True}
     data["system"] = {**data["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
-    needed = {m["name"] for m in data["explorer"].get("auxiliary_models") or []}
+    auxiliary_names = {m["name"] for m in data["explorer"].get("auxiliary_models") or []}
     apply_overrides(data, list(overrides))
     models = [data["model"], data["explorer"]["rollout_model"], *(data["explorer"].get("auxiliary_models") or [])]
-    if lacks := needed - {m.get("name") for m in models if m.get("engine_num", 1)}:
+    missing_names = auxiliary_names - {m.get("name") for m in models if m.get("engine_num", 1)}
+    if missing_names:
         raise ConfigError(
-            f"the run's tasks may ask the auxiliary models {', '.join(sorted(needed))}, and this host would have no "
-            f"engine of {', '.join(sorted(lacks))}: tasks are answered by those of their own host. Leave them in, or "
-            "give them engine_type http in the head's config: servers that each host reaches"
+            f"the run's tasks may ask the auxiliary models {', '.join(sorted(auxiliary_names))}, and this host would "
+            f"have no engine of {', '.join(sorted(missing_names))}: tasks are answered by those of their own host. "
+            "Leave them in, or give them engine_type http in the head's config: servers that each host reaches"
         )
     for model in models:
-        model["model_path"] = places.get(model.get("model_path", ""), model.get("model_path", ""))
-    if hidden := masked_keys({key: value for key, value in data.items() if key != "store"}):
+        model["model_path"] = model_folders.get(model.get("model_path", ""), model.get("model_path", ""))
+    # The log has the config with its secrets masked; the store's URL was given to this host.
+    secret_keys = masked_keys({key: value for key, value in data.items() if key != "store"})
+    if secret_keys:
         raise ConfigError(
-            f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): give each to this host with --set"
+            f"the config in {masked(url)} does not hold its secrets ({', '.join(secret_keys)}): give each to this host "
+            "with --set"
         )
     return Config.from_dict(data, source=f"the run's config, for host {name}")
 
@@ -134,9 +138,10 @@ def require_gpus(config: Config, name: str) -> None:
     explorer = config.explorer
     models = {"explorer.rollout_model": explorer.rollout_model}
     models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
-    sizes = [(key, m.tensor_parallel_size) for key, m in models.items() if m.engine_type not in ("scripted", "http")]
+    gpu_counts = [(key, m.tensor_parallel_size) for key, m in models.items()
+                  if m.engine_type not in ("scripted", "http")]
     gpus = visible()
-    if key := lacking(sizes, len(gpus)):
+    if key := lacking(gpu_counts, len(gpus)):
         raise ConfigError(
             f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
             f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
@@ -145,21 +150,25 @@ def require_gpus(config: Config, name: str) -> None:
 
 
 class HostRun:
+    """A host's part in a run: its actor system, started again when it ends. `report` gets messages for people."""
+
     def __init__(self, url: str, name: str, overrides: Sequence[str], log_dir: Path, *, key_file: str = "",
-                 tell: Callable[[str], None]) -> None:
+                 report: Callable[[str], None]) -> None:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir
-        self._key_file, self._tell = key_file, tell
+        self._key_file, self._report = key_file, report
         self._reason = ""
         """Reason of `leave`, empty until then."""
-        self._life = ""
-        self._pulls_into: Path | None = None
+        self._life_id = ""
+        """Id of the system that was started last, by which the log tells it from earlier ones of this host."""
+        self._pulled_folder: Path | None = None
         """Folder where the host's system keeps pulled files, deleted at the end of this run."""
-        self._until = 0.0
+        self._leave_deadline = 0.0
+        """Reading of the monotonic clock at which a host that leaves is ended, though it still has units."""
 
     def leave(self, reason: str, within: float) -> None:
         """Drain the host and end it; what its runners still have after `within` s is attempted elsewhere."""
         if not self._reason:
-            self._reason, self._until = reason, time.monotonic() + within
+            self._reason, self._leave_deadline = reason, time.monotonic() + within
 
     def is_leaving(self) -> bool:
         return bool(self._reason)
@@ -169,67 +178,70 @@ class HostRun:
         try:
             self._run()
         finally:
-            if self._pulls_into is not None:
-                shutil.rmtree(self._pulls_into, ignore_errors=True)
+            if self._pulled_folder is not None:
+                shutil.rmtree(self._pulled_folder, ignore_errors=True)
 
     def _run(self) -> None:
+        """Start the host's system again and again, with growing pauses, until this host leaves or was drained."""
         pauses = Backoff(*PAUSE_SECONDS)
         while not self.is_leaving():
-            born = time.monotonic()
+            started_at = time.monotonic()
             try:
                 head = find_head(self._url)
-                config = self._with_models(head, self._config())
+                config = self._with_model_folders(head, self._config())
                 require_gpus(config, self._name)
                 config.check()
-                self._tell(f"the head takes hosts in at {head}: joining as {self._name}")
-                reason = self._one_life(config)
+                self._report(f"the head takes hosts in at {head}: joining as {self._name}")
+                reason = self._run_system(config)
             except (ConfigError, WrongKey):
                 raise
             except TrinityError as e:  # no head yet, the database is away, the system did not start
                 reason = e.message
-            if not self.is_leaving() and (left := self._left_because()):  # a drained system may not answer at its end
-                self._tell(f"host {self._name} left: {left}")
+            # The log tells if it was drained: a system may not answer any more at its end.
+            if not self.is_leaving() and (drain_reason := self._drain_reason()):
+                self._report(f"host {self._name} left: {drain_reason}")
                 return
             if self.is_leaving():
                 return
-            if time.monotonic() - born > STEADY_SECONDS:
+            if time.monotonic() - started_at > STEADY_SECONDS:
                 pauses.reset()
             pause = pauses.next(0.0)
-            self._tell(f"{reason}; once more in {pause:.0f} s")
+            self._report(f"{reason}; once more in {pause:.0f} s")
             self._sleep(pause)
 
-    def _config(self, places: Mapping[str, str] = MappingProxyType({})) -> Config:
-        return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, places)
+    def _config(self, model_folders: Mapping[str, str] = MappingProxyType({})) -> Config:
+        return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, model_folders)
 
-    def _with_models(self, head: HeadPlace, config: Config) -> Config:
+    def _with_model_folders(self, head: HeadPlace, config: Config) -> Config:
         """Return the config with local folders for models whose paths don't exist here, pulled from the head.
 
         A model that the head does not have either is left alone: its engine will report the error.
         """
-        places: dict[str, str] = {}
+        model_folders: dict[str, str] = {}
         models = {"rollout": config.explorer.rollout_model, **{m.name: m for m in config.explorer.auxiliary_models}}
         for name, model in models.items():
             path = model.model_path
-            if path in places or not path.startswith("/") or Path(path).exists():
+            if path in model_folders or not path.startswith("/") or Path(path).exists():
                 continue
-            self._tell(f"{path} is not on this host: pulling the model from the head")
+            self._report(f"{path} is not on this host: pulling the model from the head")
             try:
-                places[path] = str(self._pull(head, config, FolderName("model", name)))
+                model_folders[path] = str(self._pull(head, config, FolderName("model", name)))
             except SyncError as e:
                 if not e.details.get("refused") or self.is_leaving():
                     raise
-                self._tell(e.message)
-        return self._config(places) if places else config
+                self._report(e.message)
+        return self._config(model_folders) if model_folders else config
 
     def _pull(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
+        """Copy a folder from the head and return its path here. Raises SyncError, also when `leave` is called."""
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # other hosts and machines may have theirs there too
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
-        return asyncio.run(self._until_leave(puller.pull(name, None, lambda text: None)))
+        return asyncio.run(self._unless_left(puller.pull(name, None, lambda text: None)))
 
-    async def _until_leave(self, pull: Coroutine[Any, Any, Path]) -> Path:
+    async def _unless_left(self, pull: Coroutine[Any, Any, Path]) -> Path:
         """Return the result of a pull. Raises SyncError if `leave` is called meanwhile."""
         task = asyncio.ensure_future(pull)
         try:
@@ -240,8 +252,8 @@ class HostRun:
         finally:
             task.cancel()
 
-    def _left_because(self) -> str:
-        """Return why the last life of the host left in order; empty if it did not, or that is unknown."""
+    def _drain_reason(self) -> str:
+        """Return why the host's last system was drained, from the log; empty if it was not, or that is unknown."""
         hosts: Hosts = {}
         try:
             with EventLog.open(self._url, read_only=True) as log:
@@ -250,45 +262,49 @@ class HostRun:
         except LogError:
             return ""
         host = hosts.get(self._name)
-        left = host is not None and host.life == self._life and host.state in ("draining", "left")
-        return host.reason if host is not None and left else ""
+        if host is None or host.life != self._life_id or host.state not in ("draining", "left"):
+            return ""
+        return host.reason
 
     def _sleep(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.is_leaving() and time.monotonic() < until:
+        """Sleep until these seconds are over or `leave` was called."""
+        deadline = time.monotonic() + seconds
+        while not self.is_leaving() and time.monotonic() < deadline:
             time.sleep(min(LOOK_SECONDS, seconds))
 
-    def _one_life(self, config: Config) -> str:
+    def _run_system(self, config: Config) -> str:
+        """Run the host's system until it ends, and return why it ended."""
         with closing(open_payloads(self._url)) as payloads:  # first, since it raises if a run can't use this database
             return self._start_and_wait(config, payloads)
 
     def _start_and_wait(self, config: Config, payloads: PayloadStore) -> str:
-        self._life = uuid.uuid4().hex
-        self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
-        admin = launch_host(config, HostIdentity(name=self._name, life=self._life))
-        self._tell(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
+        """Start the host's system, wait until it ends or must leave, end what is left of it, and return the reason."""
+        self._life_id = uuid.uuid4().hex
+        self._pulled_folder = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
+        admin = launch_host(config, HostIdentity(name=self._name, life=self._life_id))
+        self._report(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
                    f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:
-            def lives(_: dict[str, Any] | None) -> dict[str, Any]:
+            def require_alive(_: dict[str, Any] | None) -> dict[str, Any]:
                 if not process_lives(admin["pid"], admin["started"]):
                     raise system_gone(admin)
                 return admin
 
-            link = Connection(payloads, lives)
+            connection = Connection(payloads, require_alive)
             try:
                 with os.fdopen(os.pidfd_open(admin["pid"])) as handle:
                     while not select.select([handle], [], [], LOOK_SECONDS)[0]:
-                        status = link.where(LOOK_SECONDS).status
+                        status = connection.where(LOOK_SECONDS).status
                         if status.get("fenced"):
                             return str(status["fenced"])
                         if self._reason:  # repeated, since any of the processes on the way may be away or new
-                            link.tell_guardian(HostLeaves(self._reason))
-                        if self._reason and time.monotonic() > self._until:
-                            link.retire(END_SECONDS)
+                            connection.tell_guardian(HostLeaves(self._reason))
+                        if self._reason and time.monotonic() > self._leave_deadline:
+                            connection.retire(END_SECONDS)
                             return self._reason
                 return "its actor system ended"
             finally:
-                link.close()
+                connection.close()
         finally:
             if process_lives(admin["pid"], admin["started"]):
                 running_system.end(running_system.wait_gone(running_system.processes(admin), 0.0))

@@ -67,23 +67,26 @@ def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
     """Return a host's resources on its node: a core per engine, and its GPUs if the cluster has any."""
     models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
     bundle = {"CPU": float(sum(m.engine_num for m in models))}
-    needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
-    return bundle | ({"GPU": float(needed)} if gpus and needed else {})
+    gpu_count = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
+    if gpus and gpu_count:
+        bundle["GPU"] = float(gpu_count)
+    return bundle
 
 
 class Agent:
     """The head of a run, or one of its hosts, in a process that Ray (re)starts. Whatever it starts ends with it."""
 
     def __init__(self, setup: Mapping[str, Any], number: int | None) -> None:
-        """Start working. `setup`: config, key, folder; `number`: of the host, None for the head.
+        """Start working. `setup`: config, key, folder; `number`: number of the host, None for the head.
 
         Never raises: Ray does not restart an actor whose constructor raises.
         """
         os.environ[KEY_VARIABLE] = setup["key"]
         with suppress(OSError):
             os.chdir(setup["folder"])
-        self._setup, self._number = setup, number
-        self._over = threading.Event()
+        self._setup, self._host_number = setup, number
+        self._ended = threading.Event()
+        """Set when this actor must start nothing any more."""
         self._problem: dict[str, Any] = {"text": "", "for_good": False}
         self._config: Config | None = None
         self._run: HostRun | None = None
@@ -103,35 +106,38 @@ class Agent:
 
     def leave(self, reason: str) -> None:
         """End everything that this actor started, and start nothing any more."""
-        self._over.set()
+        self._ended.set()
         if self._run is not None:
             self._run.leave(reason, 0.0)
         self._thread.join(END_SECONDS)
-        if self._number is None and self._config is not None:
+        if self._host_number is None and self._config is not None:
             end_system(self._config)
 
     def _work(self) -> None:
+        """Lead the run or take part in it, as this actor is meant to, and try again after an error until `leave`."""
         pauses = Backoff(*PAUSE_SECONDS)
-        while not self._over.is_set():
+        while not self._ended.is_set():
             try:
-                (self._lead if self._number is None else self._take_part)()
+                if self._host_number is None:
+                    self._lead()
+                else:
+                    self._take_part()
             except Exception as e:
                 if not isinstance(e, TrinityError):
                     _log.exception("this failed")
                 self._problem = {"text": str(e), "for_good": isinstance(e, ConfigError | WrongKey)}
-                self._tell(f"{e}; once more soon")
-                self._over.wait(pauses.next(0.0))
+                _log.warning("%s", f"{e}; once more soon")
+                self._ended.wait(pauses.next(0.0))
             else:
                 return
 
-    def _tell(self, text: str) -> None:
-        _log.warning("%s", text)
 
     def _take_part(self) -> None:
+        """Take part in the run as a host, until `leave`."""
         config = Config.from_dict(self._setup["config"], folder="/")
-        name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._number}")
-        self._run = HostRun(config.store.url, name, [], Path(config.system.log_dir) / name, tell=self._tell)
-        if not self._over.is_set():
+        name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._host_number}")
+        self._run = HostRun(config.store.url, name, [], Path(config.system.log_dir) / name, report=_log.warning)
+        if not self._ended.is_set():
             self._run.run()
 
     def _lead(self) -> None:
@@ -139,27 +145,28 @@ class Agent:
         import ray
 
         config = head_config(Config.from_dict(self._setup["config"], folder="/"), ray.util.get_node_ip_address())
-        while not self._over.is_set():
+        while not self._ended.is_set():
             admin = lifecycle.start(config, keeper=True, detach=False)  # AlreadyRunning while a predecessor ends
             self._config, self._problem = config, {"text": "", "for_good": False}
-            self._tell(f"the head is up (pid {admin['pid']}), and takes hosts in at {config.hosts.address}")
-            while not self._over.wait(LOOK_SECONDS):
+            _log.warning("%s", f"the head is up (pid {admin['pid']}), and takes hosts in at {config.hosts.address}")
+            while not self._ended.wait(LOOK_SECONDS):
                 if process_lives(admin["pid"], admin["started"]):
                     continue
                 with suppress(TrinityError):
-                    last = running_system.last_known(config)
-                    if last is None:
+                    new_admin = running_system.last_known(config)
+                    if new_admin is None:  # the system ended in order
                         self._config = None
-                        self._over.set()
+                        self._ended.set()
                         threading.Thread(target=_end, args=(ray, "its head was ended")).start()
                         return
-                    if process_lives(last["pid"], last["started"]):
-                        admin = last  # its keeper started it again
+                    if process_lives(new_admin["pid"], new_admin["started"]):
+                        admin = new_admin  # the keeper started the system again
                     elif running_system.keeper(config) is None:
                         break
 
 
 def _import_ray() -> Any:
+    """Return the module ray. Raises ConfigError if it can't be imported."""
     try:
         import ray
     except ImportError as e:
@@ -172,13 +179,14 @@ def _connect_to_ray(config: Config) -> Any:
     ray = _import_ray()
     address = os.environ.get("RAY_ADDRESS") or "auto"
     url = parse_url(config.store.url)
-    place = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
-    store = hashlib.sha256(place.encode()).hexdigest()[:12]
+    database = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
+    store_digest = hashlib.sha256(database.encode()).hexdigest()[:12]
     try:
         host, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        ray.init(address=address, namespace=f"trinity-es-{store}", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=f"trinity-es-{store_digest}", log_to_driver=False,
+                 logging_level=logging.ERROR)
     except OSError as e:
         raise ConfigError(f"no Ray cluster is found at {address!r} ({str(e).splitlines()[0]}): set RAY_ADDRESS to one, "
                           "or make this machine a node of one with `ray start`") from e
@@ -245,11 +253,11 @@ def start(
 
 
 def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the status of a run that starts. Tell each actor's problem once; raise StartupError for one that stays."""
+    """Return the status of a run that starts; `tell` each new problem. Raises StartupError for one that stays."""
     time.sleep(LOOK_SECONDS)
-    placed, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
+    reports, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
     try:
-        for answer in ray.get(placed):
+        for answer in ray.get(reports):
             problem = answer["problem"]
             if problem["for_good"]:
                 raise StartupError(f"{answer['node']}: {problem['text']}")
@@ -271,14 +279,19 @@ def down(config: Config) -> bool:
 
 
 def _end(ray: Any, reason: str) -> bool:
-    """End everything of the run in Ray's namespace, the head last, so that it still hears how the hosts leave."""
+    """End everything of the run in Ray's namespace; return whether there were actors.
+
+    The head ends last, so that it still hears how the hosts leave.
+    """
     names = sorted(ray.util.list_named_actors(), key=lambda name: name == HEAD)
     agents = []
     for name in names:
         with suppress(ValueError):  # it ended meanwhile
             agents.append(ray.get_actor(name))
-    for part in (agents[:-1], agents[-1:]):
-        ray.wait([a.leave.remote(reason) for a in part], num_returns=len(part), timeout=END_SECONDS) if part else None
+    for group in (agents[:-1], agents[-1:]):
+        if group:
+            answers = [agent.leave.remote(reason) for agent in group]
+            ray.wait(answers, num_returns=len(answers), timeout=END_SECONDS)
     with suppress(ValueError):
         ray.util.remove_placement_group(ray.util.get_placement_group(GROUP))
     for agent in agents:

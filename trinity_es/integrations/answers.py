@@ -21,9 +21,10 @@ PROMPTS, ANSWERS = (f"{__name__}:{name}" for name in ("PromptWorkflow", "AnswerW
 
 def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
     """Raise ConfigError for format_args that would change prompts, which these workflows send unchanged."""
-    if workflow in (PROMPTS, ANSWERS) and (used := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
+    refused_keys = sorted({"system_prompt", "reply_prefix"} & set(format_args))
+    if workflow in (PROMPTS, ANSWERS) and refused_keys:
         raise ConfigError(
-            f"format_args has {used[0]}, but the trainer's prompts are sent unchanged: write it into them, as "
+            f"format_args has {refused_keys[0]}, but the trainer's prompts are sent unchanged: write it into them, as "
             "messages, or name a workflow that makes a chat of them, such as single_turn"
         )
 
@@ -37,6 +38,7 @@ class PromptWorkflow(SingleTurnWorkflow):
     ARGS = frozenset({"chat_template_kwargs"})
 
     async def _answers(self) -> list[Experience]:
+        """Ask for all runs at once: complete a text as it is, render messages by the chat template."""
         prompt, template = self.task.task_desc, self.task.workflow_args.get("chat_template_kwargs")
         answers: list[Experience]
         if isinstance(prompt, str):
@@ -56,6 +58,7 @@ class AnswerWorkflow(PromptWorkflow):
     """PromptWorkflow without a reward, for trainers that reward answers themselves."""
 
     async def run_async(self) -> list[Experience]:
+        """Return the answers, each with the number of its run."""
         answers = await self._answers()
         for run, answer in enumerate(answers, self.run_id_base):
             answer.eid.run = run

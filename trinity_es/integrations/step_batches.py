@@ -93,20 +93,24 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
         columns = client.columns(batch_id)
     else:
         columns = client.read([ref for task in state.tasks for ref in task.payloads])
-    if failed := failures(state):
-        _log.warning("batch %r: runs failed for good and are left out. %s", batch_id, failed)
+    failure_text = failures(state)
+    if failure_text:
+        _log.warning("batch %r: runs failed for good and are left out. %s", batch_id, failure_text)
     places = list(zip(columns.tasks, columns.runs.tolist(), columns.steps.tolist(), strict=True))
     return columns[sorted(range(len(places)), key=lambda row: places[row])]
 
 
 def failures(state: BatchState) -> str:
     """Return the message of the first task with failed runs, and the number of such tasks; empty if there is none."""
-    messages = [f"Task {n}: {s.message}" for n, s in sorted(state.statuses.items()) if s.message]
-    more = f" (so did {len(messages) - 1} more of {len(state.tasks)} tasks)" if len(messages) > 1 else ""
-    return f"{messages[0]}{more}" if messages else ""
+    messages = [f"Task {n}: {status.message}" for n, status in sorted(state.statuses.items()) if status.message]
+    if not messages:
+        return ""
+    others = f" (so did {len(messages) - 1} more of {len(state.tasks)} tasks)" if len(messages) > 1 else ""
+    return f"{messages[0]}{others}"
 
 
 def _finalize(client: RolloutClient, batch_id: str) -> None:
+    """Finalize a train batch, however long that takes; log what it waits for every `TELL_SECONDS`."""
     while True:
         try:
             client.finalize_train_batch(batch_id, timeout=TELL_SECONDS)
@@ -116,12 +120,14 @@ def _finalize(client: RolloutClient, batch_id: str) -> None:
 
 
 def _collect(client: RolloutClient, batch_id: str) -> None:
+    """Wait until no task of a scheduled batch is open, and take the results, which ends the batch."""
     while True:
         poll = client.request(PollBatch(batch_id=batch_id, at_least=ALL_TASKS, seconds=POLL_SECONDS, resume=True))
         if poll["open"] == 0:
             break
-    if ready := client.batch(batch_id).ready_tasks():
-        client.request(TakeResults(batch_id=batch_id, submission=poll["submission"], tasks=ready))
+    ready_tasks = client.batch(batch_id).ready_tasks()
+    if ready_tasks:
+        client.request(TakeResults(batch_id=batch_id, submission=poll["submission"], tasks=ready_tasks))
 
 
 class PromptRows:
@@ -140,15 +146,17 @@ class PromptRows:
             if _is_stream(data):
                 continue
             for i, prompt in enumerate(data["prompt"]):
-                first = self._rows.setdefault(prompt_key(prompt), (name, i))
-                if first != (name, i) and self._row(*first) != self._row(name, i):
+                first_name, first_i = self._rows.setdefault(prompt_key(prompt), (name, i))
+                is_repeated = (first_name, first_i) != (name, i)
+                if is_repeated and self._row(first_name, first_i) != self._row(name, i):
                     raise DataError(
-                        f"rows {first[1]} of {first[0]} and {i} of {name} have the same prompt and differ in "
+                        f"rows {first_i} of {first_name} and {i} of {name} have the same prompt and differ in "
                         f"{', '.join(self._columns[name])}, but TRL passes on only the prompt: tell them apart in the "
                         "prompt, or name in `columns` what tasks need"
                     )
 
     def _row(self, name: str, index: int) -> dict[str, Any]:
+        """Return the columns of a row that a task gets beside its prompt."""
         if not self._columns[name]:
             return {}
         row = self._datasets[name][index]
@@ -168,12 +176,15 @@ class PromptRows:
                     "prompt, unchanged, or columns=[] if tasks need only the prompt"
                 )
             return {"prompt": prompt}, {}
-        return {**self._row(*origin), "prompt": prompt}, {"taskset": origin[0], "index": origin[1]}
+        name, index = origin
+        return {**self._row(name, index), "prompt": prompt}, {"taskset": name, "index": index}
 
 
 def _task_columns(name: str, data: Any, columns: Sequence[str] | None) -> list[str]:
+    """Return the columns of a data set that tasks get beside the prompt. Raises DataError as `PromptRows` does."""
     existing = list(getattr(data, "column_names", None) or [])
-    if existing and (missing := [column for column in ("prompt", *(columns or ())) if column not in existing]):
+    missing = [column for column in ("prompt", *(columns or ())) if column not in existing]
+    if existing and missing:  # a stream may not know its columns
         hint = did_you_mean(missing[0], existing)
         raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(existing)}{hint}")
     if _is_stream(data) and (columns or (columns is None and existing != ["prompt"])):
@@ -185,7 +196,8 @@ def _task_columns(name: str, data: Any, columns: Sequence[str] | None) -> list[s
 
 
 def _is_stream(data: Any) -> bool:
-    return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))  # torch's streams have __getitem__, too
+    """Return whether rows of this data can't be read by their index; torch's streams have __getitem__, but no len."""
+    return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def prompt_key(prompt: Any) -> bytes:
@@ -197,4 +209,5 @@ def prompt_key(prompt: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """Return a prompt as it is read back from JSON, with lists for tuples."""
     return orjson.loads(prompt_key(value))

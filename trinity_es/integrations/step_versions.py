@@ -32,17 +32,17 @@ def step_of(version: int) -> int:
 
 def missing_version(client: RolloutClient, step: int) -> int | None:
     """Return the version to publish a step's weights as; None if engines have them already."""
-    now = current_weights(client.log)
-    version = step_version(step, now.version)
-    exists = not now.path or Path(now.path).is_dir()
-    return None if version == now.version and exists else version
+    weights = current_weights(client.log)
+    version = step_version(step, weights.version)
+    exists = not weights.path or Path(weights.path).is_dir()  # without a path: the model of the config
+    return None if version == weights.version and exists else version
 
 
 def publish_tensors(client: RolloutClient, version: int, state: Mapping[str, Any]) -> None:
     """Publish these tensors to the engines. Tensors of the current version replace its lost files in shared memory."""
-    now = current_weights(client.log)
-    if version == now.version:
-        write_memory(client.config, version, state, Path(now.path))
-        client.weights_written_anew(version, now.path)
+    weights = current_weights(client.log)
+    if version == weights.version:
+        write_memory(client.config, version, state, Path(weights.path))
+        client.weights_written_anew(version, weights.path)
     else:
         client.sync_weights(version, state)

@@ -51,31 +51,32 @@ class SQLBuffer:
             sa.Column("experience_bytes", sa.LargeBinary, nullable=False))
         self._written = sa.Table(f"{name}_written", tables, sa.Column("key", sa.String(255), primary_key=True))
         self._tables, self._engine = tables, sa.create_engine(url)
-        self._made = False
+        self._has_tables = False
 
     def write(self, key: str, experiences: Iterable[Experience]) -> None:
         """Add a batch unless its key is written already."""
-        if not self._made:
+        if not self._has_tables:
             self._tables.create_all(self._engine)
-            self._made = True
+            self._has_tables = True
         with self._engine.begin() as connection:
             if connection.execute(sa.select(self._written).where(self._written.c.key == key)).first():
                 return
             connection.execute(self._written.insert().values(key=key))
-            for e in experiences:
-                added = connection.execute(self._rows.insert().values(
-                    task_id=str(e.eid.task), run_id=e.eid.run, msg_id=str(e.eid.suffix), reward=e.reward,
-                    model_version=(e.info or {}).get("model_version"), consumed=0))
-                [number] = added.inserted_primary_key or (None,)
-                connection.execute(self._blobs.insert().values(id=number, experience_bytes=serialized(e)))
+            for experience in experiences:
+                eid = experience.eid
+                result = connection.execute(self._rows.insert().values(
+                    task_id=str(eid.task), run_id=eid.run, msg_id=str(eid.suffix), reward=experience.reward,
+                    model_version=(experience.info or {}).get("model_version"), consumed=0))
+                [row_id] = result.inserted_primary_key or (None,)
+                connection.execute(self._blobs.insert().values(id=row_id, experience_bytes=serialized(experience)))
 
 
-def serialized(e: Experience) -> bytes:
-    """Return the bytes that Trinity-RFT's `Experience.serialize` would make."""
-    arrays = {f"0:{name}": np.ascontiguousarray(value) for name in _ARRAYS
-              if (value := getattr(e, name, None)) is not None}
-    fields: dict[str, Any] = {name: getattr(e, name, None) for name in _PLAIN}
-    fields |= {"eid": e.eid.to_dict(), "custom_fields": [], "multi_modal_input_keys": []}
+def serialized(experience: Experience) -> bytes:
+    """Return the bytes that Trinity-RFT's `Experience.serialize` would make: a pickled header, then the arrays."""
+    present_arrays = {name: value for name in _ARRAYS if (value := getattr(experience, name, None)) is not None}
+    arrays = {f"0:{name}": np.ascontiguousarray(value) for name, value in present_arrays.items()}
+    fields: dict[str, Any] = {name: getattr(experience, name, None) for name in _PLAIN}
+    fields |= {"eid": experience.eid.to_dict(), "custom_fields": [], "multi_modal_input_keys": []}
     head = pickle.dumps({"version": _VERSION, "num_items": 1, "items": [fields]}, protocol=pickle.HIGHEST_PROTOCOL)
     body = save(arrays)
     return _MAGIC + struct.pack("<BQQ", _VERSION, len(head), len(body)) + head + body

@@ -42,7 +42,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_versions import missing_version, publish_tensors
-from trinity_es.integrations.trl_result_rows import require_columns, result_rows, sparing
+from trinity_es.integrations.trl_result_rows import none_for_failed_runs, require_columns, result_rows
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
@@ -154,10 +154,13 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._rows: dict[Mode, tuple[list[Any], PromptRows]] = {}
         """Current data sets, and the lookup of their rows."""
         self._calls: Counter[str] = Counter()
+        """Number of calls by step and mode."""
         self._unacknowledged: list[str] = []
+        """Ids of the batches of the current generation."""
         self._trainer: Any = None
         self._sampling: dict[str, Any] = {}
-        self._several = False
+        self._has_warned = False
+        """True if the log says that runs give several experiences."""
 
     # --- the rollout function ---------------------------------------------------------------------------------------
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -177,7 +180,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             tasks.extend(self._tasks(all_prompts, mode, trainer))
             return None if find_batch(self.client, batch_id, tasks) else missing_version(self.client, step)
 
-        self._serve(version)
+        self._publish_if_missing(version)
         rows = self._on_main(lambda: self._play(batch_id, tasks, mode))
         if mode == "train":
             self._unacknowledged.append(batch_id)
@@ -199,6 +202,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return f"{step}/{self.name}-{mode}-{call}"
 
     def _connect(self, step: int | None) -> RolloutClient:
+        """Return a client for a trainer that begins at this step. Raises AlreadyRunning, NotRunning."""
         hold(self.config, "trainer")
         return connect(self.config, resumed_at=step)
 
@@ -234,7 +238,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             hold(self.config, "trainer")
         self._task["workflow_args"] |= template
         self._sampling = sampling
-        trainer.reward_funcs = [sparing(fn) for fn in trainer.reward_funcs]
+        trainer.reward_funcs = [none_for_failed_runs(fn) for fn in trainer.reward_funcs]
         self._trainer = trainer
 
     def _require_columns(self, trainer: Any) -> None:
@@ -244,36 +248,38 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             return
         for fn in trainer.reward_funcs:
             require_columns(fn, columns)
-        own, arguments = self._reward, self._task["reward_fn_args"]
-        if self._task["workflow"] == PROMPTS and inspect.isfunction(own) and has_trl_form(own, arguments):
-            require_columns(own, columns, given=arguments, tasks_get=self._columns)
+        reward, arguments = self._reward, self._task["reward_fn_args"]
+        if self._task["workflow"] == PROMPTS and inspect.isfunction(reward) and has_trl_form(reward, arguments):
+            require_columns(reward, columns, given=arguments, tasks_get=self._columns)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """Run `work` in the first process; return its result, or raise its error, in all of them."""
-        outcome: list[Any] = [None, None]
+        result_and_error: list[Any] = [None, None]
         if self._trainer.accelerator.is_main_process:
             try:
-                outcome = [work(), None]
+                result_and_error = [work(), None]
             except Exception as e:
                 if self._trainer.accelerator.num_processes == 1:
                     raise
-                outcome = [None, e]
+                result_and_error = [None, e]
         if self._trainer.accelerator.num_processes > 1:
-            outcome = broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]  # type: ignore[no-any-return]  # it went through a broadcast
+            result_and_error = broadcast_object_list(result_and_error)
+        result, error = result_and_error
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]  # it went through a broadcast
 
     def _tasks(self, prompts: list[Any], mode: Mode, trainer: Any) -> list[Task]:
         """Return a task for each group of prompts. Raises DataError if a group's prompts differ."""
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        wrong = next((i for i in range(len(prompts)) if prompts[i] != prompts[i - i % group]), None)
-        if wrong is not None or len(prompts) % group:
+        different = next((i for i in range(len(prompts)) if prompts[i] != prompts[i - i % group]), None)
+        if different is not None or len(prompts) % group:
             raise DataError(
-                f"{len(prompts)} prompts are no groups of {group} equal ones: prompt {wrong} differs from its group's "
-                "first. TRL's own samplers repeat each prompt num_generations times"
+                f"{len(prompts)} prompts are no groups of {group} equal ones: prompt {different} differs from its "
+                "group's first. TRL's own samplers repeat each prompt num_generations times"
             )
-        rows, tasks = self._rows_of(mode, trainer), []
+        rows = self._rows_of(mode, trainer)
+        tasks = []
         for prompt in prompts[::group]:
             raw_task, index = rows.task_row(prompt)
             tasks.append(Task(
@@ -285,37 +291,40 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def _rows_of(self, mode: Mode, trainer: Any) -> PromptRows:
         """Return the rows of the trainer's current data; each eval may use another data set."""
         data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
-        named = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
-        named = {name: rows for name, rows in named.items() if rows is not None}
-        used = getattr(trainer.callback_handler.eval_dataloader, "dataset", None) if mode == "eval" else None
-        if used is not None and not any(used is rows for rows in named.values()):
-            named = {f"{self.name}-{mode}": getattr(used, "dataset", used)}  # a stream's part for this process
-        datasets, prompt_rows = self._rows.get(mode, ([], None))
-        if prompt_rows is None or [id(rows) for rows in datasets] != [id(rows) for rows in named.values()]:
-            prompt_rows = PromptRows(named, self._columns)
-            self._rows[mode] = list(named.values()), prompt_rows
+        datasets = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
+        datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+        loaded = getattr(trainer.callback_handler.eval_dataloader, "dataset", None) if mode == "eval" else None
+        if loaded is not None and not any(loaded is dataset for dataset in datasets.values()):
+            datasets = {f"{self.name}-{mode}": getattr(loaded, "dataset", loaded)}  # a stream's part for this process
+        known_datasets, prompt_rows = self._rows.get(mode, ([], None))
+        if prompt_rows is None or [id(data) for data in known_datasets] != [id(data) for data in datasets.values()]:
+            prompt_rows = PromptRows(datasets, self._columns)
+            self._rows[mode] = list(datasets.values()), prompt_rows
         return prompt_rows
 
     def _play(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
+        """Play a batch, unless the log has it, and return TRL's rows, column by column."""
         experiences = play_batch(self.client, batch_id, tasks, mode)
         runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
-        if not self._several and len(runs) < len(experiences):
-            self._several = True
+        if not self._has_warned and len(runs) < len(experiences):
+            self._has_warned = True
             _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
         eos = int(self._trainer.processing_class.eos_token_id)
         return result_rows(batch_id, experiences, len(tasks), int(tasks[0].repeat_times or 1), eos)
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def _serve(self, wanted: Callable[[], int | None]) -> None:
-        """Publish the trainer's weights as the version that `wanted` returns in the first process, unless it is None.
+    def _publish_if_missing(self, find_version: Callable[[], int | None]) -> None:
+        """Publish the trainer's weights as the version that `find_version` returns in the first process, unless None.
 
         All processes call it, since the weights may be sharded.
         """
-        if (version := self._on_main(wanted)) is not None:
+        version = self._on_main(find_version)
+        if version is not None:
             state = self._trainer.accelerator.get_state_dict(self._trainer.model_wrapped)
             self._on_main(lambda: self._publish(version, state))
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
+        """Have the engines load these weights: from a folder, or from memory, as `synchronizer.sync_method` says."""
         if self.config.synchronizer.sync_method == "checkpoint":
             self.client.sync_weights(version, self._write_weights(version, state))
         else:
@@ -324,22 +333,23 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def _write_weights(self, version: int, state: Mapping[str, Any]) -> Path:
         """Write a folder that engines load; keep only the newest `trainer.keep_checkpoints` folders."""
         folder = Path(self.config.run_dir) / f"{self.name}-weights"
-        target, half = folder / f"version_{version}", folder / f".version_{version}-{uuid4().hex[:8]}"
+        target = folder / f"version_{version}"
+        partial_folder = folder / f".version_{version}-{uuid4().hex[:8]}"
         for path in (target, *folder.glob(".version_*")):
             shutil.rmtree(path, ignore_errors=True)
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         try:
             with _no_progress_bar():
-                model.save_pretrained(half, state_dict=dict(state))
-            self._trainer.processing_class.save_pretrained(half)
-            half.rename(target)
+                model.save_pretrained(partial_folder, state_dict=dict(state))
+            self._trainer.processing_class.save_pretrained(partial_folder)
+            partial_folder.rename(target)
         except OSError as e:
             raise SyncError(
                 f"version {version} was not published: {target} can't be written ({e}). If another trainer named "
                 f"{self.name!r} writes there, end it, or give one of them another run_dir"
             ) from e
-        written = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
-        for path in written[: -self.config.trainer.keep_checkpoints]:
+        versions = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
+        for path in versions[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(path, ignore_errors=True)
         return target
 
@@ -350,10 +360,10 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)
         loader = others["train_dataloader"]
-        length = len(loader) if has_length(loader) else (step + 1) * per_step  # a stream: in its first epoch
-        epoch_steps = max(math.ceil(length / per_step), 1)
-        done = step // epoch_steps * length + step % epoch_steps * per_step
-        if done % per_generation:
+        epoch_batches = len(loader) if has_length(loader) else (step + 1) * per_step  # a stream: in its first epoch
+        epoch_steps = max(math.ceil(epoch_batches / per_step), 1)
+        trained_batches = step // epoch_steps * epoch_batches + step % epoch_steps * per_step
+        if trained_batches % per_generation:
             raise ConfigError(
                 f"the checkpoint of step {step} lies within a generation, which serves {per_generation} batches of "
                 "gradients, so the part that was trained on can't be identified: resume from an earlier one"
@@ -364,18 +374,18 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         if state.is_world_process_zero:
             self.close()
             self._client = self._connect(step)
-            self._tell_start(step, per_generation, per_step)
+            self._report_start(step, per_generation, per_step)
 
-    def _tell_start(self, step: int, per_generation: int, per_step: int) -> None:
+    def _report_start(self, step: int, per_generation: int, per_step: int) -> None:
         """Log where the trainer begins, and up to which step the log already has its batches."""
         calls: Counter[int] = Counter()
-        until_step = step
-        while has_result(self.client, self._batch_id(until_step, "train", calls[until_step])):
-            calls[until_step] += 1
-            until_step = step + calls.total() * per_generation // per_step
-        begins = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
-        until = f": up to step {until_step} it trains on what the log has" if until_step > step else ""
-        tell(_log, f"trainer {self.name} {begins}{until}")
+        last_step = step
+        while has_result(self.client, self._batch_id(last_step, "train", calls[last_step])):
+            calls[last_step] += 1
+            last_step = step + calls.total() * per_generation // per_step
+        start = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
+        logged_steps = f": up to step {last_step} it trains on what the log has" if last_step > step else ""
+        tell(_log, f"trainer {self.name} {start}{logged_steps}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches of a generation at its end."""
@@ -389,17 +399,18 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Publish the final weights."""
         if self._trainer is not None:
-            self._serve(lambda: missing_version(self.client, int(state.global_step)))
+            self._publish_if_missing(lambda: missing_version(self.client, int(state.global_step)))
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    shown = logs.is_progress_bar_enabled()
+    """Hide transformers' progress bars in this block."""
+    was_enabled = logs.is_progress_bar_enabled()
     logs.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logs.enable_progress_bar()
 
 

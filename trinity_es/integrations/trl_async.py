@@ -70,24 +70,27 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if self.config.synchronizer.sync_method == "checkpoint":
             raise ConfigError("TRL sends weights as tensors: set synchronizer.sync_method to memory or nccl")
         self.dataset, self.batch_size, self.num_generations = dataset, batch_size, num_generations
-        self.ahead, self.seed, self.name, self._task = ahead, seed, name, {"workflow": PROMPTS, **task}
+        self.ahead, self.seed, self.name = ahead, seed, name
+        self._task = {"workflow": PROMPTS, **task}
         require_no_format(self._task["workflow"], self._task.get("format_args") or {})
         self._rollout_args = dict(self._task.get("rollout_args") or {})
-        self.rollout_buffer: queue.Queue[Any] = _Buffer(self._took)
+        self.rollout_buffer: queue.Queue[Any] = _Buffer(self._count_taken)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
-        self._left: dict[int, int] = {}
+        self._samples_left: dict[int, int] = {}
         """Number of samples left for the trainer to take, by batch."""
-        self._taken: deque[list[str]] = deque([[]])
+        self._taken_batches: deque[list[str]] = deque([[]])
         """Ids of the batches that were taken completely in each of the last steps; the current step is last."""
-        self._done = 0
+        self._done_count = 0
         """Number of batches taken completely since the start."""
         self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stopping = False
-        self._moved = 0.0
+        self._is_stopping = False
+        self._last_progress = 0.0
+        """Reading of the monotonic clock when the last sample was delivered or taken."""
         self._resumed_at: int | None = None
+        """Step at which the trainer began; None before `on_train_begin`."""
         self._step, self._sync_steps = 0, 1
         self._client: RolloutClient | None = None
 
@@ -110,19 +113,21 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
                               "too")
         step, log = self._resumed_at, self.client.log
 
-        def used(n: int) -> bool:
-            state = log.current(self._id(n))
+        def is_trained(n: int) -> bool:
+            state = log.current(self._batch_id(n))
             return state is not None and state.trained_step is not None and state.trained_step <= step
 
-        first = bisect_left(range(log.count_batches(batch_type="train")), True, key=lambda n: not used(n))
-        self._moved, self._stopping, self._error = time.monotonic(), False, None
+        # Batches are trained on in order, so the first that is not can be searched for by bisection.
+        first = bisect_left(range(log.count_batches(batch_type="train")), True, key=lambda n: not is_trained(n))
+        self._last_progress = time.monotonic()
+        self._is_stopping, self._error = False, None
         self._thread = threading.Thread(target=self._work, args=(first,), name="trl-rollouts", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the worker's thread. Batches in flight stay in the log."""
         with self._changed:
-            self._stopping = True
+            self._is_stopping = True
             self._changed.notify_all()
         self.destroy()
         if self._thread is not None:
@@ -137,32 +142,34 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the rollouts do not run: call start()")
-        if time.monotonic() - self._moved > stale_after_s and self.rollout_buffer.empty():
+        if time.monotonic() - self._last_progress > stale_after_s and self.rollout_buffer.empty():
             waiting = "\n".join(str(reason) for reason in self.client.log.why_open())
             raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")
 
     def _work(self, first: int) -> None:
+        """Submit and deliver batches from `first` on, `ahead` of those taken, until `stop`; the thread runs this."""
         try:
-            submitted = first
+            next_submission = first
             for n in itertools.count(first):
                 with self._changed:
-                    while not self._stopping and n >= first + self._done + self.ahead:
+                    while not self._is_stopping and n >= first + self._done_count + self.ahead:
                         self._changed.wait()
-                if self._stopping:
+                if self._is_stopping:
                     return
-                for later in range(submitted, n + self.ahead):
-                    submit_batch(self.client, self._id(later), self._tasks(later), "train")
-                submitted = max(submitted, n + self.ahead)
+                for later in range(next_submission, n + self.ahead):
+                    submit_batch(self.client, self._batch_id(later), self._tasks(later), "train")
+                next_submission = max(next_submission, n + self.ahead)
                 self._deliver(n)
         except BaseException as e:
-            if not (self._stopping and isinstance(e, NotRunning)):  # its client was closed
+            if not (self._is_stopping and isinstance(e, NotRunning)):  # its client was closed
                 _log.exception("the rollouts ended")
                 self._error = e
 
-    def _id(self, n: int) -> str:
+    def _batch_id(self, n: int) -> str:
         return f"{n}/{self.name}"
 
     def _epoch_order(self, epoch: int) -> list[int]:
+        """Return the rows in the order of this epoch."""
         order = list(range(len(self.dataset)))
         if self.seed is not None:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
@@ -182,40 +189,40 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def _deliver(self, n: int) -> None:
         """Wait for a batch, and put its samples into the buffer."""
         tasks = self._tasks(n)
-        experiences = play_batch(self.client, self._id(n), tasks, "train")
+        experiences = play_batch(self.client, self._batch_id(n), tasks, "train")
         samples = [
             _sample(
                 experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task,
                 self._version(experience),
             )
             for task, experience in zip(map(int, experiences.tasks), experiences, strict=True)
-            if _trained(experience).any()
+            if _trained_mask(experience).any()
         ]
         runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
         self.metrics_queue.put({"rollout/failed_total": float(len(tasks) * self.num_generations - len(runs))})
         with self._changed:
-            self._left[n] = len(samples)
+            self._samples_left[n] = len(samples)
         for sample in samples:
             self.rollout_buffer.put(sample)
         if not samples:
-            self._took(None, n)
-        self._moved = time.monotonic()
+            self._count_taken(None, n)
+        self._last_progress = time.monotonic()
 
     def _version(self, experience: Experience) -> int:
         """Return the version of a sample as TRL counts: 1 for the weights with which a process begins."""
         step = step_of(int(experience.info.get("model_version", 0)))
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
-    def _took(self, sample: Any, batch: int | None = None) -> None:
+    def _count_taken(self, sample: Any, batch: int | None = None) -> None:
         """Count a sample that the trainer took, or a whole `batch` without samples."""
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
-            self._left[n] -= sample is not None
-            self._moved = time.monotonic()
-            if self._left[n] == 0:
-                del self._left[n]
-                self._done += 1
-                self._taken[-1].append(self._id(n))
+            self._samples_left[n] -= sample is not None
+            self._last_progress = time.monotonic()
+            if self._samples_left[n] == 0:
+                del self._samples_left[n]
+                self._done_count += 1
+                self._taken_batches[-1].append(self._batch_id(n))
                 self._changed.notify_all()
 
     # --- the weight transfer ----------------------------------------------------------------------------------------
@@ -229,7 +236,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Publish these tensors as the weights of this step. Raises SyncError."""
         state = {name: tensor.detach().cpu() for name, tensor in iterator}
-        if (version := missing_version(self.client, self._step)) is not None:
+        version = missing_version(self.client, self._step)
+        if version is not None:
             publish_tensors(self.client, version, state)
 
     def resume(self) -> None:
@@ -250,8 +258,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             **self._task.get("workflow_args", {}), **template_args(self._task["workflow"], args)}
         self._task["rollout_args"] = {**sampling_args(args), **self._rollout_args}
         self._step = self._resumed_at = int(state.global_step)
-        self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
-        self._left, self._taken, self._done = {}, deque([[]]), 0
+        self._sync_steps = int(getattr(args, "weight_sync_steps", 1))
+        self._client = None
+        self._samples_left, self._done_count = {}, 0
+        self._taken_batches = deque([[]])
         with self.rollout_buffer.mutex:
             self.rollout_buffer.queue.clear()
 
@@ -261,26 +271,26 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if not state.is_world_process_zero:
             return
         with self._changed:
-            self._taken.append([])
-            used = self._taken.popleft() if len(self._taken) > STEPS_BEHIND + 1 else []
-        for batch_id in used:
+            self._taken_batches.append([])
+            trained_batches = self._taken_batches.popleft() if len(self._taken_batches) > STEPS_BEHIND + 1 else []
+        for batch_id in trained_batches:
             self.client.acknowledge(batch_id, int(state.global_step))
 
 
 class _Buffer(queue.Queue[Any]):
-    """Queue that calls `took` with each item that is taken out."""
+    """Queue that calls `count_taken` with each item that is taken out."""
 
-    def __init__(self, took: Any) -> None:
+    def __init__(self, count_taken: Any) -> None:
         super().__init__()
-        self._took = took
+        self._count_taken = count_taken
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         sample = super().get(block, timeout)
-        self._took(sample)
+        self._count_taken(sample)
         return sample
 
 
-def _trained(experience: Experience) -> np.ndarray[Any, Any]:
+def _trained_mask(experience: Experience) -> np.ndarray[Any, Any]:
     """Return the mask of the response's tokens that are trained on: bool [R]."""
     count = len(experience.tokens) - experience.prompt_length
     return np.ones(count, bool) if experience.action_mask is None else np.asarray(experience.action_mask, bool)
@@ -293,7 +303,7 @@ def _sample(experience: Experience, prompt: Any, group: int, version: int) -> An
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    mask = _trained(experience)
+    mask = _trained_mask(experience)
     if experience.advantages is None:
         raise DataError(f"experience {experience.eid.uid} has no advantages, which TRL needs: add an operator that "
                         "computes them, such as grpo, to buffer.pipeline.operators")
@@ -304,13 +314,13 @@ def _sample(experience: Experience, prompt: Any, group: int, version: int) -> An
     if len(advantages) != 1:
         raise DataError(f"experience {experience.eid.uid} has different advantages per token, but TRL takes one for "
                         "the whole response: use an operator that gives one, such as grpo")
-    before = np.zeros(experience.prompt_length)
+    prompt_zeros = np.zeros(experience.prompt_length)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
     return RolloutSample(
         prompt=messages, completion=[{"role": "assistant", "content": experience.response_text or ""}],
         input_ids=np.asarray(experience.tokens, np.int64),
-        completion_mask=np.concatenate([before, mask]).astype(np.int64),
-        old_log_probs=np.concatenate([before, np.where(mask, experience.logprobs, 0.0)]).astype(np.float32),
+        completion_mask=np.concatenate([prompt_zeros, mask]).astype(np.int64),
+        old_log_probs=np.concatenate([prompt_zeros, np.where(mask, experience.logprobs, 0.0)]).astype(np.float32),
         advantage=float(advantages[0]), model_version=version,
         group_id=group, enqueued_at=time.time(),
         metrics={"reward": float("nan") if experience.reward is None else experience.reward},

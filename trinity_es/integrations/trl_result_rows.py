@@ -12,7 +12,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.workflows.rewards import TRL_ARGUMENTS
 
-__all__ = ["COLUMNS", "require_columns", "result_rows", "sparing"]
+__all__ = ["COLUMNS", "none_for_failed_runs", "require_columns", "result_rows"]
 
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
@@ -34,41 +34,43 @@ def require_columns(
         return
     row_columns = columns if tasks_get is None else ["prompt", *tasks_get]
     available = {*row_columns, *given, *TRL_ARGUMENTS}
-    for p in parameters:
-        named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if named and p.default is p.empty and p.name not in available:
-            need = f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}"
-            if p.name in columns:
+    for parameter in parameters:
+        name = parameter.name
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and name not in available:
+            need = f"the reward {getattr(fn, '__name__', fn)} asks for {name!r}"
+            if name in columns:
                 raise ConfigError(f"{need}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
-                                  f"{p.name!r} to columns, or leave columns out: tasks get all then")
+                                  f"{name!r} to columns, or leave columns out: tasks get all then")
             raise ConfigError(f"{need}, which no row has: the data has the columns {', '.join(sorted(columns))}"
-                              f"{did_you_mean(p.name, available)}")
+                              f"{did_you_mean(name, available)}")
 
 
 def result_rows(
     batch_id: str, experiences: ExperienceColumns, tasks: int, group: int, eos: int
 ) -> dict[str, list[Any]]:
-    """Return COLUMNS with a row for each run of each task, in order, failed runs included.
+    """Return COLUMNS with a row for each of the `group` runs of each of the `tasks` tasks, in order, failed included.
 
     `experiences` by task, run and step; a run's row is its last experience.
     """
-    last = {place: row for row, place in enumerate(zip(experiences.tasks, experiences.runs.tolist(), strict=True))}
+    last_rows = {place: row for row, place in enumerate(zip(experiences.tasks, experiences.runs.tolist(), strict=True))}
     rewards, infos = experiences.field("reward"), experiences.field("info")
-    made = {
+    run_rows = {
         place: {**_row(experiences, row, eos), "reward": rewards[row], "rollout_failed": False,
                 "rollout_version": infos[row].get("model_version")}
-        for place, row in last.items()
+        for place, row in last_rows.items()
     }
     rows = []
     for task in range(tasks):
-        prompt = next((made[task, run]["prompt_ids"] for run in range(group) if (task, run) in made), [eos])
+        # A failed run has no tokens: it gets the prompt of another run of its task.
+        prompt = next((run_rows[task, run]["prompt_ids"] for run in range(group) if (task, run) in run_rows), [eos])
         for run in range(group):
-            row = made.get((task, run)) or _failed(prompt, eos)
+            row = run_rows.get((task, run)) or _failed_row(prompt, eos)
             rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
     return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
-def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
+def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
     """Return a row without training signal: TRL ignores a row in its group's mean if all its rewards are None."""
     return {
         "prompt_ids": prompt, "completion_ids": [eos], "logprobs": [0.0], "env_mask": [0], "reward": None,
@@ -78,11 +80,11 @@ def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
 
 def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
     """Return the tokens of an experience, with what belongs to each."""
-    begin, end = experiences.tokens.offsets[row : row + 2]
-    tokens, prompt_length = experiences.tokens.values[begin:end].tolist(), experiences.prompt_lengths[row]
+    start, end = experiences.tokens.offsets[row : row + 2]
+    tokens, prompt_length = experiences.tokens.values[start:end].tolist(), experiences.prompt_lengths[row]
     prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
     if not ids:  # TRL reads the last token of each completion, so there has to be one
-        return _failed(prompt, eos)
+        return _failed_row(prompt, eos)
     mask, logprobs = experiences.action_mask[row], experiences.logprobs[row]
     return {
         "prompt_ids": prompt, "completion_ids": ids,
@@ -91,23 +93,23 @@ def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
     }
 
 
-def sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function with None as the result of failed runs."""
+def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reward function, so that it returns None for failed runs, whose column `rollout_failed` is true."""
 
-    def spared(rewards: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
-        return [None if lost else reward for reward, lost in zip(rewards, failed, strict=True)]
+    def replace_failed(rewards: Sequence[float | None], failures: Sequence[bool]) -> list[float | None]:
+        return [None if has_failed else reward for reward, has_failed in zip(rewards, failures, strict=True)]
 
     if _is_async(fn):
 
         @functools.wraps(fn)
         async def call_async(**columns: Any) -> list[float | None]:
-            return spared(await fn(**columns), columns["rollout_failed"])
+            return replace_failed(await fn(**columns), columns["rollout_failed"])
 
         return call_async
 
     @functools.wraps(fn)
     def call(**columns: Any) -> list[float | None]:
-        return spared(fn(**columns), columns["rollout_failed"])
+        return replace_failed(fn(**columns), columns["rollout_failed"])
 
     return call
 

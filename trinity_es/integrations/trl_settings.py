@@ -21,7 +21,7 @@ GENERATION = {**{name: name for name in (
 
 def sampling_args(args: Any) -> dict[str, Any]:
     """Return the `rollout_args` of a config. Raises ConfigError for a setting that our engines don't have."""
-    sampling = {ours: getattr(args, theirs, None) for theirs, ours in SAMPLING.items()}
+    sampling = {name: getattr(args, field, None) for field, name in SAMPLING.items()}
     for name, value in (getattr(args, "generation_kwargs", None) or {}).items():
         if name == "do_sample" and value is True:
             continue

@@ -68,10 +68,10 @@ class RolloutLoop:
         template = dict((data_config.config.get("apply_chat_template_kwargs") if data_config else None) or {})
         if template and workflow:
             raise ConfigError(f"data.apply_chat_template_kwargs does not reach the workflow {workflow}: leave it out")
-        own = {"chat_template_kwargs": template} if template else {}
+        template_args = {"chat_template_kwargs": template} if template else {}
         self._task: dict[str, Any] = {
             "workflow": workflow or (PROMPTS if reward_fn else ANSWERS), "reward_fn": reward_fn,
-            "workflow_args": {**own, **(workflow_args or {})}, "reward_fn_args": dict(reward_fn_args or {}),
+            "workflow_args": {**template_args, **(workflow_args or {})}, "reward_fn_args": dict(reward_fn_args or {}),
             "format_args": dict(format_args or {}),
         }
         require_no_format(self._task["workflow"], self._task["format_args"])
@@ -84,14 +84,15 @@ class RolloutLoop:
         """
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-        began = time.monotonic()
+        started_at = time.monotonic()
         task = self._task_of(sampling_params, kwargs)
         experience = await asyncio.get_running_loop().run_in_executor(_threads, self._play, task)
         fields = output_fields(experience, self._prompt_length, self._response_length)
-        metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - began)
+        metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - started_at)
         return AgentLoopOutput(metrics=metrics, **fields)
 
     def _task_of(self, sampling: Mapping[str, Any], row: Mapping[str, Any]) -> Task:
+        """Return a task of one run for a row of verl's data, with verl's sampling unless `rollout_args` override it."""
         sampling_args = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
         raw_task = {key: _plain(key, value) for key, value in row.items() if key != "raw_prompt"}
         reward_model = raw_task.get("reward_model")  # verl's data sets have the answer in it
@@ -103,6 +104,7 @@ class RolloutLoop:
         )
 
     def _play(self, task: Task) -> Experience:
+        """Play the task as an eval batch of its own, and return its last experience. Blocks."""
         with _connecting:
             client = _client(self._config)
         return play_batch(client, f"verl/{uuid4().hex}", [task], "eval")[-1]
@@ -127,7 +129,7 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
         versions = [int(version)]
     return {
         "prompt_ids": tokens[: experience.prompt_length], "response_ids": ids[:response_length],
-        "response_mask": [int(own) for own in mask[:response_length]],
+        "response_mask": [int(bit) for bit in mask[:response_length]],
         "response_logprobs": None if logprobs is None else [float(value) for value in logprobs],
         "reward_score": experience.reward, "num_turns": _turns(experience),
         "extra_fields": {

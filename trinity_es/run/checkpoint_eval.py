@@ -38,6 +38,7 @@ class BenchRow:
 
 
 def batch_id_of(step: int, taskset: str) -> str:
+    """Return the id of the batch that evaluates a step's checkpoint on a taskset."""
     return f"{step}/bench/{taskset}"
 
 
@@ -47,27 +48,31 @@ def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
         raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
     saved = checkpoints.steps()
     if config.explorer.bench_on_latest_checkpoint:
-        wanted = saved[-1:]
+        steps = saved[-1:]
     else:
-        wanted = [0, *saved] if config.explorer.eval_on_startup else saved
-    if not wanted:
+        steps = [0, *saved] if config.explorer.eval_on_startup else saved
+    if not steps:
         raise ConfigError(
             f"there is no checkpoint in {checkpoints.folder}: set `project`, `name` and `checkpoint_root_dir` of the "
             "config to those of the run"
         )
-    return wanted
+    return steps
 
 
 def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems: dict[int, str]) -> list[BenchRow]:
-    """Return the results in this log of these steps and of all others that were evaluated, in order."""
-    results_of: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
+    """Return the results in this log of these steps and of all others that were evaluated, in order of steps.
+
+    `names`: the tasksets whose rewards a row has. `problems`: why a step was not evaluated.
+    """
+    results_by_step: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
         step_and_name = _step_and_name(row.batch_id)
         if step_and_name is not None and row.state == BatchLifecycleState.FINALIZED:
-            (step, name), (result, _) = step_and_name, log.check_result(row.batch_id)
-            results_of.setdefault(step, {})[name] = result or {"metrics": {}}
+            step, name = step_and_name
+            result, _ = log.check_result(row.batch_id)
+            results_by_step.setdefault(step, {})[name] = result or {"metrics": {}}
     rows = []
-    for step, results in sorted(results_of.items()):
+    for step, results in sorted(results_by_step.items()):
         metrics = {key: value for result in results.values() for key, value in result["metrics"].items()}
         rows.append(BenchRow(
             step=step, rewards={name: mean_reward(results[name]) if name in results else None for name in names},

@@ -42,7 +42,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in order."""
-        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
+        names = [path.name.rsplit("_", 1)[1] for path in self.folder.glob("global_step_*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -51,15 +51,15 @@ class TrainerCheckpoints:
 
     def __init__(self, config: Config) -> None:
         self.config, self._checkpoints = config, Checkpoints(config)
-        self.saved = 0
+        self.saved_step = 0
         """Step of the newest checkpoint."""
         self._unrecorded_folder = ""
         """Folder in shared memory to which lost weights were written again, until the log has it."""
         self._unrecorded_metrics: dict[int, dict[str, float]] = {}
         """Metrics of the repeated steps, until the log has them."""
-        self.moved = False
-        """True if the current weights lie elsewhere than the log says."""
-        self._begun_file = self._checkpoints.folder / "begun.json"
+        self.path_changed = False
+        """True if the current weights are at another path than the log says, since the run's folders were moved."""
+        self._unpublished_file = self._checkpoints.folder / "begun.json"
         """File that names a checkpoint's step and its run while that checkpoint is written and not published yet."""
 
     @property
@@ -70,27 +70,27 @@ class TrainerCheckpoints:
     @property
     def steps_needed(self) -> int:
         """Number of steps whose experiences a trainer that resumes may need."""
-        since_saved = self.config.trainer.save_interval - 1 if self.diskless else 0
-        return self.config.synchronizer.sync_interval + since_saved
+        steps_since_save = self.config.trainer.save_interval - 1 if self.diskless else 0
+        return self.config.synchronizer.sync_interval + steps_since_save
 
     def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
         """Return the point with the checkpoint's current path: the run's folders may have been moved or copied.
 
         `recorded_store`: the URL of the store in its log. Raises ConfigError if the checkpoint is gone.
         """
-        own = self._checkpoints.path(point.checkpoint_version)
-        if point.checkpoint and own.is_dir() and str(own) != point.checkpoint:
+        own_path = self._checkpoints.path(point.checkpoint_version)
+        if point.checkpoint and own_path.is_dir() and str(own_path) != point.checkpoint:
             file, recorded_file = file_of(self.config.store.url), file_of(recorded_store)
             moved_together = file is not None and recorded_file is not None and file != recorded_file and (
-                os.path.relpath(own, file) == os.path.relpath(point.checkpoint, recorded_file))
+                os.path.relpath(own_path, file) == os.path.relpath(point.checkpoint, recorded_file))
             if moved_together or not Path(point.checkpoint).is_dir():
-                path = str(own) if point.path == point.checkpoint else point.path
-                point = replace(point, checkpoint=str(own), path=path)
-                self.moved = point.path == str(own)
+                path = str(own_path) if point.path == point.checkpoint else point.path
+                point = replace(point, checkpoint=str(own_path), path=path)
+                self.path_changed = point.path == str(own_path)
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
                 f"the run is at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines and "
-                f"trainer start from it. Put it back, or into {own}, or, for a new run, {self.config.another_run}"
+                f"trainer start from it. Put it back, or into {own_path}, or, for a new run, {self.config.another_run}"
             )
         return point
 
@@ -101,27 +101,27 @@ class TrainerCheckpoints:
         publishing looks like another run's.
         """
         unpublished, newest = self._unpublished_step(), point.checkpoint_version
-        if others := [step for step in self._checkpoints.steps() if step > newest and step != unpublished]:
-            raise ConfigError(
-                f"{self._checkpoints.folder} holds checkpoints that this run did not make "
-                f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"
-            )
+        foreign_steps = [step for step in self._checkpoints.steps() if step > newest and step != unpublished]
+        if foreign_steps:
+            names = ", ".join(f"global_step_{step}" for step in foreign_steps)
+            raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
+                              "move them away, or choose another `name`")
 
     # --- resume -----------------------------------------------------------------------------------------------------
     def remove_unpublished(self, point: ResumePoint) -> None:
         """Remove a checkpoint of a later step than `point`'s: it may be half written, and the run writes it again."""
-        self.saved = point.checkpoint_version
+        self.saved_step = point.checkpoint_version
         step = self._unpublished_step()
-        if step is not None and step > self.saved:
+        if step is not None and step > self.saved_step:
             shutil.rmtree(self._checkpoints.path(step), ignore_errors=True)
 
     def _unpublished_step(self) -> int | None:
         """Return the step whose checkpoint this run began to write and did not publish, if there is one."""
         try:
-            begun = json.loads(self._begun_file.read_bytes())
+            unpublished = json.loads(self._unpublished_file.read_bytes())
         except (OSError, ValueError):
             return None
-        return int(begun["step"]) if begun["store"] == self._store_id() else None
+        return int(unpublished["step"]) if unpublished["store"] == self._store_id() else None
 
     def _store_id(self) -> str:
         """Return this run's store, which identifies it; for a SQLite file its path relative to the checkpoints."""
@@ -167,32 +167,32 @@ class TrainerCheckpoints:
         for step, metrics in self._unrecorded_metrics.items():
             await rollouts.acknowledge(step, step, metrics)
         self._unrecorded_metrics = {}
-        if version - self.saved >= self.config.trainer.save_interval:
+        if version - self.saved_step >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, version)
 
     # --- publish and save -------------------------------------------------------------------------------------------
     async def publish(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Have the engines serve the trainer's weights of `step`; returns when they do. Raises SyncError."""
+        """Have the engines serve the trainer's weights of `step`, and save them if a save is due. Raises SyncError."""
         if self.diskless:
             await rollouts.sync_weights(step, await asyncio.to_thread(_state_dict_method(trainer)))
-        if not self.diskless or step - self.saved >= self.config.trainer.save_interval:
+        if not self.diskless or step - self.saved_step >= self.config.trainer.save_interval:
             await self.save(rollouts, trainer, step)
 
     async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one."""
-        if step <= self.saved:
+        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one; remove old ones."""
+        if step <= self.saved_step:
             return
         path = self._checkpoints.path(step)
         if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
-        self._begun_file.parent.mkdir(parents=True, exist_ok=True)
-        self._begun_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
+        self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
+        self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
-        self._begun_file.unlink(missing_ok=True)
-        self.saved = step
-        for old in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
-            shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
+        self._unpublished_file.unlink(missing_ok=True)
+        self.saved_step = step
+        for old_step in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
+            shutil.rmtree(self._checkpoints.path(old_step), ignore_errors=True)
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:

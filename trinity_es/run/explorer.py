@@ -69,6 +69,7 @@ class Explorer(RunProcess):
         self._cut_tasks = CutTasks()
 
     def _is_unfinished(self) -> bool:
+        """Return whether a step, an eval or the saving of the last weights is still to be done."""
         progress, point = self.progress, self._point
         if not self.resumed or not progress.ended or self.step > self.done or not progress.evals_over:
             return True
@@ -78,11 +79,13 @@ class Explorer(RunProcess):
 
     # --- the benchmark ----------------------------------------------------------------------------------------------
     def _locate(self) -> bool:
+        """Return False if there is nothing left to do in the config's mode."""
         if self.config.mode == "serve":
             return True  # reads no taskset, trains nothing, and is never complete
         return self._locate_benchmark() if self.config.mode == "bench" else super()._locate()
 
     def _locate_benchmark(self) -> bool:
+        """Read from the benchmark's log which checkpoints are not evaluated yet; return False if all are."""
         config = self.config
         steps = steps_wanted(config, self.checkpoints)
         url = config.masked()["store"]["url"]
@@ -98,17 +101,18 @@ class Explorer(RunProcess):
             self._point = ResumePoint()
         point = self._point
         self.eval_sets = self._open_tasksets(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)
-        self.to_bench = [step for step in steps if any(
-            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
-        )]
-        if self.to_bench and point.path and not Path(point.path).is_dir():
+        names = [taskset.config.name for taskset in self.eval_sets]
+        self.steps_to_evaluate = [
+            step for step in steps if not all(point.evals.get(batch_id_of(step, name)) for name in names)
+        ]
+        if self.steps_to_evaluate and point.path and not Path(point.path).is_dir():
             raise ConfigError(
                 f"the benchmark in {url} is at weights {point.version}, and their checkpoint {point.path} is gone: "
                 "engines start from it. Begin another with `--set store.url=...`"
             )
         self.resumed, self.version = bool(point.evals), point.version
         self.progress.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
-        return bool(self.to_bench)
+        return bool(self.steps_to_evaluate)
 
     async def benchmark(self) -> list[BenchRow]:
         """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset.
@@ -117,7 +121,7 @@ class Explorer(RunProcess):
         """
         names = [t.config.name for t in self.eval_sets]
         problems: dict[int, str] = {}
-        for step in self.to_bench:
+        for step in self.steps_to_evaluate:
             if step < self.version:
                 problems[step] = f"not evaluated: the engines serve weights {self.version}, and never go back"
                 continue
@@ -181,32 +185,39 @@ class Explorer(RunProcess):
             async with self._read_lock:
                 if not self.has_more(self.step, self.cursors):
                     return  # refills took the rest
-                await asyncio.to_thread(self._learn, self.step + 1)
-                cut = await asyncio.to_thread(self._read_cut_tasks, size)
-                tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, size - len(cut))
-                changed = self._changed_cursors(cursors, every=not tasks)
+                await asyncio.to_thread(self._teach_selectors, self.step + 1)
+                cut_tasks = await asyncio.to_thread(self._read_cut_tasks, size)
+                tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, size - len(cut_tasks))
+                changed_cursors = self._changed_cursors(cursors, every=not tasks)
                 self.cursors = cursors
-                await self._submit(self.step + 1, [*cut.values(), *tasks], changed, dict(enumerate(cut)))
+                await self._submit(self.step + 1, [*cut_tasks.values(), *tasks], changed_cursors,
+                                   continues=dict(enumerate(cut_tasks)))
             # `_generate` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _changed_cursors(self, cursors: Mapping[str, Cursor], *, every: bool = False) -> list[dict[str, Any]]:
-        """Return those of these cursors that are not the current ones, or `every` one, as `submit_batch` takes them."""
+        """Return the cursors that differ from the current ones, or `every` cursor, as `submit_batch` takes them."""
         return [
             {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
             for name, cursor in cursors.items() if every or cursor != self.cursors.get(name, Cursor())
         ]
 
-    def _read_cut_tasks(self, most: int) -> dict[tuple[BatchId, int], Task]:
-        """Return the tasks that earlier steps cut and no later step took up, by (step, number), the oldest first."""
+    def _read_cut_tasks(self, limit: int) -> dict[tuple[BatchId, int], Task]:
+        """Return up to `limit` tasks that were unfinished when their step ended, and that no step has continued yet.
+
+        Keys are (step, task number), the oldest first. Empty unless `synchronizer.in_flight` is cut.
+        """
         if self.config.synchronizer.in_flight != "cut":
             return {}
         log = self.rollouts.client.log
-        rows = {key: log.task(*key)["index"] for key in self._cut_tasks.waiting(log)[:most]}
-        return {key: self.mix.task(row["taskset"], row["index"]) for key, row in rows.items()}
+        tasks = {}
+        for step, number in self._cut_tasks.waiting(log)[:limit]:
+            row = log.task(step, number)["index"]
+            tasks[step, number] = self.mix.task(row["taskset"], row["index"])
+        return tasks
 
-    def _learn(self, step: int) -> None:
-        """Give the selectors what they learn from before this step.
+    def _teach_selectors(self, step: int) -> None:
+        """Give the tasksets' selectors the pass rates that they choose the tasks of this step by.
 
         Selectors that learn first get the pass rates of all steps that are certainly generated by now, so their choice
         does not depend on timing or on interruptions (`SyncPolicy.surely_generated`).
@@ -220,13 +231,14 @@ class Explorer(RunProcess):
         self, step: int, tasks: list[Task], cursors: list[dict[str, Any]],
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
-        least = self._least_of(step, len(tasks))
+        """Submit a step. `continues`: index in `tasks` -> (step, task number) of the cut task that it continues."""
+        min_task_count = self._min_task_count(step, len(tasks))
         sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
             tasks=tasks,
             batch_type="train",
-            min_wait_num=None if least == len(tasks) else least,
+            min_wait_num=None if min_task_count == len(tasks) else min_task_count,
             cursor=cursors,
             sources=sources,
             continues=continues,
@@ -234,11 +246,12 @@ class Explorer(RunProcess):
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
-    def _least_of(self, step: int, tasks: int) -> int:
-        """Return how many of a step's tasks it waits for."""
+    def _min_task_count(self, step: int, task_count: int) -> int:
+        """Return how many of a step's tasks must be settled before it is finalized."""
         if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
-            return tasks  # no step comes after the last one, in which its tasks could go on
-        return math.ceil(round(tasks * (1 - self.config.explorer.over_rollout.ratio), 9))
+            return task_count  # no step comes after the last one, in which its tasks could go on
+        # Rounded before, so that 10 * (1 - 0.1) is not a bit more than 9.
+        return math.ceil(round(task_count * (1 - self.config.explorer.over_rollout.ratio), 9))
 
     async def _generate(self) -> None:
         """Finish every submitted step, in order, until no further one is submitted."""
@@ -251,7 +264,7 @@ class Explorer(RunProcess):
                 progress.note(generated=progress.generated + 1)
 
     async def _finish(self, step: int) -> None:
-        """Finalize a step, and submit it again if it was dropped as stale.
+        """Finalize a step and call `on_step`. Submit it again if it was dropped as stale.
 
         A step that a person aborted is skipped. If there is a trainer and all runs of the step failed, raise
         WorkflowError; but submit it again if an earlier process had submitted it.
@@ -268,47 +281,46 @@ class Explorer(RunProcess):
                 break
             elif step in self._submitted_here:
                 resume = resume_command(self.config.masked()["store"]["url"])
-                raise _failed_whole(batch, resume, system_goes_on=not self.owns_system)
+                raise _failed_step_error(batch, resume, system_goes_on=not self.owns_system)
             async with self._read_lock:
-                tasks = await asyncio.to_thread(self._tasks_again, step)
+                tasks = await asyncio.to_thread(self._remade_tasks, step)
             await self._submit(step, tasks, [])  # on the current weights
         if self.on_step is not None:
             self.on_step(step, result)
 
     async def _finalize(self, step: int) -> dict[str, Any]:
-        """Finalize a step. With `explorer.refill`, first replace tasks that gave nothing, while there are others."""
-        left = self.config.explorer.refill.at_most
-        while left > 0:
+        """Finalize a step. With `explorer.refill`, add tasks for those that gave nothing, while there are others."""
+        tasks_left = self.config.explorer.refill.at_most
+        while tasks_left > 0:
             batch = await self.rollouts.batch(step)
-            waited_for = batch.expected_task_count if batch.min_wait_num is None else batch.min_wait_num
-            groups = min(waited_for - batch.added_task_count, self.config.buffer.batch_size)
+            awaited_tasks = batch.expected_task_count if batch.min_wait_num is None else batch.min_wait_num
+            groups = min(awaited_tasks - batch.added_task_count, self.config.buffer.batch_size)
             try:
                 return await when_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
             except TooFewGroups as e:
-                left = self.config.explorer.refill.at_most - batch.added_task_count
-                if left <= 0 or not await self._add_tasks(step, min(e.details["missing"], left)):
+                tasks_left = self.config.explorer.refill.at_most - batch.added_task_count
+                if tasks_left <= 0 or not await self._add_tasks(step, min(e.details["missing"], tasks_left)):
                     break
         return await when_written(lambda: self.rollouts.finalize_train_batch(step))
 
-    async def _add_tasks(self, step: int, n: int) -> bool:
-        """Add the next `n` tasks of the tasksets, or as many as are left, to a step. Returns False if none is left."""
+    async def _add_tasks(self, step: int, count: int) -> bool:
+        """Add the next `count` tasks of the tasksets, or those that are left, to a step. Returns False if none is."""
         async with self._read_lock:
-            tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, n)
+            tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, count)
             if tasks:
-                changed = self._changed_cursors(cursors)
-                await when_written(lambda: self.rollouts.add_tasks(step, tasks, changed))
+                changed_cursors = self._changed_cursors(cursors)
+                await when_written(lambda: self.rollouts.add_tasks(step, tasks, changed_cursors))
                 self.cursors = cursors
                 self.progress.note(ended=not self.has_more(self.step, cursors))
         return bool(tasks)
 
-    def _tasks_again(self, step: int) -> list[Task]:
-        """Return the tasks of a submitted step, made again from the same rows with the current config."""
+    def _remade_tasks(self, step: int) -> list[Task]:
+        """Return the tasks of a submitted step, made from the same rows with the current config."""
         submitted = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
-        """Publish the weights of this step, and submit the evals on them."""
-        # The evals are submitted before the steps that wait for these weights.
+        """Publish the weights of this step, and submit the evals on them before the steps that wait for them."""
         await self.sync_weight(step)
         await self._submit_evals(step)
 
@@ -328,6 +340,7 @@ class Explorer(RunProcess):
         self._last_progress = time.monotonic()
 
     def _note_trained(self, step: int) -> None:
+        """Note that the trainer's process has trained up to this step; aborted steps after it count as trained."""
         if self.trains or not self.has_trainer:
             return  # a trainer in this process skips aborted steps itself
         while step + 1 in self._aborted:
@@ -335,24 +348,25 @@ class Explorer(RunProcess):
         self.progress.note(trained=step)
 
     async def _wait_until_served(self, version: int) -> None:
-        """Wait until every serving runner has these weights or failed to load them: evals measure one version."""
+        """Wait until all serving runners have these weights or failed to load them: an eval measures one version."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while time.monotonic() < deadline:
             runners = (await self.rollouts.status())["runners"]
-            older = {r["runner"] for r in runners if r["state"] == "ready" and r["model_version"] < version}
-            if older <= await asyncio.to_thread(self._runners_without, version):
+            outdated = {r["runner"] for r in runners if r["state"] == "ready" and r["model_version"] < version}
+            if outdated <= await asyncio.to_thread(self._runners_failing_to_load, version):
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    def _runners_without(self, version: int) -> set[str]:
+    def _runners_failing_to_load(self, version: int) -> set[str]:
+        """Return the runners that failed to load this version since this process began, from the log."""
         events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
     def _require_weights(self) -> None:
         """Raise SyncError if every submitted step is generated and the trainer made no progress for too long."""
         patience = self.config.synchronizer.sync_timeout
-        waiting = self.progress.generated >= self.progress.submitted and self.progress.evals_over
-        if waiting and time.monotonic() - self._last_progress > patience:
+        waits_for_trainer = self.progress.generated >= self.progress.submitted and self.progress.evals_over
+        if waits_for_trainer and time.monotonic() - self._last_progress > patience:
             raise SyncError(
                 f"steps up to {self.step} are generated, but the trainer published no weights newer than step "
                 f"{self.done}'s within {patience:g} s (synchronizer.sync_timeout): start the trainer (the same config, "
@@ -360,9 +374,9 @@ class Explorer(RunProcess):
             )
 
     async def _let_trainer_end(self) -> None:
-        """Wait for the trainer to end, so that the system lives until it has published its last weights."""
+        """Wait, at most for `sync_timeout`, until the trainer's process ends: its last weights need the system."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
-        while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
+        while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
     # --- evals ------------------------------------------------------------------------------------------------------
@@ -377,6 +391,7 @@ class Explorer(RunProcess):
             await self._submit_eval(batch_id)
 
     async def _submit_eval(self, batch_id: BatchId) -> None:
+        """Submit the eval batch of this id, `<step>/<taskset>`, with all tasks of its taskset."""
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
         sources = [source for source in self.unrecorded if source.is_eval and source.taskset == name]
@@ -388,10 +403,11 @@ class Explorer(RunProcess):
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
+        """Finalize evals as they are submitted, until the run is over and no eval is open."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)
-            for batch_id in [b for b, ended in progress.evals.items() if not ended]:
+            for batch_id in [batch_id for batch_id, ended in progress.evals.items() if not ended]:
                 await self._finish_eval(batch_id)
 
     @property
@@ -400,6 +416,7 @@ class Explorer(RunProcess):
         return self.progress.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
+        """Finalize an eval, and return its metrics."""
         result = await when_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
         metrics: dict[str, float] = result["metrics"]
         self.progress.note(evals={batch_id: True})
@@ -409,22 +426,24 @@ class Explorer(RunProcess):
         """Run every eval taskset on the current weights, unless it ran on them already; returns their metrics."""
         return await self._run_evals([f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets])
 
-    async def _run_evals(self, ids: Sequence[BatchId]) -> dict[str, float]:
+    async def _run_evals(self, batch_ids: Sequence[BatchId]) -> dict[str, float]:
+        """Submit these evals together, unless they are submitted; return the metrics of all when all have ended."""
         metrics: dict[str, float] = {}
-        for batch_id in ids:
+        for batch_id in batch_ids:
             if batch_id not in self.progress.evals:
                 await self._submit_eval(batch_id)
-        for batch_id in ids:
+        for batch_id in batch_ids:
             metrics |= await self._finish_eval(batch_id)
         return metrics
 
 
-def _failed_whole(batch: BatchState, resume: str, *, system_goes_on: bool) -> WorkflowError:
+def _failed_step_error(batch: BatchState, resume: str, *, system_goes_on: bool) -> WorkflowError:
+    """Return the error of a step all of whose runs failed; `resume`: the command that goes on with the run."""
     errors = [error_line(message, 200) for task in batch.tasks for message in task.failed.values()]
     [(error, times)] = Counter(errors).most_common(1)
-    first = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
+    hint = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
     return WorkflowError(
         f"step {batch.batch_id} gave nothing to train on: each of its {len(errors)} runs failed, {times} of them with "
         f"{error}. See `trinity-es why {batch.batch_id}`, fix it, and {resume_after_fix(resume)} generates the step "
-        f"again{first}"
+        f"again{hint}"
     )

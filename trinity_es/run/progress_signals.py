@@ -29,13 +29,13 @@ class RunProgress:
         """Evals that were submitted, with True for those that ended."""
         self._changed = asyncio.Event()
 
-    def note(self, *, evals: Mapping[BatchId, bool] | None = None, **numbers: Any) -> None:
-        """Set these attributes, and wake every call of `until`."""
-        for name, value in numbers.items():
+    def note(self, *, evals: Mapping[BatchId, bool] | None = None, **attributes: Any) -> None:
+        """Add these evals, set these attributes, and wake every call of `until`."""
+        for name, value in attributes.items():
             setattr(self, name, value)
         self.evals.update(evals or {})
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # each change wakes those that wait at that moment
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until this condition on the progress holds."""

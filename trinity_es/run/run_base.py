@@ -31,7 +31,7 @@ from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.progress_signals import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
-from trinity_es.run.writable_log_wait import tell_trouble
+from trinity_es.run.writable_log_wait import log_trouble
 from trinity_es.system import running_system
 from trinity_es.system.other_settings import require_same_settings
 from trinity_es.system.run_lock import Role, RunLock
@@ -103,7 +103,7 @@ class RunProcess:
         """
         if self._unfinished is None:
             self.unrecorded = []
-            # Rows are checked against the parameters of their rewards, which may be there.
+            # Opening a taskset checks its rows against the parameters of their rewards, whose code may be there.
             plugin_lookup.look_in(self.config.code_path, first=False)
             try:
                 for role in self.roles:
@@ -116,6 +116,7 @@ class RunProcess:
         return self._unfinished
 
     def _locate(self) -> bool:
+        """Open the tasksets, and set cursors and progress from the log. Returns False if the run is complete."""
         inputs = self.config.buffer.explorer_input
         if not inputs.tasksets:
             raise ConfigError("buffer.explorer_input.tasksets is empty: name a taskset to train on")
@@ -133,7 +134,7 @@ class RunProcess:
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Return the tasksets with which the run began. Raises TasksetError, also if one of them has changed."""
+        """Return the tasksets that the run began with, and note unrecorded sources. Raises TasksetError."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))
@@ -149,7 +150,7 @@ class RunProcess:
         return tasksets
 
     def _set_point(self, point: ResumePoint) -> None:
-        """Set cursors and progress to where the run goes on."""
+        """Set cursors, weights version and progress to those of the point where the run goes on."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -163,7 +164,7 @@ class RunProcess:
                            evals=point.evals)
 
     def _is_unfinished(self) -> bool:
-        """Return whether this process still has work in the run that `locate` read."""
+        """Return whether this process still has work in the run, whose tasksets and log are read."""
         raise NotImplementedError
 
     @property
@@ -172,33 +173,35 @@ class RunProcess:
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
 
     def cursors_after(self, step: int) -> dict[str, Cursor]:
+        """Return up to where each taskset was read when this step was submitted."""
         return {name: Cursor(*cursor) for name, cursor in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
         """Return whether a step follows this one, after which the tasksets were read up to `cursors`."""
         if self.config.total_steps is not None and step >= self.config.total_steps:
             return False
-        least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
-        return self.mix.left(cursors) >= least
+        min_task_count = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
+        return self.mix.left(cursors) >= min_task_count
 
     @property
     def last_step(self) -> int | None:
         """Step with which `total_steps` or the tasksets end the run; None for an endless run."""
-        left, size = self.mix.left(self.cursors), self.config.buffer.batch_size
-        total = self.config.total_steps
-        if math.isinf(left):
-            return total
+        tasks_left, size = self.mix.left(self.cursors), self.config.buffer.batch_size
+        total_steps = self.config.total_steps
+        if math.isinf(tasks_left):
+            return total_steps
         drop_last = self.config.buffer.explorer_input.drop_last
-        last = self.step + int(left // size if drop_last else math.ceil(left / size))
-        return last if total is None else min(last, total)
+        steps_left = int(tasks_left // size if drop_last else math.ceil(tasks_left / size))
+        last_step = self.step + steps_left
+        return last_step if total_steps is None else min(last_step, total_steps)
 
-    def said_of_end(self) -> str:
+    def end_note(self) -> str:
         """Return a note if the tasksets end the run before `total_steps` does, else ""."""
-        total, last = self.config.total_steps, self.last_step
-        if total is None or last is None or last >= total:
+        total_steps, last_step = self.config.total_steps, self.last_step
+        if total_steps is None or last_step is None or last_step >= total_steps:
             return ""
-        return (f"the tasksets end after step {last}, before total_steps {total}: raise their `epochs` (null: without "
-                "end) to read them more often")
+        return (f"the tasksets end after step {last_step}, before total_steps {total_steps}: raise their `epochs` "
+                "(null: without end) to read them more often")
 
     def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
         """Return where the run in the log goes on. Raises ConfigError if its weights are not this run's or are gone."""
@@ -206,9 +209,10 @@ class RunProcess:
         try:
             with open_log(config.store.url) as log:
                 point = resume_point(log, tasksets)
-                recorded = str((log.config(serve=False)[1].get("store") or {}).get("url", ""))
+                _, recorded_config = log.config(serve=False)
+                recorded_store = str((recorded_config.get("store") or {}).get("url", ""))
         except LogNotFound:
-            point, recorded = ResumePoint(), ""
+            point, recorded_store = ResumePoint(), ""
         if not self.has_trainer:
             return point
         if point.version > point.submitted:
@@ -216,7 +220,7 @@ class RunProcess:
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
                 f"only {point.submitted} steps, so another trainer published them: {config.another_run}"
             )
-        point = self._weights.of_this_run(point, recorded)
+        point = self._weights.of_this_run(point, recorded_store)
         if self.trains:
             self._weights.require_no_others(point)
         return point
@@ -249,13 +253,13 @@ class RunProcess:
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
             await self._prepare_system()
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
-            self._trouble_log = asyncio.create_task(tell_trouble(self.coordinator.status))
+            self._trouble_log = asyncio.create_task(log_trouble(self.coordinator.status))
             running = running_system.find(config)
             if self.owns_system and running is not None:
                 self._locks[0].write_system(config, running)
             if self.trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
-            if self._weights.moved:
+            if self._weights.path_changed:
                 await self.coordinator.weights_written_anew(point.version, point.path)
             await self.coordinator.prepare()
             if self.trains:
@@ -287,10 +291,10 @@ class RunProcess:
         """Return the trainer at the run's current weights, which may take training steps after its checkpoint."""
         plugin_lookup.look_in(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
-        cls = plugin_lookup.load(self.config.trainer.trainer_class)
+        trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint
         self._weights.remove_unpublished(self._point)
-        trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
+        trainer: Trainer = trainer_class(checkpoint or self.config.model.model_path, **self.config.trainer.args)
         trainer_decides = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
         if trainer_decides and self.config.store.retention is not None:  # any number of steps between checkpoints
             raise ConfigError(
@@ -331,7 +335,7 @@ class RunProcess:
         return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
 
     def release(self) -> None:
-        """Release the locks, so that another process can go on with the run; `shutdown` does this too."""
+        """Release the locks, so that another process can go on with the run, and end the monitors."""
         for lock in self._locks:
             lock.release()
         self._locks, self._unfinished = [], None

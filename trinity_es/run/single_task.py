@@ -66,24 +66,25 @@ class PlayedTask:
 
 
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
-    """Return the task at this row (from 0) of the named taskset (None: the first one); eval tasksets come last.
+    """Return the task at row `index` (from 0) of the named taskset (None: the first one); eval tasksets come last.
 
-    Raises TasksetError and ConfigError.
+    `workflow`: name of the workflow to play it with, in place of the taskset's. Raises TasksetError and ConfigError.
     """
     inputs = config.buffer.explorer_input
-    choices: list[tuple[TasksetConfig, bool]] = [
-        *((c, False) for c in inputs.tasksets), *((c, True) for c in inputs.eval_tasksets)
+    tasksets: list[tuple[TasksetConfig, bool]] = [
+        *((section, False) for section in inputs.tasksets), *((section, True) for section in inputs.eval_tasksets)
     ]
-    choice = next(((c, is_eval) for c, is_eval in choices if taskset in (None, c.name)), None)
-    if choice is None:
-        names = ", ".join(dict.fromkeys(c.name for c, _ in choices)) or "none"
+    matches = [(section, is_eval) for section, is_eval in tasksets if taskset in (None, section.name)]
+    if not matches:
+        names = ", ".join(dict.fromkeys(section.name for section, _ in tasksets)) or "none"
         raise ConfigError(f"there is no taskset {taskset or ''} in the config (there are: {names})".replace("  ", " "))
-    chosen, is_eval = choice
+    section, is_eval = matches[0]
     if workflow is not None:
-        chosen = chosen.model_copy(update={"workflow": workflow})
-    rows = Taskset(chosen, is_eval=is_eval)
+        section = section.model_copy(update={"workflow": workflow})
+    rows = Taskset(section, is_eval=is_eval)
     if not 0 <= index < len(rows):
-        raise TasksetError(f"taskset {chosen.name} has {len(rows)} rows, 0 to {len(rows) - 1}: there is no {index}")
+        raise TasksetError(
+            f"taskset {section.name} has {len(rows)} rows, 0 to {len(rows) - 1}: there is no row {index}")
     return rows.task(index)
 
 
@@ -105,7 +106,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     try:
         for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))
-            with _environment(first_device, model.tensor_parallel_size, device_count):
+            with _device_environment(first_device, model.tensor_parallel_size, device_count):
                 await engines[-1].start()
             first_device += model.tensor_parallel_size
         server = EngineServer(
@@ -144,20 +145,20 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
         return settings
     if not servers.urls:
         raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
-                          f"servers.{servers.ways[0]}")
+                          f"servers.{servers.keys_in_use[0]}")
     return replace(settings, options={**settings.options, "url": servers.urls[0]})
 
 
 @contextlib.contextmanager
-def _environment(first: int, count: int, total: int) -> Iterator[None]:
-    """Give an engine that is started in this block its GPUs or cores, as in a run."""
+def _device_environment(first: int, count: int, total: int) -> Iterator[None]:
+    """Give an engine that is started in this block `count` of `total` devices (GPUs or cores), as in a run."""
     variables = place(first, count, total)
-    before = {name: os.environ.get(name) for name in variables}
+    previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -172,11 +173,13 @@ class _TracebackRunner(WorkflowRunner):
         self.tracebacks: list[str] = []
 
     def _failed(self, error: Exception, *rest: Any) -> Any:
+        """Keep the error's traceback, and go on as the base class."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
-        return super()._failed(error, *rest)
+        return super()._failure(error, *rest)
 
 
 def _write(played: PlayedTask) -> None:
+    """Write the three files of the result into its folder."""
     folder = played.folder
     make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]

@@ -27,18 +27,19 @@ __all__ = ["SyncPolicy", "evals_due"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPolicy:
-    """When a step may be submitted, and when weights are published."""
+    """Rules of a run's `synchronizer` section: when a step may be submitted, and when weights are published."""
 
     style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"
     interval: int = 1
     offset: int = 0
-    inflight: int = 2
+    max_inflight: int = 2
 
     @classmethod
     def of(cls, config: Config) -> Self:
+        """Return the policy of a config's `synchronizer` section."""
         sync = config.synchronizer
         return cls(style=sync.sync_style, interval=sync.sync_interval, offset=sync.sync_offset,
-                   inflight=sync.max_inflight_batches)
+                   max_inflight=sync.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
         """Return True if this step may be submitted.
@@ -47,14 +48,14 @@ class SyncPolicy:
         """
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
-        return step - trained <= self.inflight
+        return step - trained <= self.max_inflight
 
     def surely_generated(self, step: int) -> int:
         """Return the last step that is certainly generated when this one may be submitted.
 
         Its tasks may depend on steps up to that one, but not on later ones, since those depend on timing.
         """
-        return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.inflight)
+        return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.max_inflight)
 
     def publishes(self, step: int) -> bool:
         """Return whether the weights of this step are published, unless the trainer decides it."""
@@ -81,15 +82,17 @@ class SyncPolicy:
 def evals_due(
     done: int, *, interval: int, on_startup: bool, names: Iterable[str], submitted: Iterable[BatchId]
 ) -> list[BatchId]:
-    """Return the evals to submit on the weights of step `done`.
+    """Return the ids of the eval batches to submit on the weights of step `done`, without those in `submitted`.
 
     Evals are due before the first step, and when a multiple of `interval` was passed since the last evals.
     """
-    earlier = set(submitted)
-    steps = {int(start) for batch_id in earlier if (start := str(batch_id).split("/", 1)[0]).isdecimal()}
-    passed = interval > 0 and done // interval > max(steps, default=0) // interval
-    if not (passed or done in steps or (done == 0 and on_startup)):
+    submitted_ids = set(submitted)
+    prefixes = {str(batch_id).split("/", 1)[0] for batch_id in submitted_ids}
+    evaluated_steps = {int(prefix) for prefix in prefixes if prefix.isdecimal()}
+    passed_multiple = interval > 0 and done // interval > max(evaluated_steps, default=0) // interval
+    # A step with some evals gets the missing ones, too: the process may have ended between two submissions.
+    if not (passed_multiple or done in evaluated_steps or (done == 0 and on_startup)):
         return []
-    return [batch_id for name in names if (batch_id := f"{done}/{name}") not in earlier]
+    return [batch_id for name in names if (batch_id := f"{done}/{name}") not in submitted_ids]
 
 

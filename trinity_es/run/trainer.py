@@ -46,14 +46,14 @@ def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[s
     Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A
     batch that filters have emptied is skipped.
     """
-    returned: Any = trainer.step(experiences) if experiences else {}
-    if not isinstance(returned, Mapping):
-        if returned is not None:
+    step_result: Any = trainer.step(experiences) if experiences else {}
+    if not isinstance(step_result, Mapping):
+        if step_result is not None:
             _log.warning("step %d: the trainer's step() returned %.80r and not a dict of metrics: none is recorded",
-                         step, returned)
+                         step, step_result)
         return {}
     metrics: dict[str, float] = {}
-    for name, value in returned.items():
+    for name, value in step_result.items():
         try:
             number = float("nan") if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):

@@ -31,65 +31,68 @@ _FOLLOWED_TYPES = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "Batc
                    "BatchTrained", "WeightsPublished")
 
 
-async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitable[None]]) -> None:
-    """Train on every step of a run until it ends, and call `period_over(step)` when the weights of a step are due.
+async def train_in_order(process: RunProcess, end_period: Callable[[int], Awaitable[None]]) -> None:
+    """Train on every step of a run until it ends, and call `end_period(step)` when the weights of a step are due.
 
-    Without a trainer a period is over when its steps are generated.
+    Without a trainer, nothing is learnt: a period, the steps between two publications, ends when they are generated.
     """
-    progress = part.progress
+    progress = process.progress
     while True:
         step = progress.trained + 1
-        await _wait_generated(part, step)
+        await _wait_generated(process, step)
         if progress.all_trained:
-            await part.save_weights()
+            await process.save_weights()
             return
-        if part.trainer is not None:
-            await _learn(part, step)
+        if process.trainer is not None:
+            await _learn(process, step)
         progress.note(trained=step)
-        if await _publishes(part, step):
-            await _wait_generated(part, part.policy.generated_before(step))
-            if part.trainer is not None:
+        if await _publishes(process, step):
+            await _wait_generated(process, process.policy.generated_before(step))
+            if process.trainer is not None:
                 await progress.until(lambda: progress.evals_over)
-            await period_over(step)
+            await end_period(step)
             progress.note(done=step)
 
 
-async def _wait_generated(part: RunProcess, step: int) -> None:
+async def _wait_generated(process: RunProcess, step: int) -> None:
     """Wait until this step is generated, or the last one if the run ends earlier."""
-    progress = part.progress
+    progress = process.progress
     await progress.until(
         lambda: progress.generated >= step or (progress.ended and progress.generated >= progress.submitted)
     )
 
 
-async def _learn(part: RunProcess, step: int) -> None:
-    """Train on a step, unless a person aborted it."""
-    assert part.trainer is not None
-    if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
+async def _learn(process: RunProcess, step: int) -> None:
+    """Train on a step's experiences and acknowledge its batch, unless a person aborted it."""
+    assert process.trainer is not None
+    if (await process.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
-    experiences = await part.rollouts.columns(step)
-    metrics = await asyncio.to_thread(learn, part.trainer, step, experiences)
-    await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
+    experiences = await process.rollouts.columns(step)
+    trainer_metrics = await asyncio.to_thread(learn, process.trainer, step, experiences)
+    await when_written(lambda: process.rollouts.acknowledge(step, step, trainer_metrics))
 
 
-async def _publishes(part: RunProcess, step: int) -> bool:
+async def _publishes(process: RunProcess, step: int) -> bool:
     """Return whether the weights of this step are published: the trainer or the policy says so, or it is the last."""
-    wants = getattr(part.trainer, "wants_sync", None)
-    if part.policy.style == "trainer_driven" and wants is not None:
-        due = bool(await asyncio.to_thread(wants, step))
+    wants_sync = getattr(process.trainer, "wants_sync", None)
+    if process.policy.style == "trainer_driven" and wants_sync is not None:
+        is_due = bool(await asyncio.to_thread(wants_sync, step))
     else:
-        due = part.policy.publishes(step)
-    return due or (part.progress.ended and step == part.progress.submitted)
+        is_due = process.policy.publishes(step)
+    is_last = process.progress.ended and step == process.progress.submitted
+    return is_due or is_last
 
 
 async def follow(
-    part: RunProcess, take: Callable[[Log, str, ev.Event], Awaitable[None]], *, idle: Callable[[], None] = lambda: None
+    process: RunProcess, take: Callable[[Log, str, ev.Event], Awaitable[None]], *,
+    idle: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call `take(log, stream, event)` for each event of the other process after `part.position`, for ever.
+    """Read the log until cancelled: call `take(log, stream, event)` for each event of the run after `process.position`.
 
-    `idle` is called between reads. Raises NotRunning if the actor system is gone.
+    These are the events by which the run's two processes, explorer and trainer, learn of each other. `idle` is called
+    between reads. Raises NotRunning if the actor system is gone.
     """
-    log, position = part.rollouts.client.log, part.position
+    log, position = process.rollouts.client.log, process.position
     last_check = time.monotonic()
     while True:
         for recorded in await asyncio.to_thread(_new_events, log, position):
@@ -97,7 +100,7 @@ async def follow(
             position = recorded.position
         idle()
         if time.monotonic() - last_check > CHECK_SECONDS:
-            await asyncio.to_thread(part.require_system)
+            await asyncio.to_thread(process.require_system)
             last_check = time.monotonic()
         await asyncio.sleep(POLL_SECONDS)
 
@@ -111,19 +114,19 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
 
     The first error cancels the others and is raised.
     """
-    tasks = [asyncio.ensure_future(c) for c in needed]
-    extra = [asyncio.ensure_future(beside)] if beside is not None else []
+    needed_tasks = [asyncio.ensure_future(coroutine) for coroutine in needed]
+    beside_tasks = [asyncio.ensure_future(beside)] if beside is not None else []
     try:
-        pending = set(tasks)
+        pending = set(needed_tasks)
         while pending:
-            done, _ = await asyncio.wait([*pending, *extra], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            pending -= done
+            ended_tasks, _ = await asyncio.wait([*pending, *beside_tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended_tasks:
+                task.result()  # raises the task's error
+            pending -= ended_tasks
     finally:
-        for task in [*tasks, *extra]:
+        for task in [*needed_tasks, *beside_tasks]:
             task.cancel()
-        await asyncio.gather(*tasks, *extra, return_exceptions=True)
+        await asyncio.gather(*needed_tasks, *beside_tasks, return_exceptions=True)
 
 
 class TrainerProcess(RunProcess):
@@ -137,10 +140,11 @@ class TrainerProcess(RunProcess):
     trains = True
 
     def _is_unfinished(self) -> bool:
+        """Return whether a step is not trained yet, or the last weights are not saved. Raises ConfigError."""
         if not self.has_trainer:
             raise ConfigError("mode is train, and trainer.class is not set: name the trainer, as module:Class")
-        unsaved = self._point.version > self._point.checkpoint_version
-        return not self.resumed or not self.progress.all_trained or unsaved
+        has_unsaved_weights = self._point.version > self._point.checkpoint_version
+        return not self.resumed or not self.progress.all_trained or has_unsaved_weights
 
     async def _prepare_system(self) -> None:
         """Wait for the actor system, which the explorer starts."""
@@ -158,43 +162,45 @@ class TrainerProcess(RunProcess):
 
     async def train(self) -> int:
         """Train until the run ends; returns the last step."""
-        self._open = set(self._point.open)
+        self._open_steps = set(self._point.open)
         self._note_generated()
         await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._take))
         return self.progress.trained
 
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Note what the explorer's process did: steps and evals that it submitted or that ended, and its reading."""
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
                 self.progress.note(evals={event.batch_id: False})
             case ev.BatchSubmitted(batch_type="train", batch_id=int(step)):
-                self._open.add(step)
+                self._open_steps.add(step)
                 # Only the cursors, which come with the next event, tell whether this is the last step.
                 if step > self.step:
                     self.progress.note(submitted=step, ended=False)
             case ev.TasksetResolved():
-                self._require_same(event.source)
+                self._require_same_taskset(event.source)
             case ev.TasksetAdvanced():
                 self.cursors[event.taskset] = Cursor(event.epoch, event.offset)
             case ev.BatchFinalized() | ev.BatchAborted():
-                batch_id, kind = event.result["batch_id"], event.result["batch_type"]
-                if kind == "eval":
+                batch_id = event.result["batch_id"]
+                if event.result["batch_type"] == "eval":
                     self.progress.note(evals={batch_id: True})
                 elif await asyncio.to_thread(lambda: is_over(log, log.batch_row(batch_id))):
-                    self._open.discard(batch_id)
+                    self._open_steps.discard(batch_id)
         self._note_generated()
 
-    def _require_same(self, source: TasksetSource) -> None:
+    def _require_same_taskset(self, source: TasksetSource) -> None:
         """Raise TasksetError if this process resolved the taskset before the explorer, and differently."""
-        own = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
-        if any(getattr(own, key) != getattr(source, key) for key in ("subset", "revision", "rows", "order")):
+        key = source.taskset, source.is_eval
+        own_source = next((one for one in self.unrecorded if (one.taskset, one.is_eval) == key), source)
+        compared_fields = ("subset", "revision", "rows", "order")
+        if any(getattr(own_source, field) != getattr(source, field) for field in compared_fields):
             raise TasksetError(
-                f"taskset {source.taskset} is {own.path} at {own.revision} for this trainer, and at "
+                f"taskset {source.taskset} is {own_source.path} at {own_source.revision} for this trainer, and at "
                 f"{source.revision} for its explorer: start the trainer again, so that it takes the explorer's"
             )
 
     def _note_generated(self) -> None:
-        """Note up to which step all are generated, from the steps that are still open."""
-        generated = min(self._open, default=self.step + 1) - 1
-        ended = not self.has_more(self.step, self.cursors)
-        self.progress.note(generated=generated, ended=ended)
+        """Note up to which step all are generated, from the open ones, and whether further steps will be submitted."""
+        first_open_step = min(self._open_steps, default=self.step + 1)
+        self.progress.note(generated=first_open_step - 1, ended=not self.has_more(self.step, self.cursors))

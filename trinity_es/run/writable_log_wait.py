@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from trinity_es.events.errors import LogUnavailable, TrinityError
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["tell_trouble", "when_written"]
+__all__ = ["log_trouble", "when_written"]
 
 T = TypeVar("T")
 
@@ -27,8 +27,9 @@ _LOG = logging.getLogger("trinity_es.run")
 
 
 async def when_written(ask: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer of `ask`, called again while it raises LogUnavailable, which is logged once."""
-    pauses, has_waited = Backoff(*PAUSE_SECONDS), False
+    """Call `ask` until it doesn't raise LogUnavailable, which is logged once, and return its answer."""
+    pauses = Backoff(*PAUSE_SECONDS)
+    has_waited = False
     while True:
         try:
             answer = await ask()
@@ -43,19 +44,19 @@ async def when_written(ask: Callable[[], Awaitable[T]]) -> T:
             return answer
 
 
-async def tell_trouble(status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+async def log_trouble(status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
     """Log once, from the system's `status`, that something can't be written, and once when it can again. Never ends."""
-    logged = ""
+    logged_text = ""
     while True:
         await asyncio.sleep(STATUS_SECONDS)
         try:
             answer = await status()
         except (TrinityError, TimeoutError):
-            continue  # it is being started again, or is gone, which the run's own requests report
-        unstored = [f"{r['runner']} can't store its finished runs: {r['trouble']}"
-                    for r in answer["runners"] if r["trouble"]]
-        trouble = answer.get("trouble") or "".join(unstored[:1])
-        text = re.sub(r"\d+", "", trouble)  # the free space in it may change
-        if text != logged:
+            continue  # the system is being started again, or is gone, which the run's own requests report
+        runner_troubles = [f"{r['runner']} can't store its finished runs: {r['trouble']}"
+                           for r in answer["runners"] if r["trouble"]]
+        trouble = answer.get("trouble") or "".join(runner_troubles[:1])
+        text = re.sub(r"\d+", "", trouble)  # without numbers, since the free space in the text may change
+        if text != logged_text:
             _LOG.warning("the run waits: %s" if trouble else "the run goes on%s", trouble)
-        logged = text
+        logged_text = text

@@ -38,8 +38,10 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
         json.loads(raw, object_pairs_hook=with_single_keys)
     except ValueError as e:
         raise ApiError(f"the body is not clear: {e}") from e
-    if unknown := sorted(set(body) - fields):
-        raise ApiError(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
+    unknown_fields = sorted(set(body) - fields)
+    if unknown_fields:
+        field = unknown_fields[0]
+        raise ApiError(f"{field}: no such field is known here", param=field, code="unknown_parameter")
     return body
 
 
@@ -58,6 +60,7 @@ def require_local(request: Request) -> None:
 
 
 def _host(origin: str | None) -> str | None:
+    """Return the host name in an Origin header; the whole header if it has none, such as "null"."""
     return None if origin is None else urlsplit(origin).hostname or origin
 
 
@@ -88,6 +91,7 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def message_of(data: bytes) -> str:
+    """Return the message in the body of an error response; the first 200 bytes of another body."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")
@@ -100,14 +104,16 @@ def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[lis
     an earlier request.
     """
     if session:
-        session = session if len(session) <= MOST_SESSION else hashlib.sha256(session.encode()).hexdigest()
+        if len(session) > MOST_SESSION:
+            session = hashlib.sha256(session.encode()).hexdigest()
         return [f"session/{session}"], [f"session/{session}"]
     messages = body.get("messages")
     if not isinstance(messages, list):
         return [], []
-    answered = [i for i, m in enumerate(messages) if isinstance(m, dict) and m.get("role") == "assistant"]
-    return [_key(messages[:i]) for i in answered[-1:]], [_key(messages)]
+    answer_indices = [i for i, m in enumerate(messages) if isinstance(m, dict) and m.get("role") == "assistant"]
+    earlier_keys = [_messages_key(messages[:i]) for i in answer_indices[-1:]]
+    return earlier_keys, [_messages_key(messages)]
 
 
-def _key(messages: list[Any]) -> str:
+def _messages_key(messages: list[Any]) -> str:
     return hashlib.sha256(orjson.dumps(messages)).hexdigest()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
-from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
+from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
@@ -85,17 +85,22 @@ class Proxy:
         self.base_url = ""
         """Base URL for clients, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
         self.engines = EnginePool()
-        self.requests = self.answered = self.failed = self.commits = 0
-        """Requests for answers; those with a whole answer, and those that failed: the rest is in flight."""
-        self._answers = CompletionRecorder(client)
+        self.requests = 0
+        """Number of requests for answers; those neither answered nor failed are in flight."""
+        self.answered = 0
+        """Number of requests that got a whole answer."""
+        self.failed = self.commits = 0
+        self._recorder = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
+        """Name by which the coordinator tells this proxy from others."""
         self._headers = {"authorization": f"Bearer {engine_token(read_key(running_system.key_file(config)))}"}
         self._patience = config.explorer.max_timeout
+        """Seconds that a request may wait for an engine, and for each part of its answer."""
         self._attempts = 1 + config.explorer.max_retry_times
-        self._working: set[asyncio.Task[Any]] = set()
-        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._background_tasks: set[asyncio.Task[Any]] = set()
+        self._requests_in_flight: set[asyncio.Task[Any]] = set()
         """Tasks of requests that engines are answering."""
-        self._cut_off = False
+        self._is_ending = False
         self._http: httpx.AsyncClient
         self._server: Any = None
 
@@ -107,17 +112,18 @@ class Proxy:
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
         listening = listen(explorer.listen_address, explorer.proxy_port, "the proxy",
                            ": change explorer.listen_address or explorer.proxy_port")
-        self._begin(self._answers.run())
-        stop = STOP_SECONDS + 3  # `stop` ends requests before that
-        self._server = make_server(make_app(self._routes()), stop, **tls)
+        self._start_task(self._recorder.run())
+        stop_seconds = STOP_SECONDS + 3  # `stop` ends requests before that
+        self._server = make_server(make_app(self._routes()), stop_seconds, **tls)
         self._serving = await begin(self._server, listening)
         self.base_url = f"{url_of(listening, bool(tls))}/v1"
-        self._begin(self._watch())
+        self._start_task(self._follow_engines())
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run this beside the requests, until it ends or `stop` cancels it."""
         task = asyncio.create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
     async def finished(self) -> None:
         """Wait until the server's task ends, which it does only after `stop` or an error."""
@@ -133,45 +139,46 @@ class Proxy:
                 await asyncio.wait(pending, timeout=5)
             self._server = None
             await self._http.aclose()
-        for task in list(self._working):
+        for task in list(self._background_tasks):
             task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
-        self._answers.close()
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
+        self._recorder.close()
 
     def _cut_off_requests(self) -> None:
         """Cancel the requests in flight: each client gets an error, as a response or at the end of its stream."""
-        self._cut_off = True
-        for task in self._in_flight:
+        self._is_ending = True
+        for task in self._requests_in_flight:
             task.cancel()
-        if self._in_flight:
-            _log.warning("the proxy ends: %d requests in flight were cut off after %d s", len(self._in_flight),
+        if self._requests_in_flight:
+            _log.warning("the proxy ends: %d requests in flight were cut off after %d s", len(self._requests_in_flight),
                          STOP_SECONDS)
 
     def _cut_off_error(self, error: asyncio.CancelledError) -> ApiError:
         """Return the error for a client whose request `stop` cancelled; raise `error` again if it was not `stop`."""
         task = asyncio.current_task()
-        if not self._cut_off or task is None:
+        if not self._is_ending or task is None:
             raise error
         task.uncancel()
         return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
-    async def _watch(self) -> None:
-        """Keep the table of engines equal to the coordinator's; without a coordinator it stays as it is."""
-        number = -1
+    async def _follow_engines(self) -> None:
+        """Keep the table of engines equal to the coordinator's; it stays as it is while no coordinator answers."""
+        table_version = -1
         while True:
             try:
-                routes = await self._answers.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=number))
+                routes = await self._recorder.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=table_version))
             except Exception as e:
                 if isinstance(e, NotRunning):
                     self.engines.update([])
                 _log.warning("the coordinator does not say which engines serve: %s", e)
                 await asyncio.sleep(1.0)
                 continue
-            number = routes["number"]
+            table_version = routes["number"]
             self.engines.update(routes["engines"])
 
     # --- routes -----------------------------------------------------------------------------------------------------
     def _routes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield path, method and handler of each route; all but /health check the key."""
         yield "/health", "GET", self._health
         for path, method, handler in (
             *((path, method, self._generate if method == "POST" else self._read) for method, path in ROUTES),
@@ -201,41 +208,51 @@ class Proxy:
         return handle
 
     async def _health(self, request: Request) -> Response:
-        serving = sum(w.serving for w in self.engines.all())
+        """Answer with the number of serving engines and of connections; status 503 if no engine serves."""
+        engine_count = sum(engine.serving for engine in self.engines.all())
         server = self._server
-        full = server.taken >= server.most
-        status = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
-        health = {"status": status if serving else "no engine serves", "engines": serving, "connections": server.taken,
+        if not engine_count:
+            status = "no engine serves"
+        elif server.taken >= server.most:
+            status = f"full: new clients wait, as {server.files} open files allow no more"
+        else:
+            status = "ok"
+        health = {"status": status, "engines": engine_count, "connections": server.taken,
                   "most_connections": server.most}
-        return json_response(health, 200 if serving else 503)
+        return json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:
+        """Answer with the engines, and with numbers of requests and of recorded answers."""
         engines = [
-            {"runner": w.runner, "incarnation": w.incarnation, "model_version": w.model_version, "serving": w.serving,
-             "busy": w.busy, "answered": w.answered, "failed": w.failed}
-            for w in self.engines.all()
+            {"runner": engine.runner, "incarnation": engine.incarnation, "model_version": engine.model_version,
+             "serving": engine.serving, "busy": engine.open_count,
+             "answered": engine.answer_count, "failed": engine.failure_count}
+            for engine in self.engines.all()
         ]
-        answers = await self._answers.ask(CountAnswers())
+        answers = await self._recorder.ask(CountAnswers())
         return json_response({"engines": engines, "requests": self.requests, "answered": self.answered,
                               "failed": self.failed, "open": self.requests - self.answered - self.failed,
                               "answers": answers})
 
     async def _metrics(self, request: Request) -> Response:
-        counts = await self._answers.ask(CountAnswers())
+        """Answer with the metrics that Trinity-RFT's proxy has under these names."""
+        counts = await self._recorder.ask(CountAnswers())
         metrics: dict[str, Any] = {
             "rollout/total_experience_count": sum(counts.values()),
             "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
             "explore_step_num": self.commits,
         }
         for i, engine in enumerate(self.engines.all()):
-            metrics[f"rollout/model_{i}/total_request_count"] = engine.answered + engine.failed + engine.busy
+            count = engine.answer_count + engine.failure_count + engine.open_count
+            metrics[f"rollout/model_{i}/total_request_count"] = count
             metrics[f"rollout/model_{i}/model_version"] = engine.model_version
         return json_response(metrics)
 
     async def _feedback(self, request: Request) -> Response:
+        """Reward recorded answers. Raises ApiError, which names the wrong field."""
         body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
-        messages, reward, run = body.get("msg_ids"), body.get("reward"), body.get("run_id")
-        task = body.get("task_id")
+        messages, reward = body.get("msg_ids"), body.get("reward")
+        task, run = body.get("task_id"), body.get("run_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
         if (longest := max(map(len, messages))) > NAME_LENGTH:
@@ -252,19 +269,21 @@ class Proxy:
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
-        count = await self._answers.ask(RewardAnswers(
+        count = await self._recorder.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        delivered = await self._answers.ask(DeliverAnswers())
+        """Deliver the rewarded answers to the pipeline, and answer with their numbers."""
+        delivered = await self._recorder.ask(DeliverAnswers())
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
     async def _read(self, request: Request) -> Response:
+        """Answer a GET request, such as for the list of models, with what an engine answers."""
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
-            if _failed(response.status_code):
+            if _is_engine_failure(response.status_code):
                 raise EngineFailed(message_of(response.content))
             return _response(response.content, response.status_code, {"content-type": "application/json"})
 
@@ -280,7 +299,7 @@ class Proxy:
         path = request.url.path
         body = read_object(raw)
         dumped(body)
-        earlier, later = conversation_keys(body, request.headers.get("x-session-id"))
+        earlier_keys, own_keys = conversation_keys(body, request.headers.get("x-session-id"))
         headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
 
         async def ask(engine: Backend) -> Response:
@@ -294,11 +313,11 @@ class Proxy:
                 answer, status = frames(response.aiter_raw()), response.status_code
                 if WANTED not in response.headers:
                     raise EngineFailed("its server answered in another way than a runner's")
-                if _failed(status):
+                if _is_engine_failure(status):
                     raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
                 passed = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
                 if status < 400:
-                    self.engines.remember(later, engine)
+                    self.engines.remember(own_keys, engine)
                 if passed.get("content-type", "").startswith("text/event-stream") and status == 200:
                     stream = await self._stream(response, answer, passed, engine, path)
                     streaming = True
@@ -310,7 +329,7 @@ class Proxy:
                 for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
                     if kind == "r":
                         await self._record(data, engine)
-                engine.answered += 1
+                engine.answer_count += 1
                 return _response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
@@ -318,10 +337,10 @@ class Proxy:
 
         self.requests += 1
         if (task := asyncio.current_task()) is not None:
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)  # when all is sent
+            self._requests_in_flight.add(task)
+            task.add_done_callback(self._requests_in_flight.discard)  # when all is sent
         try:
-            answer = await while_listening(request.receive, self._on_an_engine(ask, earlier))
+            answer = await while_listening(request.receive, self._on_an_engine(ask, earlier_keys))
         except BaseException:
             self.failed += 1
             raise
@@ -334,7 +353,7 @@ class Proxy:
             answer = recorded_completion(*recorded(data), engine)
         except (LookupError, TypeError, ValueError) as e:
             raise EngineError(f"the answer of {engine.runner} can't be recorded: {type(e).__name__}: {e}") from e
-        await self._answers.record(answer)
+        await self._recorder.record(answer)
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
@@ -342,7 +361,7 @@ class Proxy:
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
         except NoEngine as e:
-            if e.lost < MOST_LOST:
+            if e.lost < MAX_LOST:
                 raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
                 f"{e.lost} engines were lost while they answered this request ({e}), so no other one is given it: it "
@@ -353,15 +372,16 @@ class Proxy:
         self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
         engine: Backend, path: str,
     ) -> Response:
-        """Return a stream, once its first part is there."""
+        """Return a stream of an engine's answer, once its first part is there; at its end it is counted as answered."""
         from starlette.responses import StreamingResponse
 
-        parts = self._recorded(answer, engine)
+        parts = self._record_before_end(answer, engine)
         try:
             first = await anext(parts)
         except StopAsyncIteration:
             raise EngineFailed("its stream was empty") from None
-        proxy, place, whole = self, StreamPlace(path), asyncio.Event()
+        proxy, place = self, StreamPlace(path)
+        is_whole = asyncio.Event()
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -370,15 +390,17 @@ class Proxy:
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
                 finally:  # not in the generator: one that never started runs no finally
-                    engine.busy -= 1
-                    proxy.answered += whole.is_set()
-                    proxy.failed += not whole.is_set()
-                    proxy._begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
+                    engine.open_count -= 1
+                    proxy.answered += is_whole.is_set()
+                    proxy.failed += not is_whole.is_set()
+                    proxy._start_task(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
-        engine.busy += 1
-        return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
+        engine.open_count += 1
+        return Stream(self._stream_parts(first, parts, engine, place, is_whole), headers=headers)
 
-    async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
+    async def _record_before_end(
+        self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend
+    ) -> AsyncGenerator[bytes]:
         """Yield the parts of an answer's body, and record the answer before its last part."""
         async for kind, data in answer:
             if kind == "r":
@@ -386,9 +408,10 @@ class Proxy:
             elif data:
                 yield data
 
-    async def _streamed(
-        self, first: bytes, parts: AsyncGenerator[bytes], engine: Backend, place: StreamPlace, whole: asyncio.Event
+    async def _stream_parts(
+        self, first: bytes, parts: AsyncGenerator[bytes], engine: Backend, place: StreamPlace, is_whole: asyncio.Event
     ) -> AsyncGenerator[bytes]:
+        """Yield the parts of a stream, and set `is_whole` at its end; if the engine fails, yield an error event."""
         import httpx
 
         place.count(first)
@@ -397,16 +420,17 @@ class Proxy:
             async for part in parts:
                 place.count(part)
                 yield part
-            engine.answered += 1
-            whole.set()
+            engine.answer_count += 1
+            is_whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__})")
             yield place.last_event(api_error(e))
 
 
-def _failed(status: int) -> bool:
-    return status >= 500 or status == 401  # another engine may do better
+def _is_engine_failure(status: int) -> bool:
+    """Return True for a status with which another engine may be tried: 5xx, or 401 (it has another key)."""
+    return status >= 500 or status == 401
 
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})

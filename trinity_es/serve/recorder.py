@@ -22,7 +22,7 @@ from trinity_es.events.vocabulary import Answer, PayloadRef
 
 __all__ = ["CompletionRecorder", "RecordedCompletion", "recorded_completion"]
 
-GROUP = 256
+MOST_ANSWERS = 256
 """Maximum number of answers in a command, which keeps it well under the limit of a message."""
 
 T = TypeVar("T")
@@ -42,49 +42,54 @@ class CompletionRecorder:
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="proxy")
-        self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # commits wait for the pipeline
+        self._commit_pool = ThreadPoolExecutor(2, thread_name_prefix="commit")
+        """Threads for commits, which wait for the pipeline and so must not keep other commands waiting."""
         self._queue: asyncio.Queue[tuple[RecordedCompletion, asyncio.Future[None]]] = asyncio.Queue()
+        """Answers to write, each with the future of its caller."""
 
     async def ask(self, command: Command[T]) -> T:
         """Return the coordinator's answer to a command. Raises the coordinator's errors."""
-        pool = self._slow if isinstance(command, DeliverAnswers) else self._pool
+        pool = self._commit_pool if isinstance(command, DeliverAnswers) else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: self._client.request(command))
 
     async def record(self, completion: RecordedCompletion) -> None:
         """Record an answer; return when it is durable. Raises the log's errors."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((completion, done))
-        await done
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((completion, recorded))
+        await recorded
 
     async def run(self) -> None:
         """Write the queue, group by group: while one group is written the next one gathers."""
         while True:
             group = [await self._queue.get()]
-            while len(group) < GROUP and not self._queue.empty():
+            while len(group) < MOST_ANSWERS and not self._queue.empty():
                 group.append(self._queue.get_nowait())
-            writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, [g for g, _ in group])
+            completions = [completion for completion, _ in group]
+            writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, completions)
             await asyncio.wait({writing})
             error = writing.exception()
-            for _, done in group:
-                if done.done():  # its client is gone
+            for _, recorded in group:
+                if recorded.done():  # its client is gone
                     continue
                 if error is None:
-                    done.set_result(None)
+                    recorded.set_result(None)
                 else:
-                    done.set_exception(error)
+                    recorded.set_exception(error)
 
     def _write(self, group: list[RecordedCompletion]) -> None:
-        experiences = [e for g in group for e in g.experiences]
+        """Write the experiences of a group as one payload, then have the coordinator record its answers."""
+        experiences = [experience for completion in group for experience in completion.experiences]
         digest = self._client._payloads.put(Experience.serialize_many(experiences)) if experiences else ""
-        rows, first = [], 0
-        for g in group:
-            payload = PayloadRef(digest=digest, first=first, count=len(g.experiences)) if g.experiences else None
-            first += len(g.experiences)
-            rows.append(replace(g.answer, payload=payload))
-        self._client.request(RecordAnswers(answers=rows))
+        answers, first = [], 0
+        for completion in group:
+            count = len(completion.experiences)
+            payload = PayloadRef(digest=digest, first=first, count=count) if count else None
+            first += count
+            answers.append(replace(completion.answer, payload=payload))
+        self._client.request(RecordAnswers(answers=answers))
 
     def close(self) -> None:
-        for pool in (self._pool, self._slow):
+        for pool in (self._pool, self._commit_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -94,16 +99,17 @@ def recorded_completion(record: Record, payload: bytes, engine: Backend) -> Reco
         experiences = Experience.deserialize_many(payload) if payload else []
     except TrinityError as e:
         raise EngineError(f"the answer of {engine.runner} can't be recorded: {e}") from e
-    message = record["message"]
+    message_id = record["message"]
     for index, experience in zip(record["choices"], experiences, strict=True):
         oldest, newest = experience.model_versions
-        experience.eid = EID(batch=BATCH, task=message, suffix=message if index == 0 else f"{message}-{index}")
+        suffix = message_id if index == 0 else f"{message_id}-{index}"
+        experience.eid = EID(batch=BATCH, task=message_id, suffix=suffix)
         experience.info = {
-            **experience.info, "message_id": message, "runner": engine.runner, "model_version": oldest,
+            **experience.info, "message_id": message_id, "runner": engine.runner, "model_version": oldest,
             "model_version_drift": newest - oldest, "use_count": 0,
         }
     answer = Answer(
-        message=message, runner=engine.runner, incarnation=engine.incarnation, model_version=min(record["versions"]),
+        message=message_id, runner=engine.runner, incarnation=engine.incarnation, model_version=min(record["versions"]),
         model_version_end=max(record["versions"]), payload=None, prompt_tokens=record["prompt_tokens"],
         response_tokens=record["response_tokens"],
     )

@@ -52,8 +52,8 @@ STOOD_STILL_SECONDS = 2.0
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
-def _wait_for_end(config: Config, admin: Mapping[str, Any], at_each_check: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or end a system that hangs. Return the reason."""
+def _wait_for_end(config: Config, admin: Mapping[str, Any], remember: Callable[[], None]) -> str:
+    """Wait until the system or its owner has ended, or kill a hanging system. Return the reason."""
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:
@@ -66,15 +66,16 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], at_each_check: Calla
         addresses = {name: listening(pid) for name, pid in pids.items()}
         limit, heard_at = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
         while True:
-            began = time.monotonic()
+            round_began_at = time.monotonic()
             if select.select([handle], [], [], min(KNOCK_SECONDS, limit / 4))[0]:
                 return gone
-            at_each_check()
+            remember()
             if reason := owner_gone(admin.get("owner")):
                 return reason
-            answers = {name: _answers(config, addresses[name]) for name in pids}
+            answers = {name: _is_answering(config, addresses[name]) for name in pids}
             now = time.monotonic()
-            if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:  # this keeper was suspended
+            longest_round = KNOCK_SECONDS * (1 + len(pids))
+            if now - round_began_at > longest_round + STOOD_STILL_SECONDS:  # this keeper was suspended
                 heard_at = dict.fromkeys(pids, now)
             heard_at |= {name: now for name in pids if answers[name]}
             silent = next((name for name in pids if now - heard_at[name] > limit), None)
@@ -87,7 +88,7 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], at_each_check: Calla
         os.close(handle)
 
 
-def _answers(config: Config, addresses: list[tuple[str, int]]) -> bool:
+def _is_answering(config: Config, addresses: list[tuple[str, int]]) -> bool:
     """Return True if the process that listens at these addresses handles messages, or if its key can't be read."""
     try:
         key = read_key(running_system.key_file(config))
@@ -100,10 +101,12 @@ def _answers(config: Config, addresses: list[tuple[str, int]]) -> bool:
 def keep(config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], policy: Policy) -> None:
     """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
     short_life_count, born_at = 0, time.monotonic()
-    memory, claims = remembered_log_end.memory(config), list[Claim]()
+    memory = remembered_log_end.memory(config)
+    claims: list[Claim] = []
+    """The newest claim about each generation of the log: how far this host knows that it was written."""
 
     def remember() -> None:
-        """Keep the newest claims of this host's memory, whose file may be deleted or set back before the next start."""
+        """Copy the newest claims from this host's memory: its file may be deleted or set back before a start."""
         in_order = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
         claims[:] = {claim.mark.generation: claim for claim in in_order}.values()
 
@@ -125,12 +128,12 @@ def keep(config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], 
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
-    """Return why no system is needed on this store any more; "" if one is."""
+    """Return why no system is needed on this store any more: its owner or its store is gone; "" if one is needed."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
 
 def _end(admin: dict[str, Any]) -> None:
-    """Wait for the end of a system that ends by itself, and end it if its guardian can't."""
+    """Wait for the end of a system that ends by itself, and kill what is left of it after `END_SECONDS`."""
     if not process_lives(admin["pid"], admin["started"]):
         return
     alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
@@ -142,7 +145,7 @@ def _end(admin: dict[str, Any]) -> None:
 def _start_again(
     config: Config, admin: dict[str, Any], this_keeper: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Start the system again, with retries; None if it is no longer needed or another process started it."""
+    """Start the system again, with retries. Return its admin; None if it isn't needed or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
@@ -164,7 +167,7 @@ def _start_again(
 
 
 def main() -> int:
-    """Start the system, answer the process that asked for it, and keep the system running; return the exit status."""
+    """Start the system that standard input asks for, answer, and keep the system running; return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     config = Config.from_dict(request["config"], folder="/")

@@ -31,15 +31,15 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end, running_system
 
-__all__ = ["connections_needed", "launch", "launch_host", "launched"]
+__all__ = ["connections_needed", "launch", "launch_host", "launched_config"]
 
 _LAUNCH_SECONDS = 60.0
 """Maximum time until the launched processes run."""
-_LET_GO_SECONDS = 3.0
+_FORMER_HEAD_SECONDS = 3.0
 """Seconds in which the database notices that a coordinator of this host has ended."""
 
 
-def launched(
+def launched_config(
     config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None
 ) -> LaunchedConfig:
     """Return the config for the system's processes, with values of this process that they can't look up themselves."""
@@ -49,24 +49,24 @@ def launched(
     })
 
 
-def _reserve(config: Config) -> socket.socket:
+def _reserve_port(config: Config) -> socket.socket:
     """Return a socket on the address and port that the system will listen on. Raises StartupError if it can't bind.
 
     While it is open the kernel gives that port to no other process, but the system can take it: both sockets allow
     reuse, and this one does not listen.
     """
     address, port = config.system.address, config.system.port
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        reserved.bind((address, port))
+        reservation.bind((address, port))
     except OSError as e:
-        reserved.close()
+        reservation.close()
         raise StartupError(
             f"the actor system can't listen on {address}, port {port or '(any)'} ({e.strerror}): change "
             "system.address to an address of this machine, or system.port"
         ) from e
-    return reserved
+    return reservation
 
 
 def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     make_private_folder(admin_file.parent)
     admin_file.unlink(missing_ok=True)
     code = _run_launcher(config, log_dir, {
-        "config": launched(config, owner, host).plain(),
+        "config": launched_config(config, owner, host).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "the host that joined"))],
         "admin_file": str(admin_file), "told": {"key_file": running_system.key_file(config)},
@@ -128,7 +128,7 @@ def launch(
     finally:
         log.close()
     code = _run_launcher(config, log_dir, {
-        "config": launched(config, owner).plain(),
+        "config": launched_config(config, owner).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "the start of the system"))],
     })
@@ -146,13 +146,14 @@ def launch(
 
 def connections_needed(config: Config) -> int:
     """Return how many connections a run holds to PostgreSQL at least; a trainer and each command need more."""
-    explorer = config.explorer
-    return _BASE_CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+    models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
+    return _BASE_CONNECTIONS + sum(model.engine_num for model in models)
 
 
 def _require_connections(config: Config, limit: int) -> None:
     """Raise ConfigError if a run needs more connections than `limit`: its coordinator would wait for one for ever."""
-    if limit < (needed := connections_needed(config)):
+    needed = connections_needed(config)
+    if limit < needed:
         raise ConfigError(
             f"{config.masked()['store']['url']} lets this user have {limit} connections, and a run holds {needed} and "
             "more: raise max_connections of its server, or the CONNECTION LIMIT of this user or database"
@@ -171,13 +172,13 @@ SELECT least(
 
 
 def _require_no_other_head(config: Config) -> None:
-    """Raise AlreadyRunning if a head on another host leads the run of this store."""
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    """Raise AlreadyRunning if another head leads the run of this store; one of this host may have just ended."""
+    deadline = time.monotonic() + _FORMER_HEAD_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:
-            owner = running_system.leader(config)
+            head = running_system.leader(config)
             raise AlreadyRunning(
-                f"the run of {config.masked()['store']['url']} is led by pid {owner.get('pid')} on {owner.get('host')}"
+                f"the run of {config.masked()['store']['url']} is led by pid {head.get('pid')} on {head.get('host')}"
                 ": take part with `trinity-es join`, or wait to take over with `trinity-es up --standby`"
             )
         time.sleep(0.2)
@@ -191,8 +192,8 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
             f"a process may open {hard_limit} files here, and those of an actor system need {LEAST_FILES} and more: "
             "raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
         )
-    reserved = _reserve(config)
-    setup = {**setup, "port": reserved.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
+    reservation = _reserve_port(config)
+    setup = {**setup, "port": reservation.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
     with os.fdopen(handle, "w") as f:
         json.dump(setup, f)
@@ -207,7 +208,7 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     }
     output = running_system.output_file(config)
     try:
-        with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
+        with reservation, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
             process = subprocess.run(
                 [sys.executable, "-m", "trinity_es.actors.launch", setup_path],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
@@ -222,11 +223,12 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
 
 
 def _last_lines(config: Config, lines: int = 12) -> str:
-    """Return the last lines of the text logs that can tell why a start failed."""
-    out: list[str] = []
+    """Return the last `lines` lines of each text log that can tell why a start failed."""
+    log_lines: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")
     for path in (running_system.output_file(config), *(folder / name for name in names)):
         if path.exists():
-            out.extend(f"  {path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
-    return "\n".join(out)
+            file_lines = path.read_text(errors="replace").splitlines()
+            log_lines.extend(f"  {path.name}: {line}" for line in file_lines[-lines:])
+    return "\n".join(log_lines)

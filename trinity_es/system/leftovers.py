@@ -22,18 +22,18 @@ SETTLE_SECONDS = 0.3
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Return every process of this user that belongs to a system of this store, in any life of it. Linux only."""
-    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    """Return this user's processes of any start of this store's system, except this one and its parents. Linux only."""
+    own_pids = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     processes = []
     for pid in printing_to(str(running_system.output_file(config).resolve())):
-        if pid not in own:
+        if pid not in own_pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.append(psutil.Process(pid))
     return processes
 
 
 def end_leftovers(config: Config) -> int:
-    """Kill every process of every life of this store's system, wait for their ends, and return their number.
+    """Kill what `leftovers` returns, wait up to 10 s for its end, and return the number of killed processes.
 
     An engine may outlive its killed runner and admin by a moment, and holds its GPU.
     """
@@ -41,12 +41,13 @@ def end_leftovers(config: Config) -> int:
 
 
 def end_all_leftovers(config: Config) -> int:
-    """Repeat `end_leftovers` until no process shows up any more. Return the number of killed processes."""
-    killed, rounds_without_any, deadline = 0, 0, time.monotonic() + 15.0
-    while rounds_without_any < 2 and time.monotonic() < deadline:
-        if rounds_without_any:
+    """Repeat `end_leftovers` until two rounds find no process, at most for 15 s. Return how many it killed."""
+    killed_count = empty_rounds = 0
+    deadline = time.monotonic() + 15.0
+    while empty_rounds < 2 and time.monotonic() < deadline:
+        if empty_rounds:
             time.sleep(SETTLE_SECONDS)
         count = end_leftovers(config)
-        killed += count
-        rounds_without_any = 0 if count else rounds_without_any + 1
-    return killed
+        killed_count += count
+        empty_rounds = 0 if count else empty_rounds + 1
+    return killed_count

@@ -47,7 +47,7 @@ def start(
     detach = config.system.detach if detach is None else detach
     owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     if config.system.keeper if keeper is None else keeper:
-        return _start_kept(config, create, owner)
+        return _start_by_keeper(config, create, owner)
     return start_here(config, create=create, owner=owner)
 
 
@@ -66,11 +66,11 @@ def start_here(
         return launch(config, log_dir, create, owner, keeper, claims)
 
 
-def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
+def _start_by_keeper(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
     """Have a new keeper start the system; return its admin, or raise the error of that start."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
-        own_lines_at = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
+        log_start = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
         process = subprocess.Popen(
             [sys.executable, "-m", "trinity_es.system.keeper"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=out, start_new_session=True,
@@ -89,9 +89,9 @@ def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -
     if not reply:
         process.wait()
         end_all_leftovers(config)
-        lines = keeper_log.read_bytes()[own_lines_at:].decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "it logged nothing"
-        raise StartupError(f"the keeper, which starts the system, did not come up: {last} ({keeper_log})")
+        lines = keeper_log.read_bytes()[log_start:].decode(errors="replace").strip().splitlines()
+        last_line = lines[-1] if lines else "it logged nothing"
+        raise StartupError(f"the keeper, which starts the system, did not come up: {last_line} ({keeper_log})")
     outcome = pickle.loads(reply)
     if isinstance(outcome, BaseException):
         process.wait()
@@ -105,11 +105,11 @@ def _start_lock(path: Path) -> Iterator[None]:
     """Hold the lock of starts in a log folder. Raises StartupError if another process holds it too long."""
     handle = open_private(path)
     try:
-        other = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda other: _log.warning(
-            "%s starts a system in this log folder: waiting for it (it holds %s)", other, path))
-        if other is not None:
+        holder = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda holder: _log.warning(
+            "%s starts a system in this log folder: waiting for it (it holds %s)", holder, path))
+        if holder is not None:
             raise StartupError(
-                f"no system can be started: {other} has held {path} for {START_LOCK_SECONDS:.0f} s, which each start "
+                f"no system can be started: {holder} has held {path} for {START_LOCK_SECONDS:.0f} s, which each start "
                 "holds for its duration; resume it if it is suspended, or end it"
             )
         yield
@@ -164,4 +164,5 @@ def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0
     itself, and all are killed at once.
     """
     system_processes = processes(admin)
-    return end(wait_gone(system_processes, 0.0 if retire() is False else timeout))
+    patience = 0.0 if retire() is False else timeout
+    return end(wait_gone(system_processes, patience))

@@ -11,7 +11,7 @@ from trinity_es.events.values import shown
 from trinity_es.projections.reading.diff import OWN, Change, changes
 from trinity_es.projections.reading.log_reader import open_log
 
-__all__ = ["other_settings", "require_same_settings", "said_of"]
+__all__ = ["other_settings", "require_same_settings", "settings_phrase"]
 
 _RUN_SETTINGS = (
     "project", "total_steps", "checkpoint_root_dir", "trainer", "monitor.monitor_type", "monitor.monitor_args",
@@ -33,29 +33,35 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
     """
     try:
         with open_log(config.store.url) as log:
-            recorded = log.config(serve=serve)[1]
-        before = Config.from_dict(escaped(recorded)).masked() if recorded else config.masked()
+            _, recorded_config = log.config(serve=serve)
+        if not recorded_config:
+            return []
+        settings_before = Config.from_dict(escaped(recorded_config)).masked()
     except (ConfigError, LogError):
         return []
-    return [c for c in changes(before, config.masked()) if not _is_in(c.path, _NOT_COMPARED)]
+    return [change for change in changes(settings_before, config.masked()) if not _is_in(change.path, _NOT_COMPARED)]
 
 
 def _is_in(path: str, keys: Iterable[str]) -> bool:
+    """Return whether a config key is one of these keys or below one of them."""
     return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 
 def require_same_settings(config: Config) -> None:
     """Raise ConfigError if the running system of this store was started with other settings."""
-    if changed := [c for c in other_settings(config, serve=True) if not _is_in(c.path, _RUN_SETTINGS)]:
+    differences = [c for c in other_settings(config, serve=True) if not _is_in(c.path, _RUN_SETTINGS)]
+    if differences:
         raise ConfigError(
             f"the actor system of {config.masked()['store']['url']} runs, and was started with other settings: "
-            f"{said_of(changed)}. End it with `trinity-es down`, and start again; or put the settings back"
+            f"{settings_phrase(differences)}. End it with `trinity-es down`, and start again; or put the settings back"
         )
 
 
-def said_of(settings: Iterable[Change]) -> str:
+def settings_phrase(settings: Iterable[Change]) -> str:
     """Return the changed settings as a phrase for a message."""
-    return ", ".join(
-        f"{c.path} has changed" if isinstance(c.before, list | dict) or isinstance(c.after, list | dict)
-        else f"{c.path} was {shown(c.before)} and is {shown(c.after)}" for c in settings
-    )
+    phrases = []
+    for change in settings:
+        is_long = isinstance(change.before, list | dict) or isinstance(change.after, list | dict)
+        values = "has changed" if is_long else f"was {shown(change.before)} and is {shown(change.after)}"
+        phrases.append(f"{change.path} {values}")
+    return ", ".join(phrases)

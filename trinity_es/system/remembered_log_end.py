@@ -12,7 +12,7 @@ from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
 
-__all__ = ["folder", "look", "memory", "require"]
+__all__ = ["folder", "memory", "require", "rewind_message"]
 
 
 def folder(config: Config) -> str:
@@ -23,6 +23,7 @@ def folder(config: Config) -> str:
 
 
 def memory(config: Config) -> Memory:
+    """Return this host's memory of the log: a file with its last known event, so that a log set back is noticed."""
     return Memory.of(config.store.url, folder(config))
 
 
@@ -31,15 +32,16 @@ def require(config: Config, others: Sequence[Claim] = ()) -> None:
     own_memory = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*log.remembered(own_memory), *others])
+            log.require([*log.remembered_claims(own_memory), *others])
     except (LogNotFound, NotALog):
+        # Without a log, any claim that it had an event means that it was lost.
         claims = [claim for claim in (*own_memory.claims(), *others) if claim.mark.position]
         if claims:
             raise rewound(masked(config.store.url), None, claims) from None
 
 
-def look(config: Config) -> str | None:
-    """Return the message of `require`'s error; None if the log has all that this host remembers."""
+def rewind_message(config: Config) -> str | None:
+    """Return the message of `require`'s LogRewound; None if the log has every event that this host remembers."""
     try:
         require(config)
     except LogRewound as e:

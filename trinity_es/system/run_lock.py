@@ -31,15 +31,15 @@ class RunLock:
     def __init__(self, config: Config, role: Role) -> None:
         """Take the lock. Raises AlreadyRunning."""
         self._file = self._open(config, role)
-        other = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
+        holder = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
         self._file.seek(0)
         system_pids = self._file.read().split()[1:]  # of the admin and the keeper
-        if other is None:
+        if holder is None:
             os.register_at_fork(after_in_child=self._file.close)  # or a child that outlives its parent would hold it
         else:
             self._file.close()
             url, article = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
-            raise AlreadyRunning(f"{article} {role} runs on {url} already ({other}): wait for it, or end it")
+            raise AlreadyRunning(f"{article} {role} runs on {url} already ({holder}): wait for it, or end it")
         running = running_system.find(config)
         keeper = str(running_system.keeper(config) or "no keeper")
         self.owns_system = (
@@ -47,17 +47,18 @@ class RunLock:
         """True if the actor system is used by this lock's holder alone, as it was started by the holder, a dead holder
         before it, or the keeper of that dead holder."""
         # Stays in the file until there is another system, since this holder may end before the system does.
-        self._its_system = system_pids if running is not None and self.owns_system else []
-        self._write(" ".join([str(os.getpid()), *self._its_system]))
+        self._system_pids = system_pids if running is not None and self.owns_system else []
+        self._write(" ".join([str(os.getpid()), *self._system_pids]))
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        lock = running_system.lock_file(config, role)
-        make_private_folder(lock.parent)
-        return os.fdopen(open_private(lock, os.O_RDWR | os.O_APPEND), "r+")
+        """Return the open file of this lock, which is made if it is missing."""
+        path = running_system.lock_file(config, role)
+        make_private_folder(path.parent)
+        return os.fdopen(open_private(path, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod
-    def held(cls, config: Config, role: Role) -> bool:
+    def is_held(cls, config: Config, role: Role) -> bool:
         """Return whether a living process has the lock."""
         with cls._open(config, role) as file:
             try:
@@ -68,18 +69,20 @@ class RunLock:
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
         """Record the actor system that this lock's holder started."""
-        self._its_system = [str(admin["pid"]), str(running_system.keeper(config) or "")]
-        self._write(" ".join([str(os.getpid()), *self._its_system]))
+        self._system_pids = [str(admin["pid"]), str(running_system.keeper(config) or "")]
+        self._write(" ".join([str(os.getpid()), *self._system_pids]))
 
     def _write(self, text: str) -> None:
+        """Replace the file's content."""
         self._file.truncate(0)
         self._file.write(text)
         self._file.flush()
 
     def release(self) -> None:
+        """Release the lock; its file still names the actor system that the holder started. Idempotent."""
         if self._file.closed:  # in a forked child of the holder
             return
-        self._write(" ".join(["-", *self._its_system]) if self._its_system else "")
+        self._write(" ".join(["-", *self._system_pids]) if self._system_pids else "")
         self._file.close()
 
 
@@ -93,14 +96,14 @@ def hold(config: Config, role: Role) -> None:
 
 def killed(config: Config) -> dict[Role, int]:
     """Return, by role, the pids of holders on this machine that ended without releasing their lock of this store."""
-    out: dict[Role, int] = {}
+    pids: dict[Role, int] = {}
     role: Role
     for role in get_args(Role):
-        with suppress(OSError, ValueError, IndexError):  # there was none, or it ended in order
+        with suppress(OSError, ValueError, IndexError):  # no holder yet, or it released the lock
             pid = int(running_system.lock_file(config, role).read_text().split()[0])
-            if not RunLock.held(config, role):
-                out[role] = pid
-    return out
+            if not RunLock.is_held(config, role):
+                pids[role] = pid
+    return pids
 
 
 _held: dict[Path, RunLock] = {}

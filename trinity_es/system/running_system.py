@@ -28,9 +28,9 @@ from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 
 __all__ = [
-    "came_true", "end", "ended_keeper", "find", "find_head", "is_up", "joined_file", "keeper", "key_file", "last_known",
+    "end", "ended_keeper", "find", "find_head", "is_up", "joined_file", "keeper", "key_file", "last_known",
     "leader", "led_elsewhere", "lock_file", "none_runs", "output_file", "processes", "stop_keeper", "stopped",
-    "system_file", "wait_gone",
+    "system_file", "wait_for", "wait_gone",
 ]
 
 CHECK_SECONDS = 0.02
@@ -61,6 +61,7 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
+    """Return the file that the explorer or the trainer of this store's run locks."""
     return _file(config, role, ".lock")
 
 
@@ -90,6 +91,7 @@ def leader(config: Config) -> dict[str, Any]:
 
 
 def system_file(config: Config) -> Path:
+    """Return the file that names the admin of this store's last system and its keeper."""
     return _file(config, "system", ".json")
 
 
@@ -119,7 +121,9 @@ def find_head(config: Config) -> dict[str, Any] | None:
     It has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, the place of its key.
     """
     admin = last_known(config)
-    return {**admin, "key_file": key_file(config)} if admin and _is_running(admin) else None
+    if admin is None or not _is_running(admin):
+        return None
+    return {**admin, "key_file": key_file(config)}
 
 
 def _is_running(admin: dict[str, Any]) -> bool:
@@ -158,20 +162,23 @@ def none_runs(config: Config) -> NotRunning:
 # --- the keeper -------------------------------------------------------------------------------------------------------
 def keeper(config: Config) -> int | None:
     """Return the pid of the process that keeps this store's system running; None without one."""
-    pid, lives = _keeper(config)
-    return pid if lives else None
+    pid, is_alive = _keeper(config)
+    return pid if is_alive else None
 
 
 def ended_keeper(config: Config) -> int | None:
     """Return the pid of the last keeper if it has ended; None if it still runs, or if the last system had none."""
-    pid, lives = _keeper(config)
-    return None if lives else pid
+    pid, is_alive = _keeper(config)
+    return None if is_alive else pid
 
 
 def _keeper(config: Config) -> tuple[int | None, bool]:
     """Return the pid of the last system's keeper, None if it had none, and whether that process lives."""
-    process = (_read_admin(system_file(config)) or {}).get("keeper")
-    return (process["pid"], process_lives(process["pid"], process["started"])) if process else (None, False)
+    admin = _read_admin(system_file(config))
+    process = admin.get("keeper") if admin is not None else None
+    if process is None:
+        return None, False
+    return process["pid"], process_lives(process["pid"], process["started"])
 
 
 def is_up(config: Config) -> bool:
@@ -184,11 +191,11 @@ def stopped(config: Config) -> dict[str, Any]:
 
     `kept`: pid of the keeper that is starting it again, or None. `ends`: reason why its processes end instead, or "".
     """
-    kept, ends = keeper(config), ""
+    keeper_pid, end_reason = keeper(config), ""
     admin = last_known(config) or _read_admin(system_file(config))  # a system that ends gives the lease back
-    if admin is not None and (kept is not None or process_lives(admin["pid"], admin["started"])):
-        ends = owner_gone(admin.get("owner"))
-    return {"kept": None if ends else kept, "ends": ends}
+    if admin is not None and (keeper_pid is not None or process_lives(admin["pid"], admin["started"])):
+        end_reason = owner_gone(admin.get("owner"))
+    return {"kept": None if end_reason else keeper_pid, "ends": end_reason}
 
 
 def stop_keeper(config: Config) -> None:
@@ -197,7 +204,7 @@ def stop_keeper(config: Config) -> None:
     if pid is not None and pid != os.getpid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        came_true(lambda: keeper(config) is None, 5.0)
+        wait_for(lambda: keeper(config) is None, 5.0)
 
 
 # --- its processes ----------------------------------------------------------------------------------------------------
@@ -212,30 +219,33 @@ def processes(admin: dict[str, Any]) -> list[psutil.Process]:
 
 def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
     """Wait up to `timeout` seconds for processes to end, and return those that did not. A zombie has ended."""
-    came_true(lambda: not any(map(_runs, processes)), timeout)
+    wait_for(lambda: not any(map(_runs, processes)), timeout)
     return [p for p in processes if _runs(p)]
 
 
-def came_true(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait up to these seconds for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < deadline:
+    while True:
+        holds = condition()
+        if holds or time.monotonic() >= deadline:
+            return holds
         time.sleep(CHECK_SECONDS)
-    return holds
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
     """Kill these processes and wait for their end. Return how many it killed."""
-    killed = 0
+    killed_count = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-            killed += 1
+            killed_count += 1
     wait_gone(processes, seconds)
-    return killed
+    return killed_count
 
 
 def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

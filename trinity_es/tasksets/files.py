@@ -84,30 +84,32 @@ def _require_one_split(config: TasksetConfig, file: Path) -> None:
     if file == Path(config.path) and file.is_file():
         raise TasksetError(f"taskset {config.name}: {file} is one file, which has no split {config.split!r}: leave out "
                            "split, or name its folder", file=str(file))
-    both = [name for name in (f"{config.split}.jsonl", f"{config.split}.parquet") if file.with_name(name).exists()]
-    if len(both) > 1 and file.is_file():
-        raise TasksetError(f"taskset {config.name}: {file.parent} has {' and '.join(both)}, and split "
+    names = f"{config.split}.jsonl", f"{config.split}.parquet"
+    candidates = [name for name in names if file.with_name(name).exists()]
+    if len(candidates) > 1 and file.is_file():
+        raise TasksetError(f"taskset {config.name}: {file.parent} has {' and '.join(candidates)}, and split "
                            f"{config.split!r} may be either: name the file in path, without split", file=str(file))
 
 
-class _Unchanged:
+class _UnchangedFiles:
     """Check that files are as they were when opened, because the cursor counts rows of those."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         for file in files:
             require_regular(file)
         self._name, self._files = config.name, files
-        self._identity = self._sizes_and_times()
+        self._identity = self._sizes_and_mtimes()
 
-    def _sizes_and_times(self) -> list[tuple[int, int]]:
+    def _sizes_and_mtimes(self) -> list[tuple[int, int]]:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
+        """Raise TasksetError if a file was changed or removed."""
         try:
-            same = self._sizes_and_times() == self._identity
+            is_unchanged = self._sizes_and_mtimes() == self._identity
         except OSError:
-            same = False
-        if not same:
+            is_unchanged = False
+        if not is_unchanged:
             file = self._files[0]
             raise TasksetError(
                 f"{file} was changed while taskset {self._name} was in use: its rows are no longer "
@@ -117,6 +119,7 @@ class _Unchanged:
 
 
 def _sha256(files: Sequence[Path]) -> str:
+    """Return "sha256:" and the digest of the files' digests, in this order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as f:
@@ -130,30 +133,31 @@ class _Lines:
 
     def __init__(self, config: TasksetConfig, file: Path) -> None:
         self.config, self._file = config, file
-        self._starts = array("Q")
-        self._unchanged = _Unchanged(config, [file])
+        self._offsets = array("Q")
+        self._files_check = _UnchangedFiles(config, [file])
         self._keys: dict[str, None] = {}
         self._named_keys = set(named_keys(config).values())
         self._check_row = RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
         self.revision = _sha256([file])
-        if self._starts:
+        if self._offsets:
             require_named_keys(file, self._keys, config)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._offsets)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        self._unchanged.require()
-        out: list[dict[str, Any]] = []
+        self._files_check.require()
+        samples: list[dict[str, Any]] = []
         with self._file.open("rb") as f:
             for row in rows:
-                f.seek(self._starts[row])
-                out.append(parse_row(f.readline()))
-        return out
+                f.seek(self._offsets[row])
+                samples.append(parse_row(f.readline()))
+        return samples
 
     def _check(self, f: IO[bytes]) -> None:
+        """Check each line that is not blank, and note where it begins. Raises TasksetError, which names the line."""
         start = 0
         for number, line in enumerate(iter(partial(f.readline, LINE_BYTES + 1), b""), 1):
             if len(line) > LINE_BYTES:
@@ -162,10 +166,11 @@ class _Lines:
             skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
             if line[skip:].strip():
                 self._check_line(number, line[skip:])
-                self._starts.append(start + skip)
+                self._offsets.append(start + skip)
             start += len(line)
 
     def _check_line(self, number: int, line: bytes) -> None:
+        """Raise TasksetError unless a line is a valid row; note its keys while a key of `format` is in no row yet."""
         where = f"{self._file} line {number}"
         details = {"file": str(self._file), "line": number}
         try:
@@ -212,6 +217,7 @@ class EnvironmentLines(_Lines):
 
 # --- columns --------------------------------------------------------------------------------------------------------
 def _pyarrow(file: Path) -> Any:
+    """Return the module pyarrow. Raises TasksetError, which names the file, if it is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -226,33 +232,35 @@ class _Columns:
     """Rows of tables, in groups that are read on demand. The last group stays in memory."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
-        self._unchanged = _Unchanged(config, files)
+        self._files_check = _UnchangedFiles(config, files)
         self._groups: list[tuple[TableRows, Callable[[], Any]]] = []
         self._ends: list[int] = []
         """Number of the row after each group."""
-        self._current_group: tuple[int, Any] = (-1, None)
+        self._loaded_group: tuple[int, Any] = (-1, None)
+        """Index and table of the group that was read last."""
         self.revision = _sha256(files)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def add(self, reader: TableRows, group: Callable[[], Any]) -> None:
-        """Check and add a group. Raises TasksetError, which names the row."""
-        table = group()
+    def add(self, reader: TableRows, load_group: Callable[[], Any]) -> None:
+        """Check and add a group of rows, whose table `load_group` returns. Raises TasksetError, which names the row."""
+        table = load_group()
         reader.check(table, len(self))
         self._ends.append(len(self) + table.num_rows)
-        self._groups.append((reader, group))
+        self._groups.append((reader, load_group))
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        self._unchanged.require()
-        rows_read: dict[int, dict[str, Any]] = {}
-        for row in sorted(set(rows)):  # a group is read once, whatever the order
-            number = bisect.bisect_right(self._ends, row)
-            reader, group = self._groups[number]
-            if self._current_group[0] != number:
-                self._current_group = number, group()
-            rows_read[row] = reader.row(self._current_group[1], row - (self._ends[number - 1] if number else 0), row)
-        return [dict(rows_read[row]) for row in rows]
+        self._files_check.require()
+        samples: dict[int, dict[str, Any]] = {}
+        for row in sorted(set(rows)):  # a group is loaded once, whatever the order
+            group = bisect.bisect_right(self._ends, row)
+            reader, load_group = self._groups[group]
+            if self._loaded_group[0] != group:
+                self._loaded_group = group, load_group()
+            first_row = self._ends[group - 1] if group else 0
+            samples[row] = reader.row(self._loaded_group[1], row - first_row, row)
+        return [dict(samples[row]) for row in rows]
 
 
 def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
@@ -289,6 +297,7 @@ def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} for another JSON value. Raises TasksetError if it is not JSON."""
     try:
         value = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError as e:
@@ -314,7 +323,7 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
             with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
                 rows = TableRows(folder, stream.schema, config)
                 for batch in stream:
-                    columns.add(rows, partial(lambda batch: batch, batch))
+                    columns.add(rows, partial(lambda batch: batch, batch))  # the file is mapped, not read
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
     return columns

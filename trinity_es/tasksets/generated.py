@@ -25,7 +25,9 @@ class Generated:
     """Rows of a reasoning-gym family. Raises TasksetError, which says what to install or to change."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
-        self._config, self._rows = config, dict[int, bytes]()
+        self._config = config
+        self._rows: dict[int, bytes] = {}
+        """Rows made so far, as JSON."""
         try:
             self._dataset = reasoning_gym.dataset(family_of(config), config.args)
             self.revision = reasoning_gym.installed_version()
@@ -49,6 +51,7 @@ class Generated:
         return [orjson.loads(self._rows[row]) for row in rows]
 
     def _make_row(self, row: int) -> dict[str, Any]:
+        """Return a new row from reasoning-gym. Raises TasksetError if its family fails."""
         try:
             entry = self._dataset[row]
             keys = self._config.format
@@ -68,33 +71,34 @@ def _entry_literal(entry: dict[str, Any]) -> str:
 
     An entry with values other than literals is converted to JSON values first.
     """
-    kept = {key: value for key, value in entry.items() if key != "question"}
+    scorer_data = {key: value for key, value in entry.items() if key != "question"}
     try:
-        if ast.literal_eval(repr(kept)) == kept:
-            return repr(kept)
+        if ast.literal_eval(repr(scorer_data)) == scorer_data:
+            return repr(scorer_data)
     except (SyntaxError, ValueError):  # it holds values other than literals
         pass
-    return repr(orjson.loads(orjson.dumps(_as_json(kept))))
+    return repr(orjson.loads(orjson.dumps(_as_json(scorer_data))))
 
 
 def _as_json(value: Any) -> Any:
     """Return a value as JSON: NaN becomes null, and a value that JSON lacks becomes a text."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
-        return str(value)
+        return str(value)  # orjson writes at most 64 bits
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict):
-        return {str(k): _as_json(v) for k, v in value.items()}
+        return {str(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(v) for v in value]
+        return [_as_json(inner) for inner in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     return str(value)
 
 
 def family_of(config: TasksetConfig) -> str:
+    """Return the reasoning-gym family that a taskset's path names, as in `reasoning_gym:FAMILY`."""
     return config.path.partition(":")[2]
 
 

@@ -91,6 +91,7 @@ class HubRows:
         return str(commit)
 
     def _cached_commit(self, revision: str) -> str | None:
+        """Return the commit that the hub's cache on this machine has for a branch or tag; None if it has none."""
         folder = importlib.import_module("huggingface_hub.file_download").repo_folder_name(
             repo_id=self.repository, repo_type="dataset")
         try:
@@ -102,17 +103,19 @@ class HubRows:
     # --- its rows ---------------------------------------------------------------------------------------------------
     def _builder(self) -> Any:
         """Return the builder of this commit, with its files on this machine, from the cache if possible."""
-        prepared = self._cache_folders()
-        if (self._subset or DEFAULT) in prepared:  # a subset named DEFAULT is the default one
-            return self._cached_builder(prepared[self._subset or DEFAULT])
+        cached_folders = self._cache_folders()
+        subset = self._subset or DEFAULT  # a subset of this name is the default one
+        if subset in cached_folders:
+            return self._cached_builder(cached_folders[subset])
         try:
             builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)
-            if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:  # any cached revision
+            # Without the hub, `datasets` takes any cached revision.
+            if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:
                 raise ConnectionError(f"the cache has commit {builder.hash}, subset {builder.config.name}")
         except (_hub_errors().HTTPError, ConnectionError, TimeoutError):
-            if self._subset is not None or len(prepared) != 1:
+            if self._subset is not None or len(cached_folders) != 1:
                 raise
-            [(name, folder)] = prepared.items()
+            [(name, folder)] = cached_folders.items()
             _logger.warning("taskset %s: the hub can't be asked which subset of %s is the default one: it is %s, the "
                             "only one in the cache", self._config.name, self._config.path, name)
             return self._cached_builder(folder)
@@ -120,6 +123,7 @@ class HubRows:
         return builder
 
     def _cached_builder(self, folder: Path) -> Any:
+        """Return a builder that reads the rows in this folder of the cache, without a request."""
         config_name, version = folder.parts[-3:-1]
         return _cache_builder_class()(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
                         config_name=config_name, version=version, hash=self.revision)
@@ -140,36 +144,38 @@ class HubRows:
     def _translated_errors(self, revision: str) -> Iterator[None]:
         """Turn errors of `datasets` and `huggingface_hub` into TasksetErrors that say what to do."""
         errors = _hub_errors()
-        what = f"taskset {self._config.name}: {self._config.path} at {revision}"
+        dataset = f"taskset {self._config.name}: {self._config.path} at {revision}"
         try:
             yield
         except errors.GatedRepoError as e:
-            raise TasksetError(f"{what} is gated: ask for access on its page, then set HF_TOKEN ({_short(e)})") from e
-        except errors.RevisionNotFoundError as e:
-            raise TasksetError(f"{what}: there is no such revision: name a branch, a tag or a commit") from e
-        except errors.RepositoryNotFoundError as e:
-            raise TasksetError(f"{what}: there is no such dataset, or it is private: look at its name, or set HF_TOKEN"
+            raise TasksetError(f"{dataset} is gated: ask for access on its page, then set HF_TOKEN ({_short(e)})"
                                ) from e
+        except errors.RevisionNotFoundError as e:
+            raise TasksetError(f"{dataset}: there is no such revision: name a branch, a tag or a commit") from e
+        except errors.RepositoryNotFoundError as e:
+            raise TasksetError(f"{dataset}: there is no such dataset, or it is private: look at its name, or set "
+                               "HF_TOKEN") from e
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_short(e)})"
-            raise _Unreachable(what, reason, self._fetch_call(revision)) from e
+            raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
-            raise TasksetError(f"{what} can't be read ({_short(e)}): look at its subset and its split") from e
+            raise TasksetError(f"{dataset} can't be read ({_short(e)}): look at its subset and its split") from e
 
 
 class _Unreachable(TasksetError):
-    """The hub is unreachable."""
+    """Error if the hub is unreachable and the cache has no usable copy."""
 
-    def __init__(self, dataset: str, reason: str, fetching: str) -> None:
+    def __init__(self, dataset: str, reason: str, fetch_call: str) -> None:
         super().__init__(
             f"{dataset} is not in the cache of this machine, and {reason}: fetch it where there is a network, by "
-            f"`{fetching}`, with the HF_HOME of this machine; or give a folder that `save_to_disk` wrote as path"
+            f"`{fetch_call}`, with the HF_HOME of this machine; or give a folder that `save_to_disk` wrote as path"
         )
         self.reason = reason
 
 
 def _short(error: Exception) -> str:
+    """Return an error's type and text on one line, cut after `SHOWN` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
 
@@ -183,6 +189,7 @@ def _cache_builder_class() -> Any:
 
 
 def _packages(config: TasksetConfig) -> tuple[Any, Any]:
+    """Return the modules datasets and huggingface_hub. Raises TasksetError if one is missing."""
     try:
         return importlib.import_module("datasets"), importlib.import_module("huggingface_hub")
     except ImportError as e:

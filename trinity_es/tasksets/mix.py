@@ -29,10 +29,11 @@ class Mix:
     def __init__(self, tasksets: Sequence[Taskset], interleave: Literal["ratio", "shuffled"] = "ratio") -> None:
         self.tasksets, self.interleave = tasksets, interleave
         self._pass: tuple[int, list[int]] | None = None
+        """Number of the last shuffled pass, and the index of the taskset of each of its tasks."""
 
     @property
     def names(self) -> list[str]:
-        return [t.config.name for t in self.tasksets]
+        return [taskset.config.name for taskset in self.tasksets]
 
     @property
     def learns(self) -> bool:
@@ -54,55 +55,59 @@ class Mix:
 
         Returns fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
         """
-        at = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
-        shuffled = self.interleave == "shuffled"
-        order = self._shuffled_order(at, n) if shuffled else self._order_by_ratio(at, n)
-        batches: list[list[Task]] = []
+        positions = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
+        is_shuffled = self.interleave == "shuffled"
+        order = self._shuffled_order(positions, n) if is_shuffled else self._order_by_ratio(positions, n)
+        tasks_by_taskset: list[list[Task]] = []
         for i, taskset in enumerate(self.tasksets):
             name = taskset.config.name
-            tasks, at[name] = taskset.read(at[name], order.count(i))
-            batches.append(tasks)
-        if shuffled:
-            return [task for i in dict.fromkeys(order) for task in batches[i]], at
-        queues = [iter(tasks) for tasks in batches]
-        return [next(queues[i]) for i in order], at
+            tasks, positions[name] = taskset.read(positions[name], order.count(i))
+            tasks_by_taskset.append(tasks)
+        if is_shuffled:  # tasks of one taskset come together
+            return [task for i in dict.fromkeys(order) for task in tasks_by_taskset[i]], positions
+        queues = [iter(tasks) for tasks in tasks_by_taskset]
+        return [next(queues[i]) for i in order], positions
 
     def task(self, name: str, row: int) -> Task:
         """Return the task of one row of the taskset with this name. Raises TasksetError if it does not exist."""
         taskset = next((t for t in self.tasksets if t.config.name == name), None)
         if taskset is None or row >= len(taskset):
-            state = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
-            raise TasksetError(f"taskset {name} {state}, and the run began with row {row} of it: put it back")
+            problem = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
+            raise TasksetError(f"taskset {name} {problem}, and the run began with row {row} of it: put it back")
         return taskset.task(row)
 
-    def _counts_taken(self, at: Mapping[str, Cursor]) -> list[int]:
-        return [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
+    def _counts_taken(self, positions: Mapping[str, Cursor]) -> list[int]:
+        """Return the number of tasks taken from each taskset so far, over all epochs."""
+        cursors = [positions[taskset.config.name] for taskset in self.tasksets]
+        return [cursor.epoch * len(t) + cursor.offset for cursor, t in zip(cursors, self.tasksets, strict=True)]
 
-    def _shuffled_order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the taskset of each of the next `n` tasks, with another order in every pass over all tasksets."""
-        taken = sum(self._counts_taken(at))
-        size, order = sum(len(t) for t in self.tasksets), []
-        for position in range(taken, taken + int(min(n, self.left(at)))):
-            number = position // size
-            if self._pass is None or self._pass[0] != number:
-                ids = [i for i, t in enumerate(self.tasksets) for _ in range(len(t))]
-                np.random.default_rng(number).shuffle(ids)
-                self._pass = number, ids
-            order.append(self._pass[1][position % size])
+    def _shuffled_order(self, positions: Mapping[str, Cursor], n: int) -> list[int]:
+        """Return the index of the taskset of each of the next `n` tasks; each pass over all rows has its own order."""
+        taken_count = sum(self._counts_taken(positions))
+        pass_size = sum(len(taskset) for taskset in self.tasksets)
+        order = []
+        for position in range(taken_count, taken_count + int(min(n, self.left(positions)))):
+            pass_number = position // pass_size
+            if self._pass is None or self._pass[0] != pass_number:
+                indices = [i for i, taskset in enumerate(self.tasksets) for _ in range(len(taskset))]
+                np.random.default_rng(pass_number).shuffle(indices)
+                self._pass = pass_number, indices
+            order.append(self._pass[1][position % pass_size])
         return order
 
-    def _order_by_ratio(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the taskset of each of the next `n` tasks."""
-        taken = self._counts_taken(at)
-        ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
+    def _order_by_ratio(self, positions: Mapping[str, Cursor], n: int) -> list[int]:
+        """Return the index of the taskset of each of the next `n` tasks: always the one furthest behind its share."""
+        counts = self._counts_taken(positions)
+        totals = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []
         while len(order) < n:
-            live = [i for i, end in enumerate(ends) if end is None or taken[i] < end]
-            if not live:
+            unfinished = [i for i, total in enumerate(totals) if total is None or counts[i] < total]
+            if not unfinished:
                 break
-            ratios, so_far = sum(self.tasksets[i].config.ratio for i in live), sum(taken[i] for i in live)
-            behind = {i: self.tasksets[i].config.ratio / ratios * (so_far + 1) - taken[i] for i in live}
-            chosen = max(live, key=lambda i: (behind[i], -i))
-            taken[chosen] += 1
-            order.append(chosen)
+            ratio_sum = sum(self.tasksets[i].config.ratio for i in unfinished)
+            count_sum = sum(counts[i] for i in unfinished)
+            shares = {i: self.tasksets[i].config.ratio / ratio_sum * (count_sum + 1) for i in unfinished}
+            index = max(unfinished, key=lambda i: (shares[i] - counts[i], -i))
+            counts[index] += 1
+            order.append(index)
         return order

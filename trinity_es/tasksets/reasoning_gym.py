@@ -35,7 +35,8 @@ class Score:
     """Module that graders import before they are forked: the import takes over a second."""
 
     def __init__(self, *, family: str, args: Mapping[str, Any], answer_tag: str | None = "answer") -> None:
-        self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag
+        self._family, self._tag = family, answer_tag
+        self._args = json.dumps(args, sort_keys=True)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **columns: Any
@@ -44,9 +45,10 @@ class Score:
 
         `entry`: reasoning-gym's entries as Python literals.
         """
-        return [self._score_one(*each) for each in zip(prompts, completions, entry, strict=True)]
+        return [self._score_one(*arguments) for arguments in zip(prompts, completions, entry, strict=True)]
 
     def _score_one(self, prompt: Any, completion: Any, entry: str) -> float:
+        """Return the score of one completion, a text or chat messages whose last is the answer."""
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         answer = text if self._tag is None else _require_package().utils.extract_answer(text, tag_name=self._tag)
         full_entry = {"question": prompt, **ast.literal_eval(entry)}
@@ -78,9 +80,9 @@ def _dataset(family: str, args: str) -> Any:
         _require_package()
         dataset_spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
         parts = arguments.get("datasets") or []
-        arguments["datasets"] = [
-            dataset_spec(**_family_spec(part)) for part in (parts if isinstance(parts, list) else [parts])
-        ]
+        if not isinstance(parts, list):
+            parts = [parts]
+        arguments["datasets"] = [dataset_spec(**_checked_family(part)) for part in parts]
     return _make_dataset(family, arguments)
 
 
@@ -89,9 +91,9 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
     gym = _require_package()
     families = importlib.import_module("reasoning_gym.factory").DATASETS
     if family not in families:
-        near = difflib.get_close_matches(family, families, n=3) or sorted(families)[:3]
-        raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(near)} are some of "
-                        f"its {len(families)}")
+        some_names = difflib.get_close_matches(family, families, n=3) or sorted(families)[:3]
+        raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(some_names)} are "
+                        f"some of its {len(families)}")
     parameters = [field.name for field in dataclasses.fields(families[family][1])]
     _require_names(f"reasoning_gym:{family}", arguments, parameters)
     try:
@@ -101,8 +103,8 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
         raise DataError(f"reasoning_gym:{family} refuses {settings}: {e}") from e
 
 
-def _family_spec(part: Any) -> dict[str, Any]:
-    """Return the arguments of a composite's `DatasetSpec`. Raises DataError."""
+def _checked_family(part: Any) -> dict[str, Any]:
+    """Return the arguments of `DatasetSpec` for a part of a composite. Raises DataError if they are refused."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
         raise DataError(f"reasoning_gym:composite has {part!r} among its datasets: give {{name: FAMILY}}, and weight "
                         "and config if they are not 1 and {}")
@@ -111,12 +113,13 @@ def _family_spec(part: Any) -> dict[str, Any]:
     return {"weight": 1.0, "config": {}, **part}
 
 
-def _require_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]}? it" if near else "it"
-            raise DataError(f"{owner} has no parameter {name!r}: {meant} has {', '.join(known)}")
+def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequence[str]) -> None:
+    """Raise DataError for an argument that is none of the owner's parameters."""
+    for name in arguments:
+        if name not in parameters:
+            similar_names = difflib.get_close_matches(name, parameters, n=1)
+            hint = f"did you mean {similar_names[0]}? it" if similar_names else "it"
+            raise DataError(f"{owner} has no parameter {name!r}: {hint} has {', '.join(parameters)}")
 
 
 def _require_package() -> Any:

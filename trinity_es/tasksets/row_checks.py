@@ -32,7 +32,7 @@ CHECKED_ROWS = 1000
 MANY_KEYS = 50
 """Maximum number of keys that are searched for in a line one by one; a line with more is parsed."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
-_BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
+
 
 
 def parse_row(line: bytes) -> Any:
@@ -55,13 +55,16 @@ def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
 
 
 def _whole_number(digits: str) -> int:
+    """Return the number that these digits write. Raises ValueError if it needs more than 64 bits."""
     number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number with more than 4,300 digits
     if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{digits:.40} is {_BITS}")
+        raise ValueError(f"{digits:.40} is a whole number of more than 64 bits, which would be rounded: write it as a "
+                         "text")
     return number
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a value without the dict keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -71,12 +74,15 @@ class RowCheck:
     """Check of a taskset's rows when its file is opened."""
 
     def __init__(self, config: TasksetConfig) -> None:
-        self._config, self._format, self._names = config, config.format, set[tuple[str, str]]()
+        self._config, self._format = config, config.format
+        self._known_names: set[tuple[str, str]] = set()
+        """(key, name) of each workflow and reward function in the rows that was found."""
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
         self._checks_prompts = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
         """True if the prompts are for a ready-made workflow, so they must be texts or messages."""
-        self._needs: dict[tuple[str, str | None], list[str]] = {}
+        self._keys_by_names: dict[tuple[str, str | None], list[str]] = {}
+        """Keys that a row needs, by the names of its workflow and its reward."""
 
     @property
     def keys(self) -> tuple[str | None, ...]:
@@ -93,45 +99,50 @@ class RowCheck:
             except DataError as e:
                 raise TasksetError(f"{where}: {e.message} (key {key!r}): fix the value, or remove the row",
                                    **details) from e
-        for own, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
-            name = None if own is None else row.get(own)
-            if name is None or (own, name) in self._names:
+        names = ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS))
+        for name_key, registry in names:
+            name = None if name_key is None else row.get(name_key)
+            if name is None or (name_key, name) in self._known_names:
                 continue
             if not isinstance(name, str):
-                raise TasksetError(f"{where}: {own} is {name!r}: a name or \"module:name\" is expected", **details)
+                raise TasksetError(f"{where}: {name_key} is {name!r}: a name or \"module:name\" is expected", **details)
             try:
                 registry.get(name)
             except UnknownWorkflow as e:
-                raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
-            self._names.add((str(own), name))
-        if lacking := [name for name in self.needed(row) if name not in row]:
+                raise TasksetError(f"{where}: {name_key}: {e.message}", **details) from e
+            self._known_names.add((str(name_key), name))
+        missing = [name for name in self.needed_keys(row) if name not in row]
+        if missing:
             raise TasksetError(
-                f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, but the row has only "
-                f"{', '.join(list(row)[:20])}: set {', '.join(lacking)} in reward_fn_args, or add it to the rows",
+                f"{where}: its reward {self._reward(row)} needs {', '.join(missing)}, but the row has only "
+                f"{', '.join(list(row)[:20])}: set {', '.join(missing)} in reward_fn_args, or add it to the rows",
                 **details)
 
     def _reward(self, row: dict[str, Any]) -> str | None:
+        """Return the name of a row's reward: its own, else the taskset's; None if the workflow's default counts."""
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
 
-    def needed(self, row: dict[str, Any]) -> list[str]:
+    def needed_keys(self, row: dict[str, Any]) -> list[str]:
         """Return the keys that a row's reward needs; none if the reward or the workflow can't be found."""
-        names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
+        workflow_name = row.get(self._format.workflow_key or "") or self._config.workflow
+        reward_name = self._reward(row)
+        names = workflow_name, reward_name
         if not all(isinstance(name, str | None) for name in names):
-            return []
-        if names not in self._needs:
+            return []  # `check` reports it
+        if names not in self._keys_by_names:
             try:
-                workflow = WORKFLOWS.get(names[0])
-                reward = names[1] or getattr(workflow, "default_reward", None)
+                workflow = WORKFLOWS.get(workflow_name)
+                reward = reward_name or getattr(workflow, "default_reward", None)
                 args = self._config.reward_fn_args
-                self._needs[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
+                self._keys_by_names[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
             except UnknownWorkflow:  # `Config.check` reports it
-                self._needs[names] = []
-        return self._needs[names]
+                self._keys_by_names[names] = []
+        return self._keys_by_names[names]
 
 
-def no_prompt(key: str, there: Sequence[str]) -> str:
-    """Return the error text for rows without a prompt. `there`: their keys."""
-    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); set the "
+def no_prompt(key: str, row_keys: Sequence[str]) -> str:
+    """Return the error text for rows without the prompt's `key`."""
+    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(row_keys[:8]) or 'no keys'}); set the "
             "taskset's format.prompt_key to the key that holds the prompt")
 
 
@@ -156,11 +167,12 @@ class TableRows:
     """Reader of rows from Arrow tables of one schema. Raises TasksetError for a column without a JSON form."""
 
     def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
-        self._source, self._check = source, RowCheck(config)
+        self._source, self._row_check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
-        if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
-            raise TasksetError(f"{source}: column {repeated[0]!r} appears twice: rename or remove one",
+        repeated_names = [name for name in schema.names if schema.names.count(name) > 1]
+        if repeated_names:
+            raise TasksetError(f"{source}: column {repeated_names[0]!r} appears twice: rename or remove one",
                                file=str(source))
         require_named_keys(source, schema.names, config)
         self._readers: dict[str, Callable[[Any], Any]] = {}
@@ -176,8 +188,9 @@ class TableRows:
 
         Columns whose type admits no wrong value are not converted to Python.
         """
-        checked = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
-        for name in self._readers.keys() - set(checked):
+        checked_names = [field.name for field in table.schema
+                         if _may_fail(field.type) or field.name in self._row_check.keys]
+        for name in self._readers.keys() - set(checked_names):
             try:
                 table.column(name).validate(full=True)
             except ValueError as e:  # pyarrow's errors are among them
@@ -187,23 +200,26 @@ class TableRows:
             part = table.slice(begin, CHECKED_ROWS)
             for index in range(part.num_rows):
                 number = first + begin + index
-                row = self._row_values(part, index, number, checked)
-                needed = self._readers.keys() & set(self._check.needed(row))
-                row |= self._row_values(part, index, number, needed - row.keys())
-                if not row.keys() >= set(self._check.needed(row)):  # errors name all keys of the row
+                # Convert as few columns as the check needs; which ones its reward needs may depend on the row.
+                row = self._row_values(part, index, number, checked_names)
+                needed_keys = self._readers.keys() & set(self._row_check.needed_keys(row))
+                row |= self._row_values(part, index, number, needed_keys - row.keys())
+                if not row.keys() >= set(self._row_check.needed_keys(row)):  # errors name all keys of the row
                     row = self._row_values(part, index, number, self._readers)
-                self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
+                self._row_check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, index: int, number: int) -> dict[str, Any]:
         """Return the row at `index` of a table as JSON; `number` names it in errors."""
         return self._row_values(table, index, number, self._readers)
 
     def _row_values(self, table: Any, index: int, number: int, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of these columns in a row as JSON, without nulls. Raises TasksetError for a bad value."""
         values: dict[str, Any] = {}
         for name in names:
             try:
-                value = table.column(name)[index].as_py()
-                if value is not None and (value := self._readers[name](value)) is not None:
+                python_value = table.column(name)[index].as_py()
+                value = None if python_value is None else self._readers[name](python_value)
+                if value is not None:
                     values[name] = value
             except (ValueError, OverflowError) as e:
                 message = str(e).partition(" Install pandas")[0]  # for nanoseconds
@@ -212,7 +228,7 @@ class TableRows:
         return values
 
 
-def _reader(kind: Any) -> Callable[[Any], Any]:
+def _reader(arrow_type: Any) -> Callable[[Any], Any]:
     """Return a function from values of this Arrow type to JSON. Raises TypeError for a type without a JSON form.
 
     Bytes become text, since some tables store text as bytes. Floats of 16 and 32 bits keep their short form: 0.1, not
@@ -222,72 +238,86 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     import pyarrow
 
     types = pyarrow.types
-    if types.is_dictionary(kind):
-        return _reader(kind.value_type)
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return _reader(kind.storage_type)
-    if types.is_struct(kind):
-        readers = {field.name: _reader(field.type) for field in kind}
-        return lambda value: {name: read for name, reader in readers.items()
-                              if value[name] is not None and (read := reader(value[name])) is not None}
-    if types.is_map(kind):
-        return partial(_json_object, key=_reader(kind.key_type), value=_reader(kind.item_type))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = _reader(kind.value_type)
-        return lambda value: [None if v is None else item(v) for v in value]
-    if types.is_floating(kind):
-        return _double if types.is_float64(kind) else partial(_short_float, digits=kind.to_pandas_dtype())
-    if _is_bytes(kind):
+    if types.is_dictionary(arrow_type):
+        return _reader(arrow_type.value_type)
+    if isinstance(arrow_type, pyarrow.BaseExtensionType):
+        return _reader(arrow_type.storage_type)
+    if types.is_struct(arrow_type):
+        readers = {field.name: _reader(field.type) for field in arrow_type}
+        return partial(_struct_object, readers=readers)
+    if types.is_map(arrow_type):
+        return partial(_map_object, read_key=_reader(arrow_type.key_type), read_value=_reader(arrow_type.item_type))
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
+        read_item = _reader(arrow_type.value_type)
+        return lambda value: [None if item is None else read_item(item) for item in value]
+    if types.is_floating(arrow_type):
+        if types.is_float64(arrow_type):
+            return _double
+        return partial(_short_float, numpy_type=arrow_type.to_pandas_dtype())
+    if _is_bytes(arrow_type):
         return _utf8_text
-    if types.is_decimal(kind):
-        return int if kind.scale <= 0 else str
-    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+    if types.is_decimal(arrow_type):
+        return int if arrow_type.scale <= 0 else str
+    if types.is_date(arrow_type) or types.is_time(arrow_type) or types.is_timestamp(arrow_type):
         return lambda value: value.isoformat()
-    if types.is_boolean(kind) or types.is_integer(kind) or types.is_null(kind):
+    if types.is_boolean(arrow_type) or types.is_integer(arrow_type) or types.is_null(arrow_type):
         return lambda value: value
-    if str(kind) in ("string", "large_string", "string_view"):
+    if str(arrow_type) in ("string", "large_string", "string_view"):
         return lambda value: value
-    raise TypeError(str(kind))
+    raise TypeError(str(arrow_type))
 
 
-def _is_bytes(kind: Any) -> bool:
-    return str(kind).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
+def _struct_object(value: dict[str, Any], *, readers: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return a struct as an object, without the keys whose value is null."""
+    members = {name: read_value(value[name]) for name, read_value in readers.items() if value[name] is not None}
+    return {name: member for name, member in members.items() if member is not None}
 
 
-def _json_object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Any:
+def _is_bytes(arrow_type: Any) -> bool:
+    return str(arrow_type).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
+
+
+def _map_object(
+    pairs: Iterable[tuple[Any, Any]], *, read_key: Callable[[Any], Any], read_value: Callable[[Any], Any]
+) -> Any:
     """Return the pairs of a map as an object. Raises ValueError if a key appears twice."""
     members: dict[str, Any] = {}
-    for one, item in pairs:
-        name = str(key(one))
+    for key, value in pairs:
+        name = str(read_key(key))
         if name in members:
             raise ValueError(f"the key {name!r} appears twice")
-        members[name] = None if item is None else value(item)
+        members[name] = None if value is None else read_value(value)
     return _without_nulls(members)
 
 
-def _may_fail(kind: Any) -> bool:
+def _may_fail(arrow_type: Any) -> bool:
     """Return True if a single value of this type may lack a JSON form."""
     import pyarrow
 
     types = pyarrow.types
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    inner_types = [arrow_type.field(i).type for i in range(arrow_type.num_fields)]
     return (
-        any(map(_may_fail, inner)) or types.is_floating(kind) or _is_bytes(kind) or types.is_temporal(kind)
-        or types.is_map(kind) or types.is_dictionary(kind) or isinstance(kind, pyarrow.BaseExtensionType)
+        any(map(_may_fail, inner_types)) or _is_bytes(arrow_type)
+        or types.is_floating(arrow_type) or types.is_temporal(arrow_type)
+        or types.is_map(arrow_type) or types.is_dictionary(arrow_type)
+        or isinstance(arrow_type, pyarrow.BaseExtensionType)
     )
 
 
 def _double(value: float) -> float | None:
+    """Return a float; None for NaN. Raises ValueError for infinity, which JSON can't hold."""
     if math.isinf(value):
         raise ValueError(f"JSON can't hold {value}")
     return None if math.isnan(value) else value
 
 
-def _short_float(value: float, digits: Callable[[float], Any]) -> float | None:
-    return _double(float(str(digits(value))))
+def _short_float(value: float, numpy_type: Callable[[float], Any]) -> float | None:
+    """Return the shortest decimal number that is this value in `numpy_type`, of 16 or 32 bits; None for NaN."""
+    return _double(float(str(numpy_type(value))))
 
 
 def _utf8_text(value: bytes) -> str:
+    """Return bytes as text. Raises ValueError unless they are UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError as e:

@@ -72,6 +72,8 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
 
 
 class _Fixed:
+    """Selector whose order does not depend on rewards."""
+
     learns = False
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
@@ -101,6 +103,7 @@ class _Shuffle(_Fixed):
 
 
 def _shuffled(size: int, seed: str) -> array[int]:
+    """Return the rows in the random order of this seed, in 8 bytes each."""
     order = array("Q", range(size))
     random.Random(seed).shuffle(order)
     return order
@@ -114,8 +117,8 @@ class _Random(_Fixed):
 
     def rows(self, position: int, n: int) -> list[int]:
         _require_enough(self._name, n, self._size)
-        drawn = np.random.default_rng(self._seed + position).choice(self._size, n, replace=False)
-        return [int(row) for row in drawn]
+        rows = np.random.default_rng(self._seed + position).choice(self._size, n, replace=False)
+        return [int(row) for row in rows]
 
 
 class Difficulty:
@@ -150,7 +153,8 @@ class Difficulty:
         """Update the beliefs by the class's formulas; a step without tasks of this taskset changes nothing."""
         if not len(rows):
             return
-        played, rewards = list(rows), np.clip(np.array(rates, dtype=float), 0, 1)
+        played = list(rows)
+        rewards = np.clip(np.array(rates, dtype=float), 0, 1)
         low, high = np.mean(self._features[played], axis=0)
         ability = (np.mean(rewards) - low) / (high - low + 1e-6)
         self._ability = ability if self._ability is None else 0.9 * self._ability + (1 - 0.9) * ability
@@ -162,24 +166,27 @@ class Difficulty:
         if self._adaptive and np.mean(np.abs(expected[played] - rewards)) >= 0.25:
             self._rho *= 0.5
         expected[played] = rewards
-        kept, rho = 1 - self._lamb, self._rho
+        old_share, rho = 1 - self._lamb, self._rho
         self.beliefs = (
-            kept * alphas + self._lamb + (1 - rho) * passed + rho * expected * self._m,
-            kept * betas + self._lamb + (1 - rho) * failed + rho * (1 - expected) * self._m,
+            old_share * alphas + self._lamb + (1 - rho) * passed + rho * expected * self._m,
+            old_share * betas + self._lamb + (1 - rho) * failed + rho * (1 - expected) * self._m,
         )
 
     def rows(self, position: int, n: int) -> list[int]:
+        """Return `n` different rows, the best scores or a draw by them. Raises TasksetError if there are fewer."""
         alphas, betas = self.beliefs
         _require_enough(self._name, n, len(alphas))
         rng = np.random.default_rng(self._seed + position)
         rates = rng.beta(alphas, betas) if self._do_sample else alphas / (alphas + betas)
         scores = -np.abs(self._target - rates)
-        if self._tau:  # the largest of weight / exponential are a draw by these weights without replacement
+        # The n largest values of log weight - log exponential are a draw by these weights without replacement.
+        if self._tau:
             scores = scores / self._tau - np.log(rng.exponential(size=len(scores)))
         return [int(row) for row in np.argsort(-scores, kind="stable")[:n]]
 
 
 def _require_enough(name: str, n: int, size: int) -> None:
+    """Raise TasksetError if a taskset has fewer rows than a step draws."""
     if n > size:
         raise TasksetError(
             f"taskset {name} has {size} rows, but each step draws {n} different ones: lower buffer.batch_size, or "
@@ -188,6 +195,7 @@ def _require_enough(name: str, n: int, size: int) -> None:
 
 
 def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Return the numbers at these keys, a line per row. Raises TasksetError for a row that lacks one."""
     table: list[list[float]] = []
     for first in range(0, len(file), ROWS_AT_ONCE):
         for row in file.read(range(first, min(first + ROWS_AT_ONCE, len(file)))):

@@ -33,7 +33,7 @@ def open_source(
     it can't be opened.
     """
     if recorded is not None:
-        _require_same(config, recorded)
+        _require_same_source(config, recorded)
     rows = open_file(config) if config.kind == "file" else _environment_rows(config, recorded)
     source = TasksetSource(
         taskset=config.name, is_eval=is_eval, path=config.path, subset=getattr(rows, "subset", config.subset),
@@ -57,9 +57,10 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
             raise TypeError(f"its revision is {rows.revision!r}, not a text")
         if not len(rows):
             raise TasksetError(f"taskset {config.name}: {config.path} is empty: a taskset has at least one row")
-        [first] = rows.read([0])
-        if (key := config.format.prompt_key) not in first:
-            raise TasksetError(f"taskset {config.name}: {config.path} row 0: {no_prompt(key, list(first))}")
+        [first_row] = rows.read([0])
+        prompt_key = config.format.prompt_key
+        if prompt_key not in first_row:
+            raise TasksetError(f"taskset {config.name}: {config.path} row 0: {no_prompt(prompt_key, list(first_row))}")
     except TrinityError:
         raise
     except Exception as e:  # code of another package
@@ -67,7 +68,7 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
     return rows
 
 
-def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
+def _require_same_source(config: TasksetConfig, recorded: TasksetSource) -> None:
     """Raise TasksetError unless the config has the recorded source.
 
     The config may name a branch or its recorded commit, and the default subset or none.
@@ -93,6 +94,7 @@ def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
 
 
 def _args_json(config: TasksetConfig) -> str:
+    """Return a taskset's `args` as JSON; "" for the kinds of taskset whose rows do not depend on them."""
     has_args = config.kind not in ("file", "hub", "verifiers")
     return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if has_args else ""
 
@@ -111,6 +113,7 @@ def _summary(source: TasksetSource) -> str:
 
 
 def _remedy(config: TasksetConfig, recorded: TasksetSource) -> str:
+    """Return what to do to get the recorded revision again, for an error."""
     if config.kind == "file":
         return "put the old file back"
     if config.kind == "reasoning_gym":

@@ -91,13 +91,17 @@ class Taskset:
         return [self._task(row, sample) for row, sample in zip(rows, self._file.read(rows), strict=True)]
 
     def _task(self, row: int, sample: dict[str, Any]) -> Task:
-        c = self.config
+        """Return the task of a row; a workflow and a reward function that the row names go before the config's."""
+        config = self.config
+        index: dict[str, Any] = {"taskset": config.name, "index": row}
+        if not self.is_eval:
+            index["taskset_id"] = self.number
         return Task(
-            workflow=_row_name(sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
-            format_args=c.format.for_task(), rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args),
-            reward_fn=_row_name(sample, c.format.reward_fn_key) or c.reward_fn,
-            reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=sample,
-            index={"taskset": c.name, "index": row} | ({} if self.is_eval else {"taskset_id": self.number}),
+            workflow=_row_name(sample, config.format.workflow_key) or config.workflow,
+            repeat_times=config.repeat_times, format_args=config.format.for_task(),
+            rollout_args=dict(config.rollout_args), workflow_args=dict(config.workflow_args),
+            reward_fn=_row_name(sample, config.format.reward_fn_key) or config.reward_fn,
+            reward_fn_args=dict(config.reward_fn_args), is_eval=self.is_eval, raw_task=sample, index=index,
         )
 
 

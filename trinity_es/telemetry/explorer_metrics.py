@@ -35,11 +35,13 @@ class ExplorerTimes:
     """Fold of the log, which takes every event of `TYPES` in order."""
 
     def __init__(self, interval: int, evals: str = "eval") -> None:
-        self._interval, self._evals = interval, evals
-        self._submitted: dict[BatchId, float] = {}
-        self._began: dict[int, float] = {}
-        self._open: dict[int, set[BatchId]] = {}
-        self._last_finalized = 0.0
+        self._interval, self._eval_name = interval, evals
+        self._step_starts: dict[int, float] = {}
+        """Time of submission of each recent step."""
+        self._eval_starts: dict[int, float] = {}
+        """Time of submission of the first open eval on each step's weights."""
+        self._open_evals: dict[int, set[BatchId]] = {}
+        self._last_step_end = 0.0
         self._version = 0
 
     def take(self, recorded: Recorded) -> dict[str, float]:
@@ -49,40 +51,41 @@ class ExplorerTimes:
             case ev.WeightsPublished():
                 self._version = event.version
             case ev.BatchSubmitted(batch_type="train", batch_id=int(step)):
-                self._submitted[step] = at
+                self._step_starts[step] = at
             case ev.BatchSubmitted(batch_type="eval"):
-                self._began.setdefault(step_of(event.batch_id), at)
-                self._open.setdefault(step_of(event.batch_id), set()).add(event.batch_id)
+                self._eval_starts.setdefault(step_of(event.batch_id), at)
+                self._open_evals.setdefault(step_of(event.batch_id), set()).add(event.batch_id)
             case ev.BatchFinalized() | ev.BatchAborted():
-                finalized = isinstance(event, ev.BatchFinalized)
-                batch_id, kind = event.result["batch_id"], event.result["batch_type"]
+                batch_id, batch_type = event.result["batch_id"], event.result["batch_type"]
                 metrics: dict[str, float] = {}
-                if kind == "eval":
-                    metrics = self._eval_ended(batch_id, at)
-                elif kind == "train" and isinstance(batch_id, int):
-                    metrics = self._step_ended(batch_id, at)
-                return metrics if finalized else {}
+                if batch_type == "eval":
+                    metrics = self._end_eval(batch_id, at)
+                elif batch_type == "train" and isinstance(batch_id, int):
+                    metrics = self._end_step(batch_id, at)
+                return metrics if isinstance(event, ev.BatchFinalized) else {}
         return {}
 
-    def _step_ended(self, step: int, at: float) -> dict[str, float]:
-        began = self._submitted.get(step, at)
+    def _end_step(self, step: int, at: float) -> dict[str, float]:
+        """Note the end of a step, forget steps of earlier periods, and return the step's metrics."""
+        start = self._step_starts.get(step, at)
         metrics = {
             "rollout/model_version": float(self._version),
-            "explorer/time/wait_explore_step": max(0.0, at - max(began, self._last_finalized)),
+            "explorer/time/wait_explore_step": max(0.0, at - max(start, self._last_step_end)),
         }
-        first = step - self._interval + 1
-        if step % self._interval == 0 and first in self._submitted:
-            metrics["explore/time/sync_interval"] = max(0.0, at - self._submitted[first])
-        for old in [s for s in self._submitted if isinstance(s, int) and s < first]:
-            del self._submitted[old]
-        self._last_finalized = at
+        first_step = step - self._interval + 1
+        if step % self._interval == 0 and first_step in self._step_starts:
+            metrics["explore/time/sync_interval"] = max(0.0, at - self._step_starts[first_step])
+        for earlier_step in [s for s in self._step_starts if s < first_step]:
+            del self._step_starts[earlier_step]
+        self._last_step_end = at
         return metrics
 
-    def _eval_ended(self, batch_id: BatchId, at: float) -> dict[str, float]:
+    def _end_eval(self, batch_id: BatchId, at: float) -> dict[str, float]:
+        """Note the end of an eval; return the duration of its step's evals if it is the last of them."""
         step = step_of(batch_id)
-        open_evals = self._open.get(step, set())
+        open_evals = self._open_evals.get(step, set())
         open_evals.discard(batch_id)
         if open_evals:
             return {}
-        self._open.pop(step, None)
-        return {f"time/{self._evals}": max(0.0, at - self._began.pop(step, at))}
+        self._open_evals.pop(step, None)
+        return {f"time/{self._eval_name}": max(0.0, at - self._eval_starts.pop(step, at))}

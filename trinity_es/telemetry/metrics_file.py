@@ -36,23 +36,26 @@ class JsonlMonitor:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def begin(self, rows: Iterable[Row], places: Collection[Place]) -> int:
-        """Replace the file and return the old one's last log position. Rename it if a line is not in `places`."""
+        """Replace the file by one with `rows`, and return the old one's last log position.
+
+        The old file is kept under another name, and 0 returned, if it has a line of another run: one not in `places`.
+        """
         lines = self.path.read_bytes().splitlines(keepends=True)
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # the run was killed while it wrote this line
-        written = [_place(line) for line in lines]
+        old_places = [_place(line) for line in lines]
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
             file.flush()
-            if not set(written) <= set(places):  # rename only now: if the rows can't be written, nothing changes
-                names = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
-                aside = next(path for path in names if not path.exists())
-                os.replace(self.path, aside)
-                _LOG.warning("%s has lines of another run: it was renamed to %s", self.path, aside)
-                written = []
+            if not set(old_places) <= set(places):  # rename only now: if the rows can't be written, nothing changes
+                new_paths = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
+                new_path = next(path for path in new_paths if not path.exists())
+                os.replace(self.path, new_path)
+                _LOG.warning("%s has lines of another run: it was renamed to %s", self.path, new_path)
+                old_places = []
         self._file.close()
         self._open()
-        return max((position for _, position, _ in written), default=0)
+        return max((position for _, position, _ in old_places), default=0)
 
     def log(
         self, metrics: Mapping[str, float], step: int, position: int | None = None, at: float | None = None
@@ -62,6 +65,7 @@ class JsonlMonitor:
         self._write()
 
     def _write(self) -> None:
+        """Write the waiting lines. Raises OSError if the disk is full; the file then ends with a whole line."""
         while self._unwritten:
             size, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
             if self._file.write(line) != len(line):  # the disk is full: remove the half line
@@ -83,6 +87,7 @@ Place = tuple[int, int, float]
 
 
 def _line(row: Row) -> bytes:
+    """Return a row as a line of JSON, with the current time if it has none."""
     metrics, step, position, at = row
     fields = {} if position is None else {"position": position}
     seconds = round(time.time() if at is None else at, DIGITS)

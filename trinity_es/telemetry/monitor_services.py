@@ -54,11 +54,12 @@ class TensorboardMonitor:
             self._writer.flush()
 
     def _write(self, **fields: Any) -> None:
+        """Add an event with these fields and the current time."""
         self._writer.add_event(self._events.Event(wall_time=time.time(), **fields))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        value = self._summaries.Summary.Value
-        values = [value(tag=name, simple_value=number) for name, number in sorted(metrics.items())]
+        scalar_class = self._summaries.Summary.Value
+        values = [scalar_class(tag=name, simple_value=value) for name, value in sorted(metrics.items())]
         self._write(step=step, summary=self._summaries.Summary(value=values))
         self._writer.flush()
 
@@ -86,7 +87,7 @@ class _Service:
     def __init__(self, config: Config, /, **args: Any) -> None:
         package = self.package
         self._package = _import_package(package, package)
-        run_id, folder = _id_of(config), config.run_dir
+        run_id, folder = _run_id(config), config.run_dir
         short_id = sha256(run_id.encode()).hexdigest()[:20]
         names: dict[str, dict[str, Any]] = {
             "wandb": {"name": config.name, "id": run_id, "dir": folder},
@@ -94,17 +95,20 @@ class _Service:
             "trackio": {"name": run_id, "embed": False},
         }
         self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **names[package], **args}
-        self._folder, self._in_order = folder, package == "wandb"
+        self._folder = folder
+        self._step_as_metric = package == "wandb"
+        """True if the step is a metric, since the service drops metrics of a step before its newest."""
         self._run: Any = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send the metrics of a step; the first call starts the service's run."""
         if self._run is None:  # at the first use, since init may call a server
             make_private_folder(self._args.get("dir", self._folder))
             self._run = self._package.init(**self._args)
-            if self._in_order:
+            if self._step_as_metric:
                 self._run.define_metric("step")
                 self._run.define_metric("*", step_metric="step")
-        if self._in_order:
+        if self._step_as_metric:
             self._run.log({**metrics, "step": step})
         else:
             self._run.log(dict(metrics), step=step)
@@ -146,51 +150,56 @@ class MlflowMonitor:
 
     def __init__(self, config: Config, *, tracking_uri: str | None = None, experiment: str = "") -> None:
         mlflow = _import_package("mlflow", "mlflow")
-        self._metric = _import_package("mlflow", "mlflow.entities").Metric
-        self._begin: Callable[[], Any] = lambda: mlflow.MlflowClient(tracking_uri=tracking_uri)
-        self._experiment, self._name, self._id = experiment or config.project, config.name, _id_of(config)
+        self._metric_class = _import_package("mlflow", "mlflow.entities").Metric
+        self._make_client: Callable[[], Any] = lambda: mlflow.MlflowClient(tracking_uri=tracking_uri)
+        self._experiment = experiment or config.project
+        self._name, self._run_tag = config.name, _run_id(config)
         self._client: Any = None
-        self._run = ""
+        self._mlflow_run_id = ""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send the metrics of a step; the first call finds or makes the run in MLflow."""
         if self._client is None:  # at the first use, since it calls a server
-            client = self._begin()
-            existing = client.get_experiment_by_name(self._experiment)
-            experiment = client.create_experiment(self._experiment) if existing is None else existing.experiment_id
-            runs = client.search_runs([experiment], f"tags.`trinity_es.run` = '{self._id}'")
-            tags = {"trinity_es.run": self._id}
-            run = runs[0] if runs else client.create_run(experiment, run_name=self._name, tags=tags)
-            self._client, self._run = client, run.info.run_id
-            client.update_run(self._run, status="RUNNING")
-        at = round(time.time() * 1000)
-        values = [self._metric(_mlflow_name(name), value, at, step) for name, value in sorted(metrics.items())]
-        for begin in range(0, len(values), _MLFLOW_MOST):
-            self._client.log_batch(self._run, metrics=values[begin : begin + _MLFLOW_MOST])
+            client = self._make_client()
+            experiment = client.get_experiment_by_name(self._experiment)
+            experiment_id = (client.create_experiment(self._experiment) if experiment is None
+                             else experiment.experiment_id)
+            runs = client.search_runs([experiment_id], f"tags.`trinity_es.run` = '{self._run_tag}'")
+            tags = {"trinity_es.run": self._run_tag}
+            run = runs[0] if runs else client.create_run(experiment_id, run_name=self._name, tags=tags)
+            self._client, self._mlflow_run_id = client, run.info.run_id
+            client.update_run(self._mlflow_run_id, status="RUNNING")
+        milliseconds = round(time.time() * 1000)
+        values = [self._metric_class(_mlflow_name(name), value, milliseconds, step)
+                  for name, value in sorted(metrics.items())]
+        for first in range(0, len(values), _MOST_MLFLOW_METRICS):
+            self._client.log_batch(self._mlflow_run_id, metrics=values[first : first + _MOST_MLFLOW_METRICS])
 
     def close(self) -> None:
         if self._client is not None:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._mlflow_run_id)
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a valid MLflow name for a metric. MLflow may use it as a path."""
-    plain = re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_"))
-    return posixpath.normpath(plain).strip("./")[:_MLFLOW_LONGEST] or "_"
+    """Return a valid MLflow name for a metric: without "..", since MLflow may use it as a path."""
+    valid_name = re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_"))
+    return posixpath.normpath(valid_name).strip("./")[:_MOST_MLFLOW_CHARACTERS] or "_"
 
 
-_MLFLOW_LONGEST = 250
+_MOST_MLFLOW_CHARACTERS = 250
 """Maximum length of a metric's name in MLflow, in characters."""
-_MLFLOW_MOST = 1000
+_MOST_MLFLOW_METRICS = 1000
 """Maximum number of metrics in a call of MLflow's REST API."""
 
 
-def _id_of(config: Config) -> str:
+def _run_id(config: Config) -> str:
     """Return an id that a run and its resumed runs share."""
     store = sha256(config.masked()["store"]["url"].encode()).hexdigest()[:8]
     return f"{config.project}-{config.name}-{store}"
 
 
 def _import_package(package: str, module: str) -> Any:
+    """Return this module of a monitor's package. Raises ConfigError if the package is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as e:

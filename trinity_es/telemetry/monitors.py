@@ -42,7 +42,7 @@ CLOSE_SECONDS = 10.0
 LOOK_SECONDS = 0.5
 """Interval between reads of the log."""
 _TYPES = (*explorer_metrics.TYPES, "BatchTrained")
-_OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
+_STEP_PREFIXES = ("rollout/", "eval/", "bench/", "explorer/")
 """Prefixes of metrics of steps and evals. A trainer's metric with such a prefix gets `trainer/` before it."""
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
@@ -59,19 +59,19 @@ class Monitors:
         """
         settings = config.monitor
         look_in(config.code_path, first=False)
-        self._others: dict[str, Monitor] = {}
+        self._monitors: dict[str, Monitor] = {}
         unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if unknown:
             raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which is not in monitor.monitor_type")
         for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
-            make = find("monitor", name, registered("monitor"), _SHAPE)
-            if hasattr(make, "of_run"):
-                make = partial(make.of_run, config, after)
-            monitor = build("monitor", name, settings.monitor_args.get(name, {}), {name: make}, _SHAPE)
+            make_monitor = find("monitor", name, registered("monitor"), _SHAPE)
+            if hasattr(make_monitor, "of_run"):
+                make_monitor = partial(make_monitor.of_run, config, after)
+            monitor = build("monitor", name, settings.monitor_args.get(name, {}), {name: make_monitor}, _SHAPE)
             for method in ("log", "close"):
                 if not callable(getattr(monitor, method, None)):
                     raise ConfigError(f"monitor {name} has no method {method}: give {_SHAPE}", monitor=name)
-            self._others[name] = monitor
+            self._monitors[name] = monitor
         path = Path(config.run_dir) / settings.monitor_args.get("jsonl", {}).get("path", "metrics.jsonl")
         self._url, self._after = config.store.url, after
         self._times = explorer_metrics.ExplorerTimes(
@@ -79,13 +79,13 @@ class Monitors:
         )
         self._position: int | None = None
         """Log position up to which everything is written; None before the first read."""
-        self._failed: set[str] = set()
-        self._writing = threading.Lock()
+        self._warned_names: set[str] = set()
+        self._jsonl_lock = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
         try:
             self._jsonl = JsonlMonitor(path)
         except OSError as e:
-            self._complain("jsonl", e)
+            self._warn_once("jsonl", e)
         self._traces = start_traces(self._url, settings.otlp_endpoint)
         self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
@@ -95,9 +95,9 @@ class Monitors:
 
     def follow(self) -> None:
         """Write the metrics of the log as they come, until `close`. The log need not exist yet."""
-        complain = partial(self._complain, "(the log)")
+        complain = partial(self._warn_once, "(the log)")
         self._reader = threading.Thread(target=read_repeatedly, name="metrics", daemon=True,
-                                        args=(self._url, self._look, self._stop, LOOK_SECONDS, complain))
+                                        args=(self._url, self._write_new_metrics, self._stop, LOOK_SECONDS, complain))
         self._reader.start()
 
     def log(
@@ -105,56 +105,62 @@ class Monitors:
         at: float | None = None,
     ) -> None:
         """Write metrics of a step. A name without a slash gets `prefix`; values that are not finite are left out."""
-        if plain := _finite(metrics, prefix):
+        finite_metrics = _finite_metrics(metrics, prefix)
+        if finite_metrics:
             if self._jsonl is not None:
-                with self._writing:
-                    self._try("jsonl", partial(self._jsonl.log, plain, step, position, at))
-            self._queue.put((plain, step))
+                with self._jsonl_lock:
+                    self._try("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
+            self._queue.put((finite_metrics, step))
 
     def close(self) -> None:
         """Write what the log has by now and end the monitors, without waiting longer than `CLOSE_SECONDS`."""
         self._stop.set()
-        until = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         if self._reader is not None:
             self._reader.join(CLOSE_SECONDS)
         if self._traces is not None:
             self._traces.close()
         self._queue.put(None)
-        self._worker.join(max(0.1, until - time.monotonic()))
+        self._worker.join(max(0.1, deadline - time.monotonic()))
         if self._worker.is_alive():
-            _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._others), CLOSE_SECONDS)
+            _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._monitors), CLOSE_SECONDS)
         if self._jsonl is not None:
-            with self._writing:
+            with self._jsonl_lock:
                 self._try("jsonl", self._jsonl.close)
 
     def _work(self) -> None:
+        """Give the queued metrics to the monitors, in their thread, until `close` queues None; then close them."""
         while (item := self._queue.get()) is not None:
-            for name, monitor in self._others.items():
+            for name, monitor in self._monitors.items():
                 self._try(name, partial(monitor.log, *item))
-        for name, monitor in self._others.items():
+        for name, monitor in self._monitors.items():
             self._try(name, monitor.close)
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
+        """Call a monitor; its error is logged once."""
         try:
             call()
         except Exception as e:  # monitors are user code or call servers
-            self._complain(name, e)
+            self._warn_once(name, e)
 
-    def _complain(self, name: str, error: Exception) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
+    def _warn_once(self, name: str, error: Exception) -> None:
+        """Log a monitor's error, unless one of it was logged before."""
+        if name not in self._warned_names:
+            self._warned_names.add(name)
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
 
     # --- following the log ------------------------------------------------------------------------------------------
-    def _look(self, log: Log) -> None:
+    def _write_new_metrics(self, log: Log) -> None:
+        """Write the metrics of the events since the last call; at the first call, those of the whole log."""
         if self._position is None:
             self._position = self._begin(log)
-        until = log.head().position
+        end = log.head().position
         for recorded in log.read(types=_TYPES, after=self._position):
             if row := _row_of(recorded, self._times.take(recorded)):
-                self.log(row[0], row[1], "", *row[2:])
+                metrics, step, position, at = row
+                self.log(metrics, step, "", position, at)
             self._position = recorded.position
-        self._position = max(self._position, until)
+        self._position = max(self._position, end)
 
     def _begin(self, log: Log) -> int:
         """Rewrite `metrics.jsonl`, give the other monitors what they lack, and return the log's last position.
@@ -169,40 +175,45 @@ class Monitors:
             row = _row_of(recorded, self._times.take(recorded))
             if row is None:
                 continue
-            step, trained = row[1], isinstance(recorded.event, ev.BatchTrained)
+            step, is_training = row[1], isinstance(recorded.event, ev.BatchTrained)
             places.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
-            if self._after is not None and trained and step > self._after:
+            if self._after is not None and is_training and step > self._after:
                 continue
-            key = recorded.position if self._after is None else (trained, recorded.stream)
+            key = recorded.position if self._after is None else (is_training, recorded.stream)
             rows.pop(key, None)  # the later one counts, at its own place
-            rows[key] = self._after is None or (not trained and step > self._after), row
-        written = 0
+            is_repeated = self._after is None or (not is_training and step > self._after)
+            rows[key] = is_repeated, row
+        written_position = 0
         if self._jsonl is not None:
             try:
-                with self._writing:
-                    written = self._jsonl.begin((row for _, row in rows.values()), places)
+                with self._jsonl_lock:
+                    written_position = self._jsonl.begin((row for _, row in rows.values()), places)
             except OSError as e:
-                self._complain("jsonl", e)
-        for repeat, (metrics, step, position, _) in rows.values():
-            if repeat or (position or 0) > written:
+                self._warn_once("jsonl", e)
+        for is_repeated, (metrics, step, position, _) in rows.values():
+            if is_repeated or (position or 0) > written_position:
                 self._queue.put((metrics, step))
         return end
 
 
 def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
-    """Return the metrics of an event together with the `explorer` metrics; None if there are none."""
+    """Return the row of an event's metrics together with the `explorer` metrics; None if it has none, or no step."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
-            metrics = _finite({**result["metrics"], **explorer}, "rollout")
+            metrics = _finite_metrics({**result["metrics"], **explorer}, "rollout")
             step = explorer_metrics.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
-            own = {f"trainer/{name}" if name.startswith(_OF_STEPS) else name: n for name, n in event.metrics.items()}
-            metrics, step = _finite(own, "trainer"), event.step
+            trainer_metrics = {f"trainer/{name}" if name.startswith(_STEP_PREFIXES) else name: value
+                               for name, value in event.metrics.items()}
+            metrics, step = _finite_metrics(trainer_metrics, "trainer"), event.step
         case _:
             return None
-    return (metrics, step, recorded.position, recorded.recorded_at) if metrics and step >= 0 else None
+    if not metrics or step < 0:  # below 0: the batch's id does not begin with a number
+        return None
+    return metrics, step, recorded.position, recorded.recorded_at
 
 
-def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    named = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
-    return {name: value for name, value in named.items() if math.isfinite(value)}
+def _finite_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the metrics with finite values; a name without a slash gets the prefix."""
+    full_names = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+    return {name: value for name, value in full_names.items() if math.isfinite(value)}

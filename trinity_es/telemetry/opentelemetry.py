@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -26,7 +27,7 @@ from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.records.log_values import Recorded
-from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, fold_timeline
 from trinity_es.projections.reading.journal_parts import JournalPart, kept_parts
 from trinity_es.projections.reading.log_reader import Log, open_log, read_repeatedly
 
@@ -76,7 +77,7 @@ ATTRIBUTES = {
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-CHUNK = 500
+SPANS_PER_CALL = 500
 _WIDTH = 500
 """Maximum number of characters of a text from outside."""
 
@@ -95,7 +96,7 @@ def start_traces(url: str, endpoint: str | None = None) -> Traces | None:
     if endpoint is None and not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:
-        exporter = _otlp(endpoint)
+        exporter = _make_exporter(endpoint)
     except ConfigError as e:
         if endpoint is not None:
             raise
@@ -106,7 +107,8 @@ def start_traces(url: str, endpoint: str | None = None) -> Traces | None:
     return traces
 
 
-def _otlp(endpoint: str | None) -> SpanExporter:
+def _make_exporter(endpoint: str | None) -> SpanExporter:
+    """Return an exporter to this endpoint. Raises ConfigError if OpenTelemetry's packages are missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as e:
@@ -127,31 +129,34 @@ class Traces:
     def __init__(self, url: str, exporter: SpanExporter, *, interval: float = LOOK_SECONDS) -> None:
         self._url, self._exporter = url, exporter
         self._stop = threading.Event()
-        self._failed: set[str] = set()
+        self._warned_actions: set[str] = set()
+        """Actions whose failure was logged."""
         self._generation: str | None = None
         """Generation of the log at the last read; None before the first."""
-        self._last = 0
+        self._position = 0
         """Position up to which the log was read."""
-        self._sent: set[bytes] = set()
+        self._sent_hashes: set[bytes] = set()
         """Hashes of the final events of sent batches."""
         self._thread = threading.Thread(
             target=read_repeatedly, name="traces", daemon=True,
-            args=(url, self._look, self._stop, interval, partial(self._complain, "reading the log")),
+            args=(url, self._send_ended_batches, self._stop, interval, partial(self._warn_once, "reading the log")),
         )
 
     def start(self) -> None:
+        """Start the thread; it sends only batches that end from now on."""
         try:
             with open_log(self._url) as log:
                 self._start_from_head(log)
         except LogNotFound:  # the log is yet to be created
             self._generation = ""
         except Exception as e:  # the thread tries again
-            self._complain("reading the log", e)
+            self._warn_once("reading the log", e)
         self._thread.start()
 
     def _start_from_head(self, log: Log) -> None:
+        """Count all events that the log has now as read."""
         head = log.head()
-        self._generation, self._last = head.generation, head.position
+        self._generation, self._position = head.generation, head.position
 
     def close(self) -> None:
         """Send the batches that have ended by now, for at most a few seconds."""
@@ -161,35 +166,39 @@ class Traces:
         closing.start()
         closing.join(1.0)
 
-    def _look(self, log: Log) -> None:
+    def _send_ended_batches(self, log: Log) -> None:
+        """Send each batch that has ended since the last call."""
         if self._generation is None:
             self._start_from_head(log)
         head = log.head()
         if head.generation != self._generation:  # another run's log: all of it is new
-            self._generation, self._last = head.generation, 0
-        self._last = min(self._last, head.position)  # the log was restored from a copy
-        for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._last):
-            self._last = ended.position
-            if ended.hash in self._sent:
+            self._generation, self._position = head.generation, 0
+        self._position = min(self._position, head.position)  # the log was restored from a copy
+        for final_event in log.rare(["BatchFinalized", "BatchAborted"], after=self._position):
+            self._position = final_event.position
+            if final_event.hash in self._sent_hashes:
                 continue
-            self._sent.add(ended.hash)  # before sending, so that it is never sent twice
+            self._sent_hashes.add(final_event.hash)  # before sending, so that no batch is sent twice
             try:
-                self._send(log, ended)
+                self._send(log, final_event)
             except Exception as e:
-                self._complain("sending", e)
+                self._warn_once("sending", e)
 
-    def _send(self, log: Log, ended: Recorded) -> None:
-        events = takewhile(lambda r: r.position <= ended.position, log.read(stream=ended.stream))
-        timeline = tell(events)
-        kept = kept_parts(log, {a.kept.payload for task in timeline.tasks for a in task.attempts if a.kept is not None})
-        spans = list(spans_of(timeline, ended.stream, log.head().generation, masked(log.url), kept))
-        for first in range(0, len(spans), CHUNK):
-            if self._exporter.export(spans[first : first + CHUNK]).name != "SUCCESS":
-                raise OSError(f"the receiver did not take {len(spans)} spans of {ended.stream}")
+    def _send(self, log: Log, final_event: Recorded) -> None:
+        """Send the spans of the batch that this event ended. Raises OSError if the receiver refuses them."""
+        events = takewhile(lambda r: r.position <= final_event.position, log.read(stream=final_event.stream))
+        timeline = fold_timeline(events)
+        attempts = [attempt for task in timeline.tasks for attempt in task.attempts]
+        parts = kept_parts(log, {attempt.kept.payload for attempt in attempts if attempt.kept is not None})
+        spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), parts))
+        for first in range(0, len(spans), SPANS_PER_CALL):
+            if self._exporter.export(spans[first : first + SPANS_PER_CALL]).name != "SUCCESS":
+                raise OSError(f"the receiver did not take {len(spans)} spans of {final_event.stream}")
 
-    def _complain(self, action: str, error: Exception) -> None:
-        if action not in self._failed:
-            self._failed.add(action)
+    def _warn_once(self, action: str, error: Exception) -> None:
+        """Log an error, unless one of the same action was logged before."""
+        if action not in self._warned_actions:
+            self._warned_actions.add(action)
             _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", action,
                          type(error).__name__, error)
 
@@ -200,7 +209,7 @@ def spans_of(
 ) -> Iterator[ReadableSpan]:
     """Yield the spans of an ended batch: its own, then those of each task and its attempts.
 
-    `parts` are what lost attempts had, by the digest of its payload.
+    `parts`: the answers and steps that the journals of lost attempts kept, by the digest of their payload.
     """
     spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
@@ -209,7 +218,7 @@ def spans_of(
     state = timeline.state
     end = timeline.last_at if timeline.ended_at is None else timeline.ended_at
     rewards = [reward for task in timeline.tasks for reward in task.rewards]
-    counts, aborted = timeline.counts, state.state.value == "aborted"
+    counts, is_aborted = timeline.counts, state.state.value == "aborted"
     yield spans.span(
         "rl.batch", (), None, timeline.submitted_at, end,
         {
@@ -221,32 +230,33 @@ def spans_of(
             "rl.reward": sum(rewards) / len(rewards) if rewards else None,
             "rl.weights.version": max(timeline.versions, default=None),
         },
-        error=timeline.turns[-1][1] if aborted else None, turns=timeline.turns,
+        error=timeline.turns[-1][1] if is_aborted else None, turns=timeline.turns,
     )
     for task in timeline.tasks:
         yield from _task_spans(spans, str(state.batch_id), task, end)
         yield from _part_spans(spans, str(state.batch_id), task, parts or {})
 
 
-def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, end: float) -> Iterator[ReadableSpan]:
-    ended = end if task.ended_at is None else task.ended_at
-    begun = task.attempts[0].dispatched_at if task.attempts else ended
-    message = next((a.message for a in reversed(task.attempts) if a.message), "")
+def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: float) -> Iterator[ReadableSpan]:
+    """Yield the spans of a task and of its attempts; a task that was not settled ends with its batch."""
+    end = batch_end if task.ended_at is None else task.ended_at
+    start = task.attempts[0].dispatched_at if task.attempts else end
+    last_message = next((a.message for a in reversed(task.attempts) if a.message), "")
     yield spans.span(
-        "rl.task", (task.task,), (), begun, ended,
+        "rl.task", (task.task,), (), start, end,
         {
             "rl.batch.id": batch, "rl.task.index": task.task, "rl.task.state": task.state, "rl.task.runs": task.runs,
             "rl.task.attempts": len(task.attempts), "rl.reward": task.reward,
             "rl.tokens.response": task.response_tokens,
         },
-        error=message if task.state == "failed" else None,
+        error=last_message if task.state == "failed" else None,
     )
     # An attempt is dispatched twice if its coordinator died in between.
-    dispatches: dict[tuple[int, int], int] = {}
+    dispatch_counts: Counter[tuple[int, int]] = Counter()
     for attempt in task.attempts:
         key = attempt.run_id_base, attempt.attempt
-        dispatches[key] = dispatches.get(key, 0) + 1
-        yield _attempt_span(spans, batch, task.task, attempt, dispatches[key], ended)
+        dispatch_counts[key] += 1
+        yield _attempt_span(spans, batch, task.task, attempt, dispatch_counts[key], end)
 
 
 def _part_spans(
@@ -254,24 +264,27 @@ def _part_spans(
 ) -> Iterator[ReadableSpan]:
     """Yield the spans of the answers and steps of each lost attempt, from its first to its last record of each."""
     for kept in (attempt.kept for attempt in task.attempts if attempt.kept is not None):
-        lives = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
-                 (kept.runner, kept.incarnation, kept.attempt) and
-                 a.run_id_base <= kept.run_id_base < a.run_id_base + a.runs]
-        if not lives:
+        dispatches = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
+                      (kept.runner, kept.incarnation, kept.attempt) and
+                      a.run_id_base <= kept.run_id_base < a.run_id_base + a.runs]
+        if not dispatches:
             continue
-        lost = lives[-1]
-        before = 0.0 if lost.kept is None else lost.kept.seconds
-        key = task.task, lost.run_id_base, lost.attempt, len(lives)
+        lost_attempt = dispatches[-1]
+        # Parts of earlier attempts, which this one continued, have spans of their own.
+        earlier_seconds = 0.0 if lost_attempt.kept is None else lost_attempt.kept.seconds
+        attempt_key = task.task, lost_attempt.run_id_base, lost_attempt.attempt, len(dispatches)
         for number, part in enumerate(parts.get(kept.payload, ())):
-            if part.ended > before and kept.run_id_base <= part.run < kept.run_id_base + kept.runs:
-                identity = (*key, kept.run_id_base, number)
-                yield _part_span(spans, batch, part, identity, key, lost.dispatched_at - before, before)
+            if part.ended > earlier_seconds and kept.run_id_base <= part.run < kept.run_id_base + kept.runs:
+                part_key = (*attempt_key, kept.run_id_base, number)
+                journal_start = lost_attempt.dispatched_at - earlier_seconds
+                yield _part_span(spans, batch, part, part_key, attempt_key, journal_start, earlier_seconds)
 
 
 def _part_span(
-    spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...], start: float,
-    before: float,
+    spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...],
+    journal_start: float, earlier_seconds: float,
 ) -> ReadableSpan:
+    """Return the span of a kept answer or step. `journal_start`: the time that the part's seconds count from."""
     attributes: dict[str, Any] = {"rl.batch.id": batch, "rl.task.index": key[0], "rl.run": part.run}
     if part.step:
         attributes |= {"rl.step.name": part.step[:_WIDTH], "rl.step.state": part.finish or "begun"}
@@ -281,14 +294,15 @@ def _part_span(
             "rl.call.kept": part.splices[-1] if part.splices else 0, "rl.call.finish": part.finish or "partial",
             "rl.weights.version": max(part.versions, default=None),
         }
-    return spans.span("rl.step" if part.step else "rl.call", key, parent, start + max(part.began, before),
-                      start + part.ended, attributes)
+    return spans.span("rl.step" if part.step else "rl.call", key, parent,
+                      journal_start + max(part.began, earlier_seconds), journal_start + part.ended, attributes)
 
 
 def _attempt_span(
     spans: _SpanFactory, batch: str, task: int, attempt: Attempt, dispatch: int, end: float
 ) -> ReadableSpan:
-    failed = attempt.outcome not in ("finished", "dropped", "running")
+    """Return the span of an attempt's `dispatch`-th dispatch; one that did not end ends with its task, at `end`."""
+    has_failed = attempt.outcome not in ("finished", "dropped", "running")
     return spans.span(
         "rl.attempt", (task, attempt.run_id_base, attempt.attempt, dispatch), (task,), attempt.dispatched_at,
         end if attempt.ended_at is None else attempt.ended_at,
@@ -296,14 +310,15 @@ def _attempt_span(
             "rl.batch.id": batch, "rl.task.index": task, "rl.attempt": attempt.attempt,
             "rl.attempt.first_run": attempt.run_id_base, "rl.attempt.runs": attempt.runs,
             "rl.attempt.outcome": attempt.outcome, "rl.attempt.seconds": attempt.seconds,
-            "rl.failure.kind": attempt.outcome if failed else None, "rl.runner": attempt.runner,
+            "rl.failure.kind": attempt.outcome if has_failed else None, "rl.runner": attempt.runner,
             "rl.runner.incarnation": attempt.incarnation, "rl.weights.version": attempt.model_version,
         },
-        error=f"{attempt.outcome}: {attempt.message}" if failed else None,
+        error=f"{attempt.outcome}: {attempt.message}" if has_failed else None,
     )
 
 
 class _SpanFactory:
+    """Maker of one trace's spans, whose ids derive from `seed`."""
 
     def __init__(self, seed: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -311,22 +326,23 @@ class _SpanFactory:
         from opentelemetry.trace import TraceFlags
 
         self._seed = seed
-        self._trace = int.from_bytes(sha256(seed.encode()).digest()[:16], "big")
+        self._trace_id = int.from_bytes(sha256(seed.encode()).digest()[:16], "big")
         self._resource = Resource.create(dict(resource))
         self._scope = InstrumentationScope("trinity_es", VERSION)
         self._flags = TraceFlags(TraceFlags.SAMPLED)
 
     def _context(self, key: tuple[int, ...]) -> Any:
+        """Return the ids of the span with this key."""
         from opentelemetry.trace import SpanContext
 
         digest = sha256(f"{self._seed}\0{key}".encode()).digest()
-        return SpanContext(self._trace, int.from_bytes(digest[:8], "big"), is_remote=False, trace_flags=self._flags)
+        return SpanContext(self._trace_id, int.from_bytes(digest[:8], "big"), is_remote=False, trace_flags=self._flags)
 
     def span(
         self, name: str, key: tuple[int, ...], parent: tuple[int, ...] | None, start: float, end: float,
         attributes: Mapping[str, Any], *, error: str | None = None, turns: list[tuple[float, str]] | None = None,
     ) -> ReadableSpan:
-        """`key` identifies the span in its trace, `parent` its parent span. Times are unix seconds."""
+        """Return a span. `key` identifies it in its trace, `parent` its parent span. Times are unix seconds."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 

@@ -35,32 +35,35 @@ HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
+    """What the metrics of one scrape are computed from, read from the log at once."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
-        last = next(log.events(after=head.position - 1), None) if head.position else None
+        last_event = next(log.events(after=head.position - 1), None) if head.position else None
         trains = log.batches(state="finalized", batch_type="train", sort="ended", descending=True, limit=1)
-        stepped = log.batches(sort="step", descending=True, limit=1)
+        trained = log.batches(sort="step", descending=True, limit=1)
         self.now, self.position = now, head.position
-        self.last_at = None if last is None else last.recorded_at
+        self.last_at = None if last_event is None else last_event.recorded_at
         self.totals, self.model_version = log.totals(), log.model_version()
         self.leases, self.hosts, self.lives = log.leases(), log.hosts(), log.runner_lives()
         self.last_train = trains[0] if trains else None
         """Train batch that was finalized last."""
-        self.trained_step = stepped[0].trained_step if stepped else None
+        self.trained_step = trained[0].trained_step if trained else None
         self.losses = log.losses()
         self.stalls, self.coordinators = (
             sum(1 for _ in log.rare([name])) for name in ("StallDetected", "CoordinatorStarted"))
-        self.finished = log.finished_elsewhere()
+        self.finished_by_host = log.finished_elsewhere()
         """Number of finished tasks by joined host."""
 
-    def sum_of(self, name: str) -> int:
-        return sum(getattr(t, name) for t in self.totals)
+    def sum_of(self, column: str) -> int:
+        """Return the sum of a column over all types and states of batches."""
+        return sum(getattr(row, column) for row in self.totals)
 
     def last_lives(self) -> list[RunnerIncarnation]:
+        """Return the last life of each runner."""
         return list({life.runner: life for life in self.lives}.values())
 
-    def names_of_hosts(self) -> list[str]:
+    def host_names(self) -> list[str]:
         """Return "" for the head's own and each host that ever joined; [] if none joined."""
         return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
 
@@ -80,6 +83,7 @@ class Metric:
 
 
 def _counter(name: str, help: str, column: str) -> Metric:
+    """Return a counter of this column's sum over all batches."""
     return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
 
 
@@ -95,13 +99,14 @@ def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Call
 
 
 def _batches(facts: _Facts) -> Samples:
-    counts = {(t.batch_type, t.state): t.batches for t in facts.totals}
+    """Yield the number of batches of each type and state, also if it is 0."""
+    counts = {(row.batch_type, row.state): row.batches for row in facts.totals}
     for batch_type in get_args(BatchType):
         for state in BatchLifecycleState:
             yield (batch_type, state.value), float(counts.get((batch_type, state.value), 0))
 
 
-def _counted(labels: Sequence[str], read_labels: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
+def _label_counts(labels: Sequence[str], read_labels: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
     """Return a reader that counts how often each of these label values occurs."""
 
     def read(facts: _Facts) -> Samples:
@@ -112,42 +117,51 @@ def _counted(labels: Sequence[str], read_labels: Callable[[_Facts], Iterable[str
 
 
 def _host_states(facts: _Facts) -> Samples:
-    states = _counted(HOST_STATES, lambda f: (life.state for life in last_lives(f.hosts).values()))
-    return states(facts) if facts.hosts else iter(())
+    """Return the number of hosts in each state; no series if no host ever joined."""
+    read_states = _label_counts(HOST_STATES, lambda f: (life.state for life in last_lives(f.hosts).values()))
+    return read_states(facts) if facts.hosts else iter(())
 
 
 def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
     """Return a reader with a series for the head's own host and each host that ever joined; none if none joined."""
-    return lambda facts: (((host or HEAD,), value(facts, host)) for host in facts.names_of_hosts())
+    return lambda facts: (((host or HEAD,), value(facts, host)) for host in facts.host_names())
 
 
 def _host_runners(facts: _Facts) -> Samples:
+    """Yield the number of runners of each host in each state."""
     counts = Counter((host_of(life.runner), _state_of(life)) for life in facts.last_lives())
-    for host in facts.names_of_hosts():
+    for host in facts.host_names():
         for state in RUNNER_STATES:
             yield (host or HEAD, state), float(counts[host, state])
 
 
 def _finished_on(facts: _Facts, host: str) -> float:
-    rest = facts.sum_of("finished") - sum(facts.finished.values())
-    return float(facts.finished.get(host, 0) if host else rest)
+    """Return the number of tasks that a host finished. "" is the head's own, which has all those of no joined host."""
+    if host:
+        return float(facts.finished_by_host.get(host, 0))
+    return float(facts.sum_of("finished") - sum(facts.finished_by_host.values()))
 
 
 def _deaths_on(facts: _Facts, host: str) -> float:
-    return float(sum(x.died and not x.went_with_host and host_of(x.runner) == host for x in facts.lives))
+    """Return how many lives of a host's runners ended unintentionally, other than with the whole host."""
+    lives = [life for life in facts.lives if host_of(life.runner) == host]
+    return float(sum(life.died and not life.went_with_host for life in lives))
 
 
 def _state_of(life: RunnerIncarnation) -> str:
+    """Return the state of a runner's life, one of `RUNNER_STATES`."""
     return "starting" if life.how == "running" and life.ready_at is None else life.how
 
 
-def _last_train_value(name: str) -> Callable[[_Facts], float | None]:
-    return lambda f: None if f.last_train is None else getattr(f.last_train, name)
+def _last_train_value(column: str) -> Callable[[_Facts], float | None]:
+    """Return a reader of this column of the train batch that was finalized last."""
+    return lambda facts: None if facts.last_train is None else getattr(facts.last_train, column)
 
 
-def _duration(facts: _Facts) -> float | None:
-    last = facts.last_train
-    return None if last is None or last.ended_at is None else last.ended_at - last.submitted_at
+def _last_train_seconds(facts: _Facts) -> float | None:
+    """Return the seconds from submission to end of the train batch that was finalized last."""
+    batch = facts.last_train
+    return None if batch is None or batch.ended_at is None else batch.ended_at - batch.submitted_at
 
 
 METRICS: tuple[Metric, ...] = (
@@ -171,12 +185,12 @@ METRICS: tuple[Metric, ...] = (
     _single("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
          "finalized train batch were behind.", _last_train_value("staleness")),
     _single("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the last finalized train "
-         "batch.", _duration),
+         "batch.", _last_train_seconds),
     _single("gauge", "trinity_es_trained_step", "Highest step that a trainer acknowledged.", lambda f: f.trained_step),
     _single("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
          lambda f: f.model_version),
     Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
-           read=_counted(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
+           read=_label_counts(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
            help="Runners by the state of their last life."),
     _single("counter", "trinity_es_runner_deaths_total", "Lives of runners that ended unintentionally.",
          lambda f: sum(life.died for life in f.lives)),
@@ -195,7 +209,7 @@ METRICS: tuple[Metric, ...] = (
     _single("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
          lambda f: f.stalls),
     Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
-           read=_counted(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
+           read=_label_counts(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
            help="Unreleased leases; `orphaned`: their run is over."),
     _single("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
          lambda f: sum(bool(e.error) for e in f.leases)),
@@ -218,6 +232,8 @@ def prometheus_text(log: Log, now: float | None = None) -> bytes:
 
 
 class _Collector:
+    """Collector of `METRICS` in the form that the package prometheus_client asks for."""
+
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
 
@@ -225,10 +241,11 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for metric in METRICS:
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = make(metric.name, metric.help, labels=metric.labels)
+            family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = family_class(metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.read(self._facts):
                 family.add_metric(labels, value)
+            # Metrics of hosts are left out if no host has joined; others without a series still show their help.
             if family.samples or not metric.name.startswith("trinity_es_host"):
                 yield family
 

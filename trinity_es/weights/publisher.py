@@ -40,39 +40,42 @@ A = TypeVar("A")
 _log = logging.getLogger(__name__)
 
 
-class Call(Protocol):
+class SendCommand(Protocol):
     """Function that sends a command to the coordinator, and waits for its answer as long as the command may take."""
 
     def __call__(self, command: Command[A], timeout: float) -> A: ...
 
 
 class Publisher:
-    """Publisher of weights from this process. `log` opens the run's log."""
+    """Publisher of weights from this process. `open_log` opens the run's log."""
 
-    def __init__(self, config: Config, call: Call, log: Callable[[], Log]) -> None:
-        self.config, self.call, self.log = config, call, log
+    def __init__(self, config: Config, send_command: SendCommand, open_log: Callable[[], Log]) -> None:
+        self.config, self.send_command, self.open_log = config, send_command, open_log
         self._timeout = config.synchronizer.sync_timeout
         self.sender: WeightSender | None = None
+        """This process's end of the group that tensors are sent over; None if there is no usable group."""
 
-    def _ask(self, command: Command[A], timeout: float) -> A:
+    def _send_command(self, command: Command[A], timeout: float) -> A:
+        """Send a command and return its answer. Raises SyncError if none comes in time."""
         try:
-            return self.call(command, timeout)
+            return self.send_command(command, timeout)
         except TrinityError:
             raise
         except TimeoutError as e:
             raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Have the engines load weights, a folder or named tensors, and return the coordinator's answer."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
-        sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
+        over_group = self.config.synchronizer.sync_method == "nccl" and self._ensure_group(weights)
         folder = write_memory(self.config, version, weights)
-        method = self.config.synchronizer.sync_method if sending else "memory"
+        method = self.config.synchronizer.sync_method if over_group else "memory"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
-            answer = self._send(command, weights) if sending else self._ask(command, timeout)
+            answer = self._send_over_group(command, weights) if over_group else self._send_command(command, timeout)
         except BaseException:
-            if current_weights(self.log()).path != str(folder):
+            if current_weights(self.open_log()).path != str(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # the version was refused
             raise
         if self._all_engines_loaded(answer):
@@ -80,26 +83,28 @@ class Publisher:
         return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
+        """Check the LoRA adapter in this folder, have the engines load it, and return the coordinator's answer."""
         model = self.config.explorer.rollout_model
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
         adapter = checked_adapter(folder, max_rank=None if model.lora is None else model.lora.max_rank, shapes=shapes)
-        synced = self._ask(SyncAdapter(
+        answer = self._send_command(SyncAdapter(
             adapter=name, version=version, path=str(folder), rank=adapter.rank, size=adapter.size,
             digest=adapter.digest, timeout=timeout,
         ), timeout)
-        return dict(synced)
+        return dict(answer)
 
     def remove_adapter(self, name: str) -> None:
-        self._ask(RemoveAdapter(adapter=name), self._timeout)
+        self._send_command(RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
-        """Publish a new place of the current version, whose folder was lost."""
+        """Publish a new path of the current version, whose folder was lost."""
         method = "memory" if memory_dir(self.config) in Path(path).parents else "checkpoint"
         command = SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
-        self._ask(command, self._timeout)
+        self._send_command(command, self._timeout)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
+        """Have the engines load a checkpoint's folder. Raises SyncError if an engine could not load it."""
         folder = Path(path).absolute()
         model = self.config.explorer.rollout_model
         if model.engine_type in ("vllm", "http"):
@@ -108,29 +113,33 @@ class Publisher:
             problem = unloadable(str(folder), *reference_shapes(model.model_path))
             if problem:  # once published, every engine that starts would need it
                 raise SyncError(f"version {version} was not published: {problem}")
-        in_memory = memory_dir(self.config) in folder.parents
-        before = current_weights(self.log()).version
-        method = "memory" if in_memory else "checkpoint"
+        version_before = current_weights(self.open_log()).version
+        method = "memory" if memory_dir(self.config) in folder.parents else "checkpoint"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
-        answer = self._ask(command, timeout)
-        if version > before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
+        answer = self._send_command(command, timeout)
+        if version > version_before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
             forget_memory(self.config, keep=str(folder))
         return dict(answer)
 
     def _all_engines_loaded(self, answer: SyncedWeights) -> bool:
+        """Return whether every engine of the run is among those that loaded the weights."""
         rollout = self.config.explorer.rollout_model
-        # Servers: any number may exist now, and a sync that one of them did not load has failed.
-        return len(answer["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
+        # Servers of others: any number may exist now, and a sync that one of them did not load has failed.
+        engine_count = 1 if rollout.engine_type == "http" else rollout.engine_num
+        return len(answer["runners"]) >= engine_count
 
     def clean_up(self) -> None:
         """Remove weights from memory that the system, which has ended, will not need when it comes back."""
         with contextlib.suppress(TrinityError):
-            forget_memory(self.config, keep=current_weights(self.log()).path)
+            forget_memory(self.config, keep=current_weights(self.open_log()).path)
 
     # --- over a group -----------------------------------------------------------------------------------------------
-    def _has_group(self, state: Mapping[str, Any]) -> bool:
-        """Return True if there is a group, making one if needed. Without a group engines load from shared memory."""
-        if self.sender is None or not self._ask(CheckWeightGroup(), self._timeout):
+    def _ensure_group(self, state: Mapping[str, Any]) -> bool:
+        """Make a group of this process and the engines unless there is one; return False if that fails.
+
+        Without a group, engines load from shared memory. `state`: tensors on the GPU that this process sends from.
+        """
+        if self.sender is None or not self._send_command(CheckWeightGroup(), self._timeout):
             address = self.config.system.address
             with socket.socket() as free:
                 free.bind((address, 0))
@@ -157,13 +166,13 @@ class Publisher:
         self.sender = None
         workers, engines = model.tensor_parallel_size, model.engine_num
         given_up = threading.Event()
-        opening = _Thread(
+        opening = _ThreadedCall(
             lambda: WeightSender(address, port, 1 + engines * workers, device=device, given_up=given_up))
         command = JoinWeightGroup(
             address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
         )
         try:
-            answer = self._ask(command, self._timeout)  # meanwhile the thread opens this process's end
+            answer = self._send_command(command, self._timeout)  # meanwhile the thread opens this process's end
         except BaseException:
             given_up.set()
             opening.thread.join(1.0)  # so that its port is free again
@@ -171,12 +180,13 @@ class Publisher:
         self.sender = opening.result(self._timeout)
         return {**answer, "world_size": 1 + engines * workers}
 
-    def _send(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
+    def _send_over_group(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
+        """Send the tensors over the group while the engines carry out the command, and return its answer."""
         sender = self.sender
         assert sender is not None
-        sending = _Thread(lambda: sender.send(state))
+        sending = _ThreadedCall(lambda: sender.send(state))
         self.sender = None  # until all went well: a failed group may still have tensors on their way
-        answer = self._ask(command, command.timeout)
+        answer = self._send_command(command, command.timeout)
         if answer["from_group"]:  # otherwise an engine was just replaced, and all have loaded the folder
             sending.result(command.timeout)
             self.sender = sender
@@ -194,7 +204,7 @@ def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
     return int(torch.cuda.current_device())
 
 
-class _Thread:
+class _ThreadedCall:
     """A call in a thread of its own. If it never returns, it does not keep the process from ending."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -211,6 +221,7 @@ class _Thread:
         self.thread.start()
 
     def result(self, timeout: float) -> Any:
+        """Wait for the call and return its result. Raises SyncError if it failed, or takes longer than `timeout` s."""
         self.thread.join(timeout)
         if self.thread.is_alive():
             raise SyncError(f"the group for weights did not come together, or hangs, after {timeout:g} s")

@@ -44,7 +44,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     folder, if its name is already fixed. Raises DataError for values that are no tensors. Raises SyncError if memory is
     short, or with the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
-    tensors = _checked(version, state)
+    tensors = _checked_tensors(version, state)
     problem = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
     if problem:
         raise SyncError(f"version {version} was not published: {problem}")
@@ -60,25 +60,25 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
             f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge it, or set synchronizer.sync_method to "
             "checkpoint"
         )
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(mode=0o700)
+    partial_folder = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(mode=0o700)
     try:
-        _save(tensors, part / "model.safetensors")
+        _save(tensors, partial_folder / "model.safetensors")
         model = model_folder(config.explorer.rollout_model.model_path)
         for name in _MODEL_FILES:
             if model is not None and (model / name).is_file():
-                shutil.copyfile(model / name, part / name)
-        part.rename(folder)
+                shutil.copyfile(model / name, partial_folder / name)
+        partial_folder.rename(folder)
     except OSError as e:
-        raise SyncError(f"version {version} was not published: {part} can't be written: {e}") from e
+        raise SyncError(f"version {version} was not published: {partial_folder} can't be written: {e}") from e
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
     return folder
 
 
 def _make_own(folder: Path) -> None:
-    """Make this folder for this user alone. Raises SyncError if it is another user's, since its name can be guessed."""
+    """Make this folder, readable for this user alone. Raises SyncError if another user, guessing its name, made it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise SyncError(
@@ -99,38 +99,42 @@ def forget_memory(config: Config, keep: str) -> None:
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------
-def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors on the CPU, whole, each contiguous. Raises DataError, SyncError."""
+def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors on the CPU, whole and each contiguous in memory.
+
+    Raises DataError for a value that is no tensor, SyncError for NaN or infinite values.
+    """
     if not isinstance(state, Mapping) or not state:
         raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
     torch = sys.modules.get("torch")  # a process with tensors has imported torch
-    out: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise DataError(f"weights hold the key {name!r}: names of tensors are expected")
         if torch is not None and isinstance(value, torch.Tensor):
-            whole = value.detach()
-            if hasattr(whole, "full_tensor"):
-                whole = whole.full_tensor()  # FSDP's shards
-            out[name] = whole.to("cpu").contiguous()
-            finite = not out[name].is_floating_point() or bool(torch.isfinite(out[name].float()).all())
+            tensor = value.detach()
+            if hasattr(tensor, "full_tensor"):
+                tensor = tensor.full_tensor()  # FSDP's shards
+            tensors[name] = tensor.to("cpu").contiguous()
+            is_finite = not tensor.is_floating_point() or bool(torch.isfinite(tensors[name].float()).all())
         elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-            out[name] = np.ascontiguousarray(value)
-            finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+            tensors[name] = np.ascontiguousarray(value)
+            is_finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
         else:
             raise DataError(f"weights[{name!r}] is a {type(value).__name__}: a torch tensor or numpy array is expected")
-        if not finite:
+        if not is_finite:
             raise SyncError(f"version {version} was not published: {name} holds NaN or infinite values")
-    return out
+    return tensors
 
 
 def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return the shapes of the served model (or those of `tensors`), and whether its head is tied."""
+    """Return the shapes of the served model and whether its head is tied; those of `tensors` if its files are away."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 
 
 def _save(tensors: dict[str, Any], file: Path) -> None:
+    """Write the tensors as a safetensors file, without importing torch if all are numpy arrays."""
     if all(isinstance(t, np.ndarray) for t in tensors.values()):
         from safetensors.numpy import save_file
 
@@ -139,11 +143,12 @@ def _save(tensors: dict[str, Any], file: Path) -> None:
     import torch
     from safetensors.torch import save_file as save_torch
 
-    plain: dict[str, Any] = {}
-    seen: set[int] = set()
+    separate_tensors: dict[str, Any] = {}
+    addresses: set[int] = set()
     for name, value in tensors.items():
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        place = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if place in seen else tensor  # a tied head is the embedding's own memory
-        seen.add(place)
-    save_torch(plain, str(file), metadata={"format": "pt"})
+        address = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, as a tied head does with the embedding.
+        separate_tensors[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
+    save_torch(separate_tensors, str(file), metadata={"format": "pt"})

@@ -27,18 +27,18 @@ def current_weights(log: Log) -> ev.WeightsPublished:
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:
     """Return the tensor `name` of these weights from their folder. Raises WeightNotFound, SyncError."""
-    paths = [
-        recorded.event.path for recorded in log.read(stream="weights")
+    folders = [
+        Path(recorded.event.path) for recorded in log.read(stream="weights")
         if isinstance(recorded.event, ev.WeightsPublished) and recorded.event.version == version
     ]
-    folders = [Path(path) for path in reversed(paths)]
-    if version == 0 and not paths:
-        model = config.explorer.rollout_model.model_path
-        folders = [base] if (base := model_folder(model)) is not None else []
-    folder = next((f for f in folders if f.is_dir()), None)
+    if version == 0 and not folders:
+        base_folder = model_folder(config.explorer.rollout_model.model_path)
+        folders = [base_folder] if base_folder is not None else []
+    folders.reverse()  # a version may be published again at another place: the newest one first
+    folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
-        places = ", ".join(map(str, folders)) or "model.model_path, which is not on this machine"
-        raise SyncError(f"weights version {version} can't be read: nothing is at {places}")
+        paths = ", ".join(map(str, folders)) or "model.model_path, which is not on this machine"
+        raise SyncError(f"weights version {version} can't be read: nothing is at {paths}")
     try:
         return read_tensor(folder, name)
     except (OSError, ValueError) as e:

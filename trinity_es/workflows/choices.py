@@ -51,11 +51,13 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
     default_reward = "multiple_choice_reward"
 
     def reset(self, task: Task) -> None:
+        """Take another task. Raises DataError if its row has no question or no choices."""
         row = task.raw_task or {}
-        self.question: Any
-        self.choices: Any
-        self.question, self.choices, answer = _gpqa_question(row) if "Correct Answer" in row else (
-            task.task_desc, row.get("choices"), task.truth)
+        self.question: Any = task.task_desc
+        self.choices: Any = row.get("choices")
+        answer = task.truth
+        if "Correct Answer" in row:
+            self.question, self.choices, answer = _gpqa_question(row)
         if self.question is None:
             raise DataError("the row has no question: set format.prompt_key to its key")
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
@@ -75,15 +77,18 @@ class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
 
 
 def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    right = row["Correct Answer"].strip()
-    choices = [right, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+    """Return a GPQA row's question, its choices in an order that depends on it alone, and the right one's index."""
+    right_answer = row["Correct Answer"].strip()
+    choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
-    return row["Question"], choices, choices.index(right)
+    return row["Question"], choices, choices.index(right_answer)
 
 
 def _letter(truth: Any) -> str:
+    """Return the letter of a row's answer: a letter, perhaps in brackets, or a number from 0. Raises DataError."""
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(ascii_uppercase):
         return ascii_uppercase[truth]
-    if isinstance(truth, str) and len(letter := truth.strip().strip("()").upper()) == 1 and letter in ascii_uppercase:
+    letter = truth.strip().strip("()").upper() if isinstance(truth, str) else ""
+    if len(letter) == 1 and letter in ascii_uppercase:
         return letter
     raise DataError(f"the row's answer is {truth!r}: a letter or a number from 0 is expected (format.response_key)")

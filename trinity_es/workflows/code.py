@@ -63,15 +63,16 @@ class CodeReward(RewardFn):
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         checks = _checks(truth)
-        program, passed = _last_program(response), 0
+        program = _last_program(response)
+        passed_count = 0
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
             judge = _Judge(Path(folder), self.seconds, self.memory)
             for check in checks:
-                right = judge.passes(program, check)
-                passed += right
-                if (not right and not self.partial) or judge.spent > self.total_seconds:
+                has_passed = judge.passes(program, check)
+                passed_count += has_passed
+                if (not has_passed and not self.partial) or judge.spent_seconds > self.total_seconds:
                     break
-        return {"accuracy": passed / len(checks) if self.partial else float(passed == len(checks))}
+        return {"accuracy": passed_count / len(checks) if self.partial else float(passed_count == len(checks))}
 
 
 _Check = str | tuple[Any, Any]
@@ -79,11 +80,14 @@ _Check = str | tuple[Any, Any]
 
 
 class _Judge:
-    """Runner of one program, test by test, in a folder. `spent`: CPU time used, or all time of a test that hung."""
+    """Runner of one program, test by test, in a folder.
+
+    `spent_seconds`: CPU time of its tests so far; a test that hung counts with its wall-clock time.
+    """
 
     def __init__(self, folder: Path, seconds: float, memory: int) -> None:
         self.folder, self.seconds, self.memory = folder, seconds, memory
-        self.spent = 0.0
+        self.spent_seconds = 0.0
 
     def passes(self, program: str, check: _Check) -> bool:
         """Return True if the program passes a test. Raises TimeoutError if the machine is too busy."""
@@ -95,8 +99,11 @@ class _Judge:
         output = self._output(_as_text(stdin), program)
         return output is not None and output.split() == _as_text(expected).split()
 
-    def _output(self, read: str, *sources: str) -> str | None:
-        """Return what the program and its test print; None if they fail."""
+    def _output(self, stdin_text: str, *sources: str) -> str | None:
+        """Return what the program and its test, `sources`, print when they read `stdin_text`; None if they fail.
+
+        Raises TimeoutError if the machine was too busy, ChildProcessError if it killed the program.
+        """
         script = str(Path(__file__).with_name("judged_program.py"))
         folder, run_folder = self.folder, self.folder / "run"
         run_folder.mkdir(exist_ok=True)
@@ -104,8 +111,8 @@ class _Judge:
         files = [str(folder / name) for name in ("solution.py", "tests.py")[: len(sources)]]
         for file, source in zip(files, sources, strict=True):
             Path(file).write_text(source, encoding="utf-8", errors="surrogatepass")
-        (folder / "stdin").write_text(read, errors="surrogatepass")
-        before, hung = _cpu_seconds(), 0.0
+        (folder / "stdin").write_text(stdin_text, errors="surrogatepass")
+        cpu_seconds_before, hung_seconds = _cpu_seconds(), 0.0
         with (folder / "stdin").open("rb") as stdin, (folder / "stdout").open("wb") as stdout:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-B", script, *files], stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL,
@@ -116,20 +123,22 @@ class _Judge:
                 status = process.wait(_wall_seconds(self.seconds))
             except subprocess.TimeoutExpired:
                 if _process_state(process.pid) != "S":  # it wants to run, and never got its CPU time
-                    why = f"the machine had less than {self.seconds:g} s of CPU time for a program"
-                    raise TimeoutError(why) from None
-                status, hung = None, _wall_seconds(self.seconds)
+                    raise TimeoutError(
+                        f"the machine had less than {self.seconds:g} s of CPU time for a program") from None
+                status, hung_seconds = None, _wall_seconds(self.seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        used = _cpu_seconds() - before
-        if status == -signal.SIGKILL and used < max(1, round(self.seconds)):  # the hard limit of CPU time is later
+        used_seconds = _cpu_seconds() - cpu_seconds_before
+        # The hard limit of CPU time, which kills too, is a second later.
+        if status == -signal.SIGKILL and used_seconds < max(1, round(self.seconds)):
             raise ChildProcessError("a judged program was killed by the machine: is it out of memory?")
-        self.spent += hung or used
+        self.spent_seconds += hung_seconds or used_seconds
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
-    def _limit_setter(self, parent: int) -> Callable[[], None]:
+    def _limit_setter(self, parent_pid: int) -> Callable[[], None]:
+        """Return a function that limits the process which calls it, and ends it with its parent."""
         seconds = max(1, round(self.seconds))
         limits = {
             resource.RLIMIT_CPU: (seconds, seconds + 1), resource.RLIMIT_AS: (self.memory << 20,) * 2,
@@ -137,7 +146,7 @@ class _Judge:
         }
 
         def limit() -> None:
-            end_with_parent(parent)
+            end_with_parent(parent_pid)
             for name, values in limits.items():
                 resource.setrlimit(name, values)
 
@@ -151,8 +160,8 @@ def _wall_seconds(seconds: float) -> float:
 
 def _cpu_seconds() -> float:
     """Return the CPU time of all ended processes that this one started."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 class CodeWorkflow(SimpleWorkflow):
@@ -171,6 +180,7 @@ class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
 
 
 def _checks(truth: Any) -> list[_Check]:
+    """Return the tests in a row's answer, in any of the forms that `CodeReward` names. Raises DataError."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)
@@ -223,20 +233,22 @@ def _checks_something(statement: ast.stmt) -> bool:
             return False
         case ast.If(test=test) if "__name__" in ast.unparse(test):  # tests run as a module of another name
             return False
-    children = list(ast.iter_child_nodes(statement))
-    parts = [statement, *(c for c in children if isinstance(c, ast.excepthandler | ast.match_case))]
-    return any(_checks_something(inner) for part in parts for inner in ast.iter_child_nodes(part)
+    # The statements of `except` and `case` are children of these parts, not of the statement.
+    parts = [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.excepthandler | ast.match_case)]
+    return any(_checks_something(inner) for part in (statement, *parts) for inner in ast.iter_child_nodes(part)
                if isinstance(inner, ast.stmt))
 
 
 def _as_text(value: Any) -> str:
+    """Return a program's input or output as text; a list has one line for each item."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _last_program(response: str) -> str:
+    """Return the last Python block of a response, else its last block, else all of it."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
-    python = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
-    candidates: list[str] = python or [text for _, text in blocks] or [response]
+    python_blocks = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
+    candidates: list[str] = python_blocks or [text for _, text in blocks] or [response]
     return candidates[-1]
 
 

@@ -38,11 +38,10 @@ class CountDownRewardFn(RewardFn):
         if not answers:
             return {"score": 0.0}
         equation = answers[-1].strip()
-        used = sorted(re.findall(r"\d+", equation), key=lambda n: (len(n), n))
-        expected = sorted(numbers, key=lambda n: (len(n), n))
-        value = _value(equation) if used == expected else None
-        right = value is not None and abs(value - target) < 1e-5
-        return {"score": 1.0 if right else 0.1}
+        uses_each_once = sorted(re.findall(r"\d+", equation)) == sorted(numbers)
+        value = _value(equation) if uses_each_once else None
+        is_right = value is not None and abs(value - target) < 1e-5
+        return {"score": 1.0 if is_right else 0.1}
 
 
 def _target_and_numbers(truth: Any) -> tuple[float, list[str]]:
@@ -69,6 +68,7 @@ def _value(equation: str) -> float | None:
 
 
 def _node_value(node: ast.AST) -> float:
+    """Return the value of a part of an equation. Raises KeyError or ValueError for anything but arithmetic."""
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_node_value(node.left), _node_value(node.right))
     if isinstance(node, ast.UnaryOp):

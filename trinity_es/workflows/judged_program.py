@@ -30,14 +30,15 @@ _CHANGED_PATHS = {
 
 
 def _guard(folder: str) -> None:
-    inside = os.path.realpath(folder) + os.sep
+    """Refuse from now on, by an audit hook, what a judged program may not do; it may change files in this folder."""
+    allowed_prefix = os.path.realpath(folder) + os.sep
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
     def require_inside(path: Any) -> None:
         if isinstance(path, int):
             return  # a file that it has open
         name = os.fsdecode(path)
-        if not (os.path.realpath(name) + os.sep).startswith(inside) and name != os.devnull:
+        if not (os.path.realpath(name) + os.sep).startswith(allowed_prefix) and name != os.devnull:
             raise PermissionError(f"a judged program may change files in its own folder only, not {path!r}")
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
@@ -60,6 +61,7 @@ def _guard(folder: str) -> None:
 
 
 def main() -> None:
+    """Run the program and its tests as one module, then print the verdict."""
     _, solution, *tests = sys.argv
     sources = []
     for path in (solution, *tests):

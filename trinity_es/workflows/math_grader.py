@@ -29,15 +29,16 @@ _ANSWER = LatexExtractionConfig(
 
 def parsed(text: str) -> list[Any]:
     """Return the answer in a text as math-verify's expressions and their text; [] if there is none."""
-    answer: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
-    return answer
+    expressions: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return expressions
 
 
 def parsed_latex(text: str, *, answer: bool) -> list[Any]:
     """Return the first LaTeX expression of a text. For an `answer`, as open-r1 extracts it."""
     config = [_ANSWER if answer else LatexExtractionConfig()]
-    terms: list[Any] = parse(text, config, extraction_mode="first_match", parsing_timeout=None, raise_on_error=True)
-    return terms
+    expressions: list[Any] = parse(text, config, extraction_mode="first_match", parsing_timeout=None,
+                                   raise_on_error=True)
+    return expressions
 
 
 def equal(gold: Any, target: Any) -> bool:

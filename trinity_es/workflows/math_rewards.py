@@ -28,6 +28,8 @@ def _grader() -> Any:
 
 
 class _Math(RewardFn):
+    """Base of rewards that call math-verify, each time in a process of its own."""
+
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER
     needs: tuple[str, str] | None = ("math_verify", "math")
@@ -66,8 +68,8 @@ class FormatReward(_Math):
         self.pattern = pattern or r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
 
     def __call__(self, response: str, **kwargs: Any) -> dict[str, float]:
-        fits = re.match(self.pattern, response, re.DOTALL | re.MULTILINE)
-        return {"format_score": 0.1 if fits else -0.1}
+        match = re.match(self.pattern, response, re.DOTALL | re.MULTILINE)
+        return {"format_score": 0.1 if match else -0.1}
 
 
 class MathRewardFn(_Math):
@@ -78,7 +80,7 @@ class MathRewardFn(_Math):
     """
 
     def __init__(self, pattern: str = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$") -> None:
-        self.accuracy_reward = AccuracyReward(_tagged)
+        self.accuracy_reward = AccuracyReward(_parsed_tag_answer)
         self.format_reward = FormatReward(pattern)
 
     def __call__(self, response: str, prompt: Any = None, truth: Any = None, **kwargs: Any) -> dict[str, float]:
@@ -96,9 +98,9 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        unformed = with_think and not _has_think_form(response)
-        return {"accuracy": float(_same(boxed_answer(response), _boxed_or_answer(truth))),
-                "format_score": -(format_score_coef or 0.1) if unformed else 0.0}
+        lacks_think_form = with_think and not _has_think_form(response)
+        return {"accuracy": float(_is_equal(boxed_answer(response), _boxed_or_answer(truth))),
+                "format_score": -(format_score_coef or 0.1) if lacks_think_form else 0.0}
 
 
 class MathEvalRewardFn(_Math):
@@ -109,7 +111,7 @@ class MathEvalRewardFn(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        return {"accuracy": float(_same(_last_answer(response), _boxed_or_answer(truth)))}
+        return {"accuracy": float(_is_equal(_last_answer(response), _boxed_or_answer(truth)))}
 
 
 class GSM8KReward(_Math):
@@ -138,28 +140,30 @@ class MathDAPORewardFn(_Math):
     ) -> None:
         self.limits: tuple[float, int, int] | None = None
         if enable_overlong_penalty:
-            longest, cache = max_response_length or 0, cache_length or 0
-            if penalty_factor is None or not 0 < cache < longest:
+            max_length, cache = max_response_length or 0, cache_length or 0
+            if penalty_factor is None or not 0 < cache < max_length:
                 raise ConfigError("enable_overlong_penalty needs penalty_factor, and a cache_length of more than 0 and "
                                   "less than max_response_length")
-            self.limits = penalty_factor, longest, cache
+            self.limits = penalty_factor, max_length, cache
 
     def __call__(
         self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
         completion_ids: Sequence[int] | None = None, **kwargs: Any,
     ) -> dict[str, float]:
-        right = _same(boxed_answer(response.rpartition("</think>")[2]), _required_text(truth))
+        is_right = _is_equal(boxed_answer(response.rpartition("</think>")[2]), _required_text(truth))
         ids = completion_ids if response_token is None else response_token
-        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong_penalty(ids)}
+        return {"accuracy": 1.0 if is_right else -1.0, "format_score": self._overlong_penalty(ids)}
 
     def _overlong_penalty(self, ids: Sequence[int] | None) -> float:
+        """Return the negative score for a response of these tokens. Raises ConfigError if they are missing."""
         if self.limits is None:
             return 0.0
         if ids is None:
             raise ConfigError("enable_overlong_penalty needs the response's tokens: have the workflow give them, "
                               "self.reward(response, completion_ids)")
-        penalty, longest, cache = self.limits
-        return -penalty * min(max(len(ids) - (longest - cache), 0) / cache, 1.0)
+        penalty, max_length, cache = self.limits
+        excess = max(len(ids) - (max_length - cache), 0)
+        return -penalty * min(excess / cache, 1.0)
 
 
 def boxed_answer(text: str) -> str | None:
@@ -167,20 +171,21 @@ def boxed_answer(text: str) -> str | None:
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
-    rest = text[start:].partition("box")[2].removeprefix("ed")
-    if not rest.startswith("{"):
-        return rest.partition("$")[0].strip() or None
+    argument = text[start:].partition("box")[2].removeprefix("ed")
+    if not argument.startswith("{"):  # "\boxed 5$" without braces
+        return argument.partition("$")[0].strip() or None
     depth = 0
-    for i, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
+    for i, character in enumerate(argument):
+        depth += (character == "{") - (character == "}")
         if depth == 0:
-            return rest[1:i]
+            return argument[1:i]
     return None
 
 
 def _last_answer(text: str) -> str | None:
-    """Return the boxed answer of a text, else a stated one, else its last number; None without any."""
-    if (boxed := boxed_answer(text)) is not None:
+    """Return the last \\boxed{} of a text, else the text after "the answer is", else the last number, else None."""
+    boxed = boxed_answer(text)
+    if boxed is not None:
         return boxed
     if sentence := re.search(r"(?:(?:final|the)\s+answer\s+is|答案是)\s*:?\s*(.+)", text, re.IGNORECASE):
         return sentence.group(1).strip().strip("$*").rstrip(".。")
@@ -188,16 +193,18 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _same(answer: str | None, truth: str) -> bool:
+def _is_equal(answer: str | None, truth: str) -> bool:
     """Return True if an answer equals the truth, both as contents of a \\boxed{}."""
-    if answer is None or answer.strip() == truth.strip():
-        return answer is not None
+    if answer is None:
+        return False
+    if answer.strip() == truth.strip():
+        return True
     grader = _grader()
     return bool(grader.equal(grader.parsed(f"\\boxed{{{truth}}}"), grader.parsed(f"\\boxed{{{answer}}}")))
 
 
-def _tagged(text: str) -> Any:
-    """Return the first <answer> of a text, parsed; without one the whole text."""
+def _parsed_tag_answer(text: str) -> Any:
+    """Return the first <answer> of a text, parsed; without one the whole text, parsed."""
     answer = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return _grader().parsed(answer.group(1) if answer else text)
 
@@ -210,14 +217,17 @@ def _after_hashes(truth: Any) -> str:
 def _boxed_or_answer(truth: Any) -> str:
     """Return the content of the truth's last \\boxed{}, else its answer."""
     answer = _after_hashes(truth)
-    return answer if (boxed := boxed_answer(answer)) is None else boxed
+    boxed = boxed_answer(answer)
+    return answer if boxed is None else boxed
 
 
 def _required_text(truth: Any) -> str:
+    """Return the truth as text. Raises DataError if the row has none."""
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
     return str(truth)
 
 
 def _has_think_form(text: str) -> bool:
+    """Return whether a text has exactly one <think>, before exactly one </think>."""
     return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

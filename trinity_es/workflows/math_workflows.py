@@ -48,13 +48,14 @@ class MathWorkflow(SimpleWorkflow):
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
+        """Take another task; without a system prompt of its own it gets the one whose form `math_reward` expects."""
         reward = class_path(task.reward_fn or self.default_reward)
-        if reward in _MATH_REWARD and task.format_args.get("system_prompt") is None:
+        if reward in _MATH_REWARD_NAMES and task.format_args.get("system_prompt") is None:
             task = replace(task, format_args=Args({**task.format_args, "system_prompt": _THINK_ANSWER}))
         super().reset(task)
 
 
-_MATH_REWARD = ("math_reward", "trinity_es.workflows.math_rewards:MathRewardFn")
+_MATH_REWARD_NAMES = ("math_reward", "trinity_es.workflows.math_rewards:MathRewardFn")
 
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
@@ -86,21 +87,23 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return plain_text(chat_of(self.task_desc, self.system_prompt)) + (self.reply_prefix or "")
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
+        """Return the answers, or an awaitable of them; a base model gets the prompt as plain text."""
         if self.use_base:
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)
 
     def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
-        known = super()._reward_arguments(answer)
-        return {**known, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
-                "response_token": known["completion_ids"]}
+        arguments = super()._reward_arguments(answer)
+        return {**arguments, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
+                "response_token": arguments["completion_ids"]}
 
     def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
-        kept = super()._with_rewards(answers, rewards)
-        for answer in kept:
-            if answer.truncate_status == "response_truncated":  # nothing is learned from a response that was cut off
+        """Give each answer its reward; a response that was cut off is masked, so that nothing is learned from it."""
+        rewarded_answers = super()._with_rewards(answers, rewards)
+        for answer in rewarded_answers:
+            if answer.truncate_status == "response_truncated":
                 answer.action_mask = np.zeros(len(answer.tokens) - answer.prompt_length, dtype=np.bool_)
-        return kept
+        return rewarded_answers
 
 
 class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):

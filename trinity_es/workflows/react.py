@@ -22,7 +22,7 @@ import pydantic
 from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import Experience
-from trinity_es.workflows.rewards import known_of, value_of
+from trinity_es.workflows.rewards import answer_values, value_of
 from trinity_es.workflows.workflow import KNOWN, MultiTurnWorkflow
 
 __all__ = ["ReActWorkflow", "Tool", "tool_of"]
@@ -48,8 +48,8 @@ class Tool:
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object")
         value = value_of(self.call(**arguments))
-        compact = json.JSONEncoder(default=str, ensure_ascii=False, separators=(",", ":"))
-        text = value if isinstance(value, str) else compact.encode(value)
+        encoder = json.JSONEncoder(default=str, ensure_ascii=False, separators=(",", ":"))
+        text = value if isinstance(value, str) else encoder.encode(value)
         return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}... (cut)"
 
 
@@ -59,11 +59,11 @@ def tool_of(path: str) -> Tool:
     function: Any = resolve(path, {}, "tool")
     try:
         parameters = pydantic.TypeAdapter(function).json_schema()
-        checked = pydantic.validate_call(function)
+        checking_function = pydantic.validate_call(function)
     except (pydantic.errors.PydanticUserError, TypeError) as e:
         raise DataError(f"tool {path} has parameters that JSON has no form for: {e}") from e
     description = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
-    return Tool(name=function.__name__, schema={"type": "function", "function": description}, call=checked)
+    return Tool(name=function.__name__, schema={"type": "function", "function": description}, call=checking_function)
 
 
 class ReActWorkflow(MultiTurnWorkflow):
@@ -80,6 +80,7 @@ class ReActWorkflow(MultiTurnWorkflow):
     KNOWN_TO_REWARDS = KNOWN
 
     def run(self) -> list[Experience]:
+        """Play turns until an answer has no call, the last turn, or a full context; reward the last answer."""
         tools = {tool.name: tool for tool in map(tool_of, self.task.workflow_args.get("tools", ()))}
         schemas = [tool.schema for tool in tools.values()] or None
         messages, counts = self.prompt_messages(), {"turns": 0, "tool_calls": 0, "tool_errors": 0}
@@ -96,14 +97,14 @@ class ReActWorkflow(MultiTurnWorkflow):
             if not calls or counts["turns"] >= self.task.workflow_args.get("max_turns", 8) or answer.truncate_status:
                 break
             for call in calls:
-                result, failed = self.step(
+                result, has_failed = self.step(
                     "tool call", functools.partial(_call_result, tools), call,
                     idempotent=self.task.workflow_args.get("idempotent", False),
                 )
                 messages.append({"role": "tool", "content": result})
                 counts["tool_calls"] += 1
-                counts["tool_errors"] += failed
-        parts = self.reward(**known_of(answer))
+                counts["tool_errors"] += has_failed
+        parts = self.reward(**answer_values(answer))
         experience: Experience = self.model.experience_from_messages(messages, tools=schemas)
         info = {**parts, **counts, "unfinished": int(bool(calls))}
         return [self._with_reward(experience, sum(parts.values()), info, None)]

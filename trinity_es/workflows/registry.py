@@ -21,31 +21,31 @@ class WorkflowRegistry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._own: dict[str, str] = {}
+        self._registered: dict[str, str] = {}
 
     @property
     def paths(self) -> Mapping[str, str]:
         """Return "module:Class" by name."""
-        return {**registered(self.kind), **self._own}
+        return {**registered(self.kind), **self._registered}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class. It raises UnknownWorkflow if the name is taken."""
+        """Return a decorator that registers a class. It raises UnknownWorkflow if another class has the name."""
 
         def add(cls: Any) -> Any:
-            path, other = class_path(cls), self.paths.get(name)
-            if other not in (None, path):
-                raise UnknownWorkflow(f"{self.kind} name {name!r} is taken by {other}: choose another")
-            self._own[name] = path
+            path, present_path = class_path(cls), self.paths.get(name)
+            if present_path not in (None, path):
+                raise UnknownWorkflow(f"{self.kind} name {name!r} is taken by {present_path}: choose another")
+            self._registered[name] = path
             return cls
 
         return add
 
-    def path(self, given: type[Any] | str) -> str:
+    def path(self, workflow: type[Any] | str) -> str:
         """Return the "module:Class" of a class, a registered name or a path.
 
         Raises UnknownWorkflow if it can't be found.
         """
-        name, paths = class_path(given), self.paths
+        name, paths = class_path(workflow), self.paths
         resolve(name, paths, self.kind)
         return paths.get(name, name)
 
@@ -69,7 +69,10 @@ def missing_package(workflow: str, reward_fn: str | None) -> str:
     `reward_fn` None: the workflow's default reward.
     """
     reward = reward_fn or getattr(WORKFLOWS.get(workflow), "default_reward", None)
-    module, extra = (getattr(REWARD_FUNCTIONS.get(reward), "needs", None) if reward else None) or ("", "")
-    if not module or importlib.util.find_spec(module) is not None:
+    needs = getattr(REWARD_FUNCTIONS.get(reward), "needs", None) if reward else None
+    if needs is None:
+        return ""
+    module, extra = needs
+    if importlib.util.find_spec(module) is not None:
         return ""
     return f'{reward} needs the package {module}: pip install "trinity-es[{extra}]"'

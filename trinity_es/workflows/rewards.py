@@ -34,8 +34,8 @@ from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = [
-    "TRL_ARGUMENTS", "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "rewarded",
-    "value_of",
+    "TRL_ARGUMENTS", "Reward", "RewardFn", "answer_values", "as_parts", "call_of", "has_trl_form", "keys_needed",
+    "rewarded", "value_of",
 ]
 
 TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -78,32 +78,35 @@ class Reward:
         self._row = task.raw_task or {}
         arguments = dict(task.reward_fn_args)
         timeout = _timeout_of(reward, arguments)
-        self._form = _form_of(reward, arguments)
-        self._called: Any
+        self._signature = _signature_of(reward, arguments)
+        self._function: Any
         if timeout is not None and workflow is not None:
             imports = getattr(reward, "grader_imports", "")
-            self._called = functools.partial(_graded, task, workflow, timeout, imports, self._form)
+            self._function = functools.partial(_call_in_grader, task, workflow, timeout, imports, self._signature)
         else:
-            built = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
-            self._called = functools.partial(_trl_result, built, self._form, task) if self._form.of_trl else built
+            function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
+            self._function = function
+            if self._signature.is_trl:
+                self._function = functools.partial(_call_trl_reward, function, self._signature, task)
 
-    def __call__(self, *args: Any, **known: Any) -> Any:
+    def __call__(self, *args: Any, **values: Any) -> Any:
         """Call the reward with copies of the row's values and of `reward_fn_args`, which it may change in place.
 
         `args` are for workflows that call their reward by position. Raises WorkflowError if a value is missing.
         """
-        row, shared = self._row, {"prompt", "truth"}
-        if not self._form.of_trl and not args:
-            columns = {name: row[name] for name in self._form.lacks(known) if name in row}
-            known, shared = known | columns, shared | columns.keys()
-            _require_arguments(self._name, self._form.lacks(known), [*known, *row])
-        known = {name: copy.deepcopy(value) if name in shared else value for name, value in known.items()}
-        if self._form.of_trl:
-            return self._called(**{name: known[name] for name in ("response", "completion_ids") if name in known})
-        return self._called(*args, **self._form.of(known))
+        row, copied_names = self._row, {"prompt", "truth"}
+        if not self._signature.is_trl and not args:
+            columns = {name: row[name] for name in self._signature.missing_names(values) if name in row}
+            values |= columns
+            copied_names |= columns.keys()
+            _require_arguments(self._name, self._signature.missing_names(values), [*values, *row])
+        values = {name: copy.deepcopy(value) if name in copied_names else value for name, value in values.items()}
+        if self._signature.is_trl:
+            return self._function(**{name: values[name] for name in ("response", "completion_ids") if name in values})
+        return self._function(*args, **self._signature.accepted(values))
 
 
-def known_of(answer: Experience) -> dict[str, Any]:
+def answer_values(answer: Experience) -> dict[str, Any]:
     """Return the values of an answer for rewards: `response`, and its tokens as `completion_ids`."""
     ids = answer.tokens[answer.prompt_length :].tolist()
     return {"response": answer.response_text or "", "completion_ids": ids}
@@ -112,32 +115,35 @@ def known_of(answer: Experience) -> dict[str, Any]:
 class _Bound(functools.partial[Any]):
     """A function with its `reward_fn_args`, copied for each call."""
 
-    def __call__(self, /, *args: Any, **known: Any) -> Any:
-        return self.func(*args, **(copy.deepcopy(self.keywords) | known))
+    def __call__(self, /, *args: Any, **values: Any) -> Any:
+        return self.func(*args, **(copy.deepcopy(self.keywords) | values))
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Signature:
     """Parameters of a reward."""
 
     names: frozenset[str]
-    whatever: bool
+    has_kwargs: bool
     """True if the reward has `**kwargs`."""
-    set_already: frozenset[str]
+    preset_names: frozenset[str]
     """Names set by `reward_fn_args`."""
-    needed: tuple[str, ...] = ()
+    required_names: tuple[str, ...] = ()
     """Names without a default."""
 
-    def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in known.items()
-                if (self.whatever or name in self.names) and name not in self.set_already}
+    def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that the reward has parameters for."""
+        return {name: value for name, value in values.items()
+                if (self.has_kwargs or name in self.names) and name not in self.preset_names}
 
-    def lacks(self, known: Collection[str]) -> list[str]:
-        return [n for n in self.needed if n not in known and n not in self.set_already]
+    def missing_names(self, available: Collection[str]) -> list[str]:
+        """Return the parameters without a default that are not among these names."""
+        return [name for name in self.required_names if name not in available and name not in self.preset_names]
 
     @property
-    def of_trl(self) -> bool:
-        names = self.names - self.set_already
+    def is_trl(self) -> bool:
+        """True if the reward has TRL's form, as the module describes it."""
+        names = self.names - self.preset_names
         return bool(names & {"completions", "prompts"}) or ("completion_ids" in names and "response" not in names)
 
 
@@ -146,43 +152,49 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
     `workflow` and `reward` are classes or functions; `arguments`: the `reward_fn_args`.
     """
-    ours = getattr(workflow, "__module__", "").startswith("trinity_es.")
-    known = getattr(workflow, "KNOWN_TO_REWARDS", None) if ours else None
-    form = _form_of(reward, arguments)
-    return [] if known is None else form.lacks(TRL_ARGUMENTS if form.of_trl else known)
+    is_ready_made = getattr(workflow, "__module__", "").startswith("trinity_es.")
+    available = getattr(workflow, "KNOWN_TO_REWARDS", None) if is_ready_made else None
+    if available is None:
+        return []
+    signature = _signature_of(reward, arguments)
+    return signature.missing_names(TRL_ARGUMENTS if signature.is_trl else available)
 
 
-def _require_arguments(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
-    if lacks:
-        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(lacks)}, but there is only "
-                            f"{', '.join(dict.fromkeys(there))}: set it in reward_fn_args, or add it to the row")
+def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
+    """Raise WorkflowError if arguments are missing; it names those that are available."""
+    if missing_names:
+        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but there is only "
+                            f"{', '.join(dict.fromkeys(available))}: set it in reward_fn_args, or add it to the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
     """Return True if a reward has TRL's form. `arguments`: its `reward_fn_args`."""
-    return _form_of(reward, arguments).of_trl
+    return _signature_of(reward, arguments).is_trl
 
 
-def _form_of(reward: Any, arguments: Mapping[str, Any]) -> _Form:
+def _signature_of(reward: Any, arguments: Mapping[str, Any]) -> _Signature:
+    """Return the parameters of a function, or of a class's `__call__`. `arguments`: the `reward_fn_args`."""
     is_class = isinstance(reward, type)  # built later, perhaps in a process that can be killed
     try:
         signature = inspect.signature(reward.__call__ if is_class else reward)
-        parameters = list(signature.parameters.values())[int(is_class) :]
+        parameters = list(signature.parameters.values())[int(is_class) :]  # without `self`
     except (TypeError, ValueError):  # of a builtin
-        return _Form(frozenset({"response", "prompt", "truth"}), False, frozenset())
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return _Form(
-        frozenset(p.name for p in named), any(p.kind is p.VAR_KEYWORD for p in parameters),
-        frozenset() if is_class else frozenset(arguments), tuple(p.name for p in named if p.default is p.empty),
+        return _Signature(names=frozenset({"response", "prompt", "truth"}), has_kwargs=False, preset_names=frozenset())
+    named_parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return _Signature(
+        names=frozenset(p.name for p in named_parameters),
+        has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        preset_names=frozenset() if is_class else frozenset(arguments),
+        required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
 
 
 def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
     """Return `grader_timeout`, popped from the arguments, else the reward's own."""
-    own = getattr(reward, "grader_timeout", None)
+    timeout = getattr(reward, "grader_timeout", None)
     if "grader_timeout" in arguments:
-        own = arguments.pop("grader_timeout")
-    return own(**arguments) if callable(own) else own
+        timeout = arguments.pop("grader_timeout")
+    return timeout(**arguments) if callable(timeout) else timeout
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
@@ -201,30 +213,32 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
         raise WorkflowError(f"the arguments of the grader {path} must be plain JSON: {e}") from None
 
 
-def _graded(task: Task, workflow: Any, timeout: float, imports: str, form: _Form, /, **known: Any) -> Any:
+def _call_in_grader(
+    task: Task, workflow: Any, timeout: float, imports: str, signature: _Signature, /, **values: Any
+) -> Any:
     """Call a task's reward in its own process. Raises WorkflowError if the reward takes an Experience."""
     fields = {name: value for name, value in task_to_dict(task).items() if name in _REWARD_FIELDS}
     fields["reward_fn"] = REWARD_FUNCTIONS.paths.get(fields["reward_fn"], fields["reward_fn"])
-    experiences = {name for name, value in known.items() if isinstance(value, Experience)}
-    if refused := experiences & form.names:
+    experiences = {name for name, value in values.items() if isinstance(value, Experience)}
+    if refused := experiences & signature.names:
         raise WorkflowError(f"the reward {fields['reward_fn']} takes {', '.join(refused)}, an Experience, which can't "
                             "be sent to a process of its own: take response and completion_ids instead, or leave out "
                             "grader_timeout")
-    plain = {name: value for name, value in known.items() if name not in experiences}
+    plain_values = {name: value for name, value in values.items() if name not in experiences}
     grade = workflow.grade_async if type(workflow).is_async else workflow.grade
-    return grade(rewarded, fields, plain, timeout=timeout, imports=imports or fields["reward_fn"])
+    return grade(rewarded, fields, plain_values, timeout=timeout, imports=imports or fields["reward_fn"])
 
 
 _REWARD_FIELDS = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 """Fields of a task that its reward may read."""
 
 
-def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
+def rewarded(task: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a task's reward; a grader calls this.
 
     Raises GraderError for a value that is no number, WorkflowError for a number that is not finite.
     """
-    value = value_of(Reward(Task(**task))(**known))
+    value = value_of(Reward(Task(**task))(**values))
     try:
         return as_parts(value, task["reward_fn"])
     except WorkflowError as e:
@@ -242,34 +256,36 @@ def value_of(result: Any) -> Any:
     return asyncio.run(value()) if inspect.isawaitable(result) else result
 
 
-def _trl_result(
-    called: Callable[..., Any], form: _Form, task: Task, /, *, response: str,
+def _call_trl_reward(
+    function: Callable[..., Any], signature: _Signature, task: Task, /, *, response: str,
     completion_ids: Sequence[int] | None = None,
 ) -> Any:
-    """Return the number of a TRL-form reward, or an awaitable of it."""
+    """Return the number of a reward of TRL's form, or an awaitable of it."""
     row, prompt = task.raw_task or {}, task.task_desc
     completion: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
     row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
-    known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
-    known |= {"prompts": [prompt], "completions": [completion], "trainer_state": None,
-              "log_extra": _discard, "log_metric": _discard}
+    values: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
+    values |= {"prompts": [prompt], "completions": [completion], "trainer_state": None,
+               "log_extra": _discard, "log_metric": _discard}
     if completion_ids is not None:
-        known["completion_ids"] = [[int(token) for token in completion_ids]]
-    _require_arguments(called, form.lacks(known), known)
-    result = called(**form.of(known))
-    return _awaited_number(called, result) if inspect.isawaitable(result) else _only_number(called, result)
+        values["completion_ids"] = [[int(token) for token in completion_ids]]
+    _require_arguments(function, signature.missing_names(values), values)
+    result = function(**signature.accepted(values))
+    return _awaited_number(function, result) if inspect.isawaitable(result) else _only_number(function, result)
 
 
 def _discard(*values: Any, **named_values: Any) -> None:
     """Ignore values that TRL would log: here the parts of a reward are the metrics."""
 
 
-async def _awaited_number(called: Any, result: Awaitable[Any]) -> float:
-    return _only_number(called, await result)
+async def _awaited_number(function: Any, result: Awaitable[Any]) -> float:
+    """Await the result of a TRL reward, and return its number."""
+    return _only_number(function, await result)
 
 
-def _only_number(called: Any, rewards: Any) -> float:
-    name = _reward_name(called)
+def _only_number(function: Any, rewards: Any) -> float:
+    """Return the number in a TRL reward's list of one. Raises WorkflowError, which names the reward."""
+    name = _reward_name(function)
     try:
         [reward] = rewards
     except (TypeError, ValueError):
@@ -280,7 +296,7 @@ def _only_number(called: Any, rewards: Any) -> float:
     if isinstance(reward, Mapping):
         raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: a reward of TRL's form "
                             "returns a list of one number")
-    return as_parts(reward, called)["reward"]
+    return as_parts(reward, function)["reward"]
 
 
 def as_parts(result: Any, reward: Any) -> dict[str, float]:
@@ -310,9 +326,10 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
 
 
 def _reward_name(reward: Any) -> str:
+    """Return a reward's name for errors: as the task names it, or that of the class or function."""
     if isinstance(reward, str):
         return reward
     if isinstance(reward, type):
         return f"{reward.__module__}:{reward.__qualname__}"
-    called = reward.func if isinstance(reward, functools.partial) else reward
-    return getattr(called, "__name__", type(called).__name__)
+    function = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(function, "__name__", type(function).__name__)

@@ -21,20 +21,20 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
     if isinstance(prompt, str):
         return
     if not isinstance(prompt, list):
-        raise DataError(f"the prompt is {_shown(prompt)}: a text or a list of chat messages is expected")
+        raise DataError(f"the prompt is {_quoted(prompt)}: a text or a list of chat messages is expected")
     if not prompt:
         raise DataError("the prompt is an empty list: give a text, or at least one chat message")
     for i, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {i} of the prompt is {_shown(message)}: an object with `role` and `content` is "
+            raise DataError(f"message {i} of the prompt is {_quoted(message)}: an object with `role` and `content` is "
                             "expected")
         content = message.get("content")
         if not isinstance(content, str | list | None) or (content is None and "tool_calls" not in message):
-            raise DataError(f"the content of message {i} of the prompt is {_shown(content)}: a text or a list of "
+            raise DataError(f"the content of message {i} of the prompt is {_quoted(content)}: a text or a list of "
                             "parts is expected")
         for part in content if isinstance(content, list) else ():
             if not _is_text(part):
-                raise DataError(f"message {i} of the prompt has the part {_shown(part)}: only parts of text are "
+                raise DataError(f"message {i} of the prompt has the part {_quoted(part)}: only parts of text are "
                                 "supported, as {'type': 'text', 'text': ...}")
     if prefix and prompt[-1]["role"] == "assistant":
         raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its answer, "
@@ -62,15 +62,15 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
 
 
 def with_question(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return the messages with `question` applied to the text of the user's last one.
+    """Return the messages with the text of the user's last one replaced by `question(text)`.
 
     Raises DataError if no message is the user's.
     """
-    last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
-    if last is None:
+    index = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+    if index is None:
         raise DataError("no message of the prompt is the user's, so there is no question in it")
-    message = {**messages[last], "content": question(messages[last]["content"])}
-    return [*messages[:last], message, *messages[last + 1 :]]
+    message = {**messages[index], "content": question(messages[index]["content"])}
+    return [*messages[:index], message, *messages[index + 1 :]]
 
 
 def plain_text(messages: list[dict[str, Any]]) -> str:
@@ -85,10 +85,11 @@ def _is_text(part: Any) -> bool:
 
 
 def _text(content: Any) -> str:
+    """Return a message's content as text: its parts joined by newlines, or "" for None."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if _is_text(part))
     return content or ""
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return "null" if value is None else f"{value!r:.60}"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.rewards import Reward, RewardFn, known_of, value_of
+from trinity_es.workflows.rewards import Reward, RewardFn, answer_values, value_of
 from trinity_es.workflows.row_prompts import chat_of
 from trinity_es.workflows.workflow import KNOWN, Workflow
 
@@ -41,18 +41,21 @@ class SimpleWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
+        """Take another task, with the default reward if it names none. Raises WorkflowError if there is no reward."""
         if task.reward_fn is None:
             task = replace(task, reward_fn=self.default_reward)
         self.task = task
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
-        self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
+        self.system_prompt = task.format_args.get("system_prompt")
+        self.reply_prefix = task.format_args.get("reply_prefix")
         self.task_desc, self.truth = task.task_desc, task.truth
         self.reward_fn: Any = Reward(task, self)
 
     @property
     def rollout_args(self) -> dict[str, Any]:
         """The task's sampling settings, with `n` set to the number of runs that this workflow plays."""
-        return {**{k: v for k, v in self.task.rollout_args.items() if v is not None}, "n": self.repeat_times}
+        task_settings = {name: value for name, value in self.task.rollout_args.items() if value is not None}
+        return {**task_settings, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
         self.require_prompt()
@@ -70,9 +73,11 @@ class SimpleWorkflow(Workflow):
         return self.reward_fn(**self._reward_arguments(answer))
 
     def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
-        return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
+        """Return all values that a reward of this answer may ask for, by name."""
+        return {**answer_values(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
+        """Give each answer its reward; answers whose reward failed are left out, as `_with_rewards` does."""
         rewards: list[Any] = []
         for answer in answers:
             try:
@@ -90,6 +95,7 @@ class AsyncSimpleWorkflow(SimpleWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
+        """Play one run; the reward may be async."""
         answers = await self._ask(self.model.chat_async, self.model.generate_async)
         rewards = await asyncio.gather(*(self._awaited_reward(answer) for answer in answers), return_exceptions=True)
         return self._with_rewards(answers, rewards)

@@ -22,7 +22,7 @@ from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
-from trinity_es.workflows.rewards import Reward, as_parts, call_of, known_of, value_of
+from trinity_es.workflows.rewards import Reward, answer_values, as_parts, call_of, value_of
 from trinity_es.workflows.row_prompts import chat_of
 
 __all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
@@ -55,8 +55,8 @@ class Workflow:
     @classmethod
     def taken_args(cls) -> frozenset[str] | None:
         """Return the `workflow_args` that this class itself declares; None if it declares none."""
-        ready_made = cls.__module__.partition(".")[0] == "trinity_es"
-        return cls.ARGS if ready_made or "ARGS" in vars(cls) else None
+        is_ready_made = cls.__module__.partition(".")[0] == "trinity_es"
+        return cls.ARGS if is_ready_made or "ARGS" in vars(cls) else None
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         self.task = task
@@ -90,8 +90,8 @@ class Workflow:
         the package openai is missing.
         """
         if self._clients is None and self._wrappers is not None:
-            make = "get_openai_async_client" if type(self).is_async else "get_openai_client"
-            self._clients = [getattr(model, make)() for model in self._wrappers]
+            method = "get_openai_async_client" if type(self).is_async else "get_openai_client"
+            self._clients = [getattr(model, method)() for model in self._wrappers]
         return self._clients
 
     @auxiliary_models.setter
@@ -108,6 +108,7 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} says can_reset and has no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Take the number of runs to play, and the number of the first; a runner calls it before `run`."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def run(self) -> list[Experience]:
@@ -115,6 +116,7 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has no run(): define it, or set is_async and run_async()")
 
     async def run_async(self) -> list[Experience]:
+        """Play the task as `run` does, on the runner's event loop."""
         raise NotImplementedError(f"{type(self).__name__} says is_async and has no run_async()")
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
@@ -165,8 +167,12 @@ class Workflow:
 
     @property
     def _steps(self) -> RunSteps:
+        """The recorder of this run's steps; outside of a runner, as in a test, one that records nothing."""
         steps = getattr(self.model, "steps", None)
-        return steps if isinstance(steps, RunSteps) else self.__dict__.setdefault("_own_steps", RunSteps())
+        if isinstance(steps, RunSteps):
+            return steps
+        own_steps: RunSteps = self.__dict__.setdefault("_own_steps", RunSteps())
+        return own_steps
 
     def require_prompt(self) -> Any:
         """Return the task's prompt. Raises WorkflowError if it is missing or null."""
@@ -201,6 +207,7 @@ class Workflow:
         return as_parts(await result if inspect.isawaitable(result) else result, self.task.reward_fn)
 
     def _reward_result(self, response: str, completion_ids: Sequence[int] | None) -> Any:
+        """Call the task's reward, and return its result or an awaitable of it."""
         ids = {} if completion_ids is None else {"completion_ids": completion_ids}
         return Reward(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
 
@@ -230,9 +237,9 @@ class Workflow:
     def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
         """Give each answer its run and its reward, and return the answers that have one.
 
-        If a reward failed, its run fails, or the whole call without `can_repeat`.
+        A reward that is an exception fails its run, or, without `can_repeat`, is raised here.
         """
-        kept = []
+        rewarded_answers = []
         for run, (answer, parts) in enumerate(zip(answers, rewards, strict=True), self.run_id_base):
             try:
                 if isinstance(parts, BaseException):
@@ -246,8 +253,8 @@ class Workflow:
             answer.metrics = {**answer.metrics, **parts}
             answer.reward = float(sum(parts.values()))
             answer.eid.run = run
-            kept.append(answer)
-        return kept
+            rewarded_answers.append(answer)
+        return rewarded_answers
 
 
 class SingleTurnWorkflow(Workflow):
@@ -264,11 +271,12 @@ class SingleTurnWorkflow(Workflow):
 
     async def run_async(self) -> list[Experience]:
         answers = await self._answers()
-        rewards = await asyncio.gather(*(self.reward_async(**known_of(a)) for a in answers), return_exceptions=True)
-        kept = self._with_rewards(answers, rewards)
-        for answer in kept:
+        """Ask the model once for all runs, and reward each answer; the metrics have the sum as `reward`."""
+        calls = [self.reward_async(**answer_values(answer)) for answer in answers]
+        rewarded_answers = self._with_rewards(answers, await asyncio.gather(*calls, return_exceptions=True))
+        for answer in rewarded_answers:
             answer.metrics["reward"] = answer.reward or 0.0
-        return kept
+        return rewarded_answers
 
     async def _answers(self) -> list[Experience]:
         answers: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
@@ -305,6 +313,7 @@ class MultiTurnWorkflow(Workflow):
     def _with_reward(
         self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
     ) -> Experience:
+        """Set a conversation's reward, info and metrics, and return it; the reward is 0 if an answer was cut."""
         if experience.truncate_status == "response_truncated":  # the reward was for the whole response
             reward = 0.0
         experience.reward = reward

@@ -10,18 +10,18 @@ from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "too_many"]
+__all__ = ["excess", "excused", "has_all", "lacks", "load_result", "publish", "remove"]
 
 
 def publish(
-    adapters: Adapters, new: ev.AdapterPublished, most: int, models: Collection[str] = ()
+    adapters: Adapters, new: ev.AdapterPublished, room: int, models: Collection[str] = ()
 ) -> list[ev.Event]:
     """Decide on a publication; of the same version and files, only a new path is recorded.
 
-    `most` is the number of adapters that engines have room for. Raises SyncError for a name in `models`, for an older
+    `room` is the number of adapters that engines can hold. Raises SyncError for a name in `models`, for an older
     version, for a version published with other files, and for one adapter too many.
     """
-    if most == 0:
+    if room == 0:
         raise SyncError(
             f"adapter {new.adapter!r} was not published: engines serve no adapters; set "
             "explorer.rollout_model.lora (max_adapters, max_rank) and start the system again"
@@ -43,9 +43,9 @@ def publish(
         if isinstance(latest, ev.AdapterRemoved) or latest.digest != new.digest:
             fate = "removed" if isinstance(latest, ev.AdapterRemoved) else "published with other contents"
             raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {fate}: give it a new version")
-    if new.adapter not in current and len(current) >= most:
+    if new.adapter not in current and len(current) >= room:
         raise SyncError(
-            f"adapter {new.adapter!r} was not published: engines have room for {most}, and there are "
+            f"adapter {new.adapter!r} was not published: engines have room for {room}, and there are "
             f"{', '.join(current)}. remove_adapter one, or raise explorer.rollout_model.lora.max_adapters and restart"
         )
     return [new]
@@ -60,42 +60,43 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
     return [] if isinstance(latest, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=latest.version)]
 
 
-def too_many(adapters: Adapters, most: int) -> str:
-    """Return why engines with room for `most` adapters can't serve these; empty if they can, or if `most` is 0."""
+def excess(adapters: Adapters, room: int) -> str:
+    """Return why engines with room for `room` adapters can't serve these; empty if they can, or if `room` is 0."""
     current = current_adapters(adapters)
-    if most == 0 or len(current) <= most:
+    if room == 0 or len(current) <= room:
         return ""
     return (
-        f"there are adapters {', '.join(current)}, and engines have room for {most}: raise "
+        f"there are adapters {', '.join(current)}, and engines have room for {room}: raise "
         "explorer.rollout_model.lora.max_adapters and restart, or remove_adapter some"
     )
 
 
-def has_all(adapters: Adapters, has: Collection[str]) -> bool:
-    """Return True if an engine with the adapters `has` serves some version of every current adapter."""
-    return current_adapters(adapters).keys() <= set(has)
+def has_all(adapters: Adapters, of_engine: Collection[str]) -> bool:
+    """Return True if an engine with the adapters `of_engine` serves some version of every current adapter."""
+    return current_adapters(adapters).keys() <= set(of_engine)
 
 
-def lacks(adapters: Adapters, has: Collection[str], most: int) -> str:
-    """Return why an engine with the adapters `has` and room for `most` can't serve yet; empty if it can."""
-    missing = sorted(current_adapters(adapters).keys() - set(has)) if most else []
+def lacks(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
+    """Return why an engine with the adapters `of_engine` and room for `room` can't serve yet; empty if it can."""
+    missing = sorted(current_adapters(adapters).keys() - set(of_engine)) if room else []
     if not missing:
         return ""
     names = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
-    return too_many(adapters, most) or f"it has not loaded {names} yet, and tries again"
+    return excess(adapters, room) or f"it has not loaded {names} yet, and tries again"
 
 
-def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
-    """Return the adapters that this runner could not load and no other engine ever `loaded`."""
-    return {adapter for adapter, _, _ in result.errors} - set(loaded)
+def excused(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
+    """Return the adapters that this runner could not load, except those that some engine loaded (`loaded_once`). A new
+    runner may serve without these, since no engine answers requests for them."""
+    return {adapter for adapter, _, _ in result.errors} - set(loaded_once)
 
 
 def load_result(
-    life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded: Collection[str], *, had_all: bool
+    life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded_once: Collection[str], *, had_all: bool
 ) -> list[ev.Event]:
     """Record the result of a load order.
 
-    `loaded` are the adapters that some engine has had; `had_all` means that this life has served every adapter before.
+    `loaded_once` are adapters that some engine has had; `had_all` means that this life served every adapter before.
     A runner that could not load a version goes on with its old one. A new runner that lacks an adapter fails, since it
     would refuse requests that others answer. It does not fail for an adapter that no engine ever loaded.
     """
@@ -108,10 +109,10 @@ def load_result(
         ev.AdapterFailed(runner=name, incarnation=incarnation, adapter=adapter, version=version, error=error)
         for adapter, version, error in result.errors
     ]
-    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded)
-    errors = [error for error in result.errors if error[0] in missing]
-    if errors and not had_all:
-        failures = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
+    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded_once)
+    fatal_errors = [error for error in result.errors if error[0] in missing]
+    if fatal_errors and not had_all:
+        failures = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in fatal_errors)
         reason = f"it could not load {failures}; publish a new version (sync_adapter), or remove_adapter it"
         if (life.state, life.reason) != (RunnerState.FAILED, reason):
             events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))

@@ -26,21 +26,8 @@ from trinity_es.projections.batch import BatchState, Flight, batch_result
 from trinity_es.projections.host_states import host_of
 
 __all__ = [
-    "Capacity",
-    "abort",
-    "add",
-    "dispatch",
-    "finalize_failed",
-    "finalized",
-    "groups_missing",
-    "outcome",
-    "recovery",
-    "reopen",
-    "require_batch",
-    "require_runs",
-    "runner_lost",
-    "start_finalizing",
-    "submit",
+    "Capacity", "abort", "add", "dispatch", "finalize_failed", "finalized", "groups_missing", "outcome", "recovery",
+    "reopen", "require_batch", "require_runs", "runner_lost", "start_finalizing", "submit",
 ]
 
 SLACK_PLACES = 0.25
@@ -54,19 +41,9 @@ RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 
 
 def submit(
-    existing: BatchState | None,
-    *,
-    batch_id: BatchId,
-    batch_type: BatchType,
-    repeat_times: list[int],
-    tasks: list[dict[str, Any]] | None,
-    tasks_digest: str | None,
-    min_wait_num: int | None,
-    max_attempts: int,
-    runs_per_unit: int | None,
-    detailed_stats: bool,
-    submission: str,
-    continues: Sequence[ev.ContinuedTask] = (),
+    existing: BatchState | None, *, batch_id: BatchId, batch_type: BatchType, repeat_times: list[int],
+    tasks: list[dict[str, Any]] | None, tasks_digest: str | None, min_wait_num: int | None, max_attempts: int,
+    runs_per_unit: int | None, detailed_stats: bool, submission: str, continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
     """Submit a batch; the same submission again changes nothing.
 
@@ -84,16 +61,9 @@ def submit(
         raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or at least 0")
     return [
         ev.BatchSubmitted(
-            batch_id=batch_id,
-            batch_type=batch_type,
-            repeat_times=repeat_times,
-            tasks=tasks,
-            tasks_digest=tasks_digest,
-            min_wait_num=min_wait_num,
-            max_attempts=max_attempts,
-            runs_per_unit=runs_per_unit,
-            detailed_stats=detailed_stats,
-            submission=submission,
+            batch_id=batch_id, batch_type=batch_type, repeat_times=repeat_times, tasks=tasks,
+            tasks_digest=tasks_digest, min_wait_num=min_wait_num, max_attempts=max_attempts,
+            runs_per_unit=runs_per_unit, detailed_stats=detailed_stats, submission=submission,
             continues=list(continues),
         )
     ]
@@ -101,7 +71,7 @@ def submit(
 
 def dispatch(
     batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0,
-    holds: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
+    must_wait: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: the lowest batch first, its units in order, to the least loaded runner.
 
@@ -109,62 +79,55 @@ def dispatch(
     one before, whose engine has cached their prompt, while it has a place and is not much fuller than the least loaded
     one (`SLACK_PLACES`). If few units wait, runners get few or none beyond their places, since places elsewhere would
     stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. A lost unit waits while
-    `holds` returns True for it. The function changes `load` of the capacities. Its cost depends only on the number of
-    dispatched units.
+    `must_wait` returns True for it. The function changes `load` of the capacities. Its cost depends only on the number
+    of dispatched units.
     """
     room = runners if isinstance(runners, Room) else Room(runners)
-    waiting = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
-    room.expect(sum(len(b.pending) for b in waiting))
-    chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
-    for batch in sorted(waiting, key=lambda b: sort_batch_id(b.batch_id)):
-        groups: dict[str, tuple[Capacity, list[ev.Unit]]] = {}
+    waiting_batches = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
+    room.expect(sum(len(b.pending) for b in waiting_batches))
+    dispatches: list[tuple[BatchState, ev.TasksDispatched]] = []
+    for batch in sorted(waiting_batches, key=lambda b: sort_batch_id(b.batch_id)):
+        units_by_runner: dict[str, tuple[Capacity, list[ev.Unit]]] = {}
         homes: dict[int, str] = {}
         for key, unit in batch.pending.items():
-            if room.least() is None:
+            if room.least_loaded() is None:
                 break
-            if key in batch.lost and holds(batch, key):
+            if key in batch.lost and must_wait(batch, key):
                 continue
             avoid = batch.avoid.get(key)
             if avoid is not None and not room.has_other(avoid):
                 avoid = None
-            least = room.least(avoid)
-            if least is None:
+            least_loaded = room.least_loaded(avoid)
+            if least_loaded is None:
                 continue  # only the runner it failed on has room: wait for room on another one
+            runner = least_loaded
             home = room.find(homes.get(unit.task) or batch.homes.get(unit.task, ""))
-            runner = home if home is not None and home.name != avoid and _prefers_home(home, least) else least
+            if home is not None and home.name != avoid and _prefers_home(home, least_loaded):
+                runner = home
             if unit.runs < batch.tasks[unit.task].total_runs:
                 homes[unit.task] = runner.name
-            room.give(runner)
-            groups.setdefault(runner.name, (runner, []))[1].append(unit)
-        chosen.extend(
-            (
-                batch,
-                ev.TasksDispatched(
-                    runner=runner.name,
-                    incarnation=runner.incarnation,
-                    units=units,
-                    model_version=runner.model_version,
-                    timeout=timeout,
-                ),
+            room.add_unit(runner)
+            units_by_runner.setdefault(runner.name, (runner, []))[1].append(unit)
+        for runner, units in units_by_runner.values():
+            event = ev.TasksDispatched(
+                runner=runner.name, incarnation=runner.incarnation, units=units, model_version=runner.model_version,
+                timeout=timeout,
             )
-            for runner, units in groups.values()
-        )
-    return chosen
+            dispatches.append((batch, event))
+    return dispatches
 
 
-def _prefers_home(home: Capacity, least: Capacity) -> bool:
-    """Return True if a unit should go to the runner that had its task's other units."""
-    waits = home.load >= home.places and least.load < least.places  # at home it would wait, elsewhere it would not
-    return home.share <= least.share + SLACK_PLACES and not waits
+def _prefers_home(home: Capacity, least_loaded: Capacity) -> bool:
+    """Return True if a unit should go to the runner that had its task's other units, not to the least loaded one."""
+    waits_only_at_home = home.load >= home.places and least_loaded.load < least_loaded.places
+    return home.share <= least_loaded.share + SLACK_PLACES and not waits_only_at_home
 
 
 def outcome(
-    batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, servers: bool = False
+    batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, on_servers: bool = False
 ) -> list[ev.Event]:
     """Record the result of a unit; a settled unit, or one that is no longer this runner's, changes nothing.
-
-    `servers` means that engines are external servers, whose failures are not blamed on units.
-    """
+    `on_servers` means that engines are external servers, whose failures are not blamed on units."""
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
     unit = result.unit
@@ -174,87 +137,67 @@ def outcome(
     events: list[ev.Event] = []
     task = batch.tasks[unit.task]
     if result.results:
-        complete = not result.failures and len(task.done) + len(result.results) == task.total_runs
-        events.append(
-            (ev.TaskFinished if complete else ev.RunsFinished)(
-                task=unit.task,
-                run_id_base=unit.run_id_base,
-                attempt=unit.attempt,
-                runner=runner,
-                incarnation=incarnation,
-                runs=result.results,
-                payload=result.payload,
-                model_version=result.model_version,
-                model_version_end=result.model_version_end,
-                seconds=result.seconds,
-                other_prompt_tokens=result.other_tokens[0],
-                other_response_tokens=result.other_tokens[1],
-            )
-        )
-    kinds: dict[FailureKind, list[tuple[int, str]]] = {}
+        is_complete = not result.failures and len(task.done) + len(result.results) == task.total_runs
+        event_type = ev.TaskFinished if is_complete else ev.RunsFinished
+        events.append(event_type(
+            task=unit.task, run_id_base=unit.run_id_base, attempt=unit.attempt, runner=runner, incarnation=incarnation,
+            runs=result.results, payload=result.payload, model_version=result.model_version,
+            model_version_end=result.model_version_end, seconds=result.seconds,
+            other_prompt_tokens=result.other_tokens[0], other_response_tokens=result.other_tokens[1],
+        ))
+    failures_by_kind: dict[FailureKind, list[tuple[int, str]]] = {}
     for run, kind, message in result.failures:
-        kinds.setdefault(kind, []).append((run, message))
-    elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK
-    for cause, failures in kinds.items():
-        blamed = not elsewhere and (cause != "infra" or _blamed(unit, servers))
-        events.append(
-            ev.AttemptFailed(
-                task=unit.task,
-                run_id_base=unit.run_id_base,
-                failed_runs=[run for run, _ in failures],
-                attempt=unit.attempt,
-                runner=runner,
-                incarnation=incarnation,
-                kind="infra" if elsewhere else cause,
-                message=shortened(failures[0][1]),
-                retry=elsewhere or (cause in RETRIED and (not blamed or _may_fail(batch, unit))),
-                seconds=result.seconds,
-                blamed=blamed,
-            )
-        )
+        failures_by_kind.setdefault(kind, []).append((run, message))
+    goes_elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK  # its host lacks a part
+    for kind, failures in failures_by_kind.items():
+        blamed = not goes_elsewhere and (kind != "infra" or _is_blamed_for_end(unit, on_servers))
+        events.append(ev.AttemptFailed(
+            task=unit.task, run_id_base=unit.run_id_base, failed_runs=[run for run, _ in failures],
+            attempt=unit.attempt, runner=runner, incarnation=incarnation, kind="infra" if goes_elsewhere else kind,
+            message=shortened(failures[0][1]),
+            retry=goes_elsewhere or (kind in RETRIED and (not blamed or _has_attempts_left(batch, unit))),
+            seconds=result.seconds, blamed=blamed,
+        ))
     return events
 
 
-def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
+def _has_attempts_left(batch: BatchState, unit: ev.Unit) -> bool:
     """Return True if this unit gets another attempt after a failure for which it is blamed."""
     return batch.flights[unit.task, unit.run_id_base].strikes + 1 < batch.max_attempts
 
 
-def _blamed(unit: ev.Unit, servers: bool) -> bool:
-    # An external server ends for reasons of its own, so a unit is blamed only after many such attempts.
-    return not servers or unit.attempt >= MOST_SERVERS_LOST
+def _is_blamed_for_end(unit: ev.Unit, on_servers: bool) -> bool:
+    """Return True if a unit is blamed when the engine that serves it ends. An external server ends for reasons of its
+    own, so there a unit is blamed only after many such attempts."""
+    return not on_servers or unit.attempt >= MOST_SERVERS_LOST
 
 
 def runner_lost(
-    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, servers: bool = False,
-    had: Iterable[tuple[int, int]] | None = None,
+    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, on_servers: bool = False,
+    keys: Iterable[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
     """Record the loss of a runner: its units of this batch are attempted again, or fail after their last attempt.
 
-    All its units are blamed, since any of them may have ended it. None is blamed if the whole system ended, or if
-    engines are external `servers`. `had` are the keys of the flights that may be its own, if the caller knows them.
+    All its units are blamed, since any of them may have ended it. None is blamed if the whole system ended (pass
+    `blamed=False`), or at first if engines are external servers (`on_servers`). `keys` (task, first run) are the units
+    among which its own are, if the caller knows them.
     """
-    flights = list(batch.flights.values()) if had is None else [batch.flights[key] for key in had]
+    flights = list(batch.flights.values()) if keys is None else [batch.flights[key] for key in keys]
     return [
-        _lost(batch, flight, reason, blamed and _blamed(flight.unit, servers))
+        _lost_attempt(batch, flight, reason, blamed=blamed and _is_blamed_for_end(flight.unit, on_servers))
         for flight in flights
         if (flight.runner, flight.incarnation) == (runner, incarnation)
     ]
 
 
-def _lost(batch: BatchState, flight: Flight, reason: str, blamed: bool) -> ev.AttemptFailed:
+def _lost_attempt(batch: BatchState, flight: Flight, reason: str, *, blamed: bool) -> ev.AttemptFailed:
+    """Return the event of an attempt that was lost with its runner."""
     unit = flight.unit
     return ev.AttemptFailed(
-        task=unit.task,
-        run_id_base=unit.run_id_base,
-        failed_runs=list(range(unit.run_id_base, unit.run_id_base + unit.runs)),
-        attempt=unit.attempt,
-        runner=flight.runner,
-        incarnation=flight.incarnation,
-        kind="runner_lost",
-        message=shortened(reason),
-        retry=not blamed or _may_fail(batch, unit),
-        blamed=blamed,
+        task=unit.task, run_id_base=unit.run_id_base,
+        failed_runs=list(range(unit.run_id_base, unit.run_id_base + unit.runs)), attempt=unit.attempt,
+        runner=flight.runner, incarnation=flight.incarnation, kind="runner_lost", message=shortened(reason),
+        retry=not blamed or _has_attempts_left(batch, unit), blamed=blamed,
     )
 
 
@@ -273,19 +216,23 @@ def recovery(
         return [ev.RecoveryDecided(decision="finalize", reason=reason)]
     if batch.state is not BatchLifecycleState.RUNNING:  # it has no tasks, so nothing was lost
         return []
-    lost = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
-    kept = [f for f in batch.flights.values() if (f.runner, f.incarnation) not in lost]
-    oldest = min([version, *(f.model_version for f in kept), *([] if (v := batch.oldest_version) is None else [v])])
+    lost_lives = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
+    living_flights = [f for f in batch.flights.values() if (f.runner, f.incarnation) not in lost_lives]
+    versions = [version, *(f.model_version for f in living_flights)]
+    if batch.oldest_version is not None:
+        versions.append(batch.oldest_version)
+    oldest = min(versions)
     if batch.batch_type == "train" and max_staleness is not None and version - oldest > max_staleness:
         reason = (f"it holds tokens of weights {oldest}, the current ones are {version}; explorer.max_staleness is "
                   f"{max_staleness}")
         drop = ev.RecoveryDecided(decision="drop_stale", reason=reason)
         return [drop, *abort(batch, reason=f"stale: {reason}", keep_partial_results=False)]
-    done, total = batch.completed_task_count, batch.expected_task_count
-    reason = f"{done} of {total} tasks are settled, {len(kept)} units run on, {len(batch.pending)} were waiting"
+    settled, total = batch.completed_task_count, batch.expected_task_count
+    reason = (f"{settled} of {total} tasks are settled, {len(living_flights)} units run on, {len(batch.pending)} were "
+              "waiting")
     events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
     reason = "its process did not outlive the actor system"
-    for name, incarnation in sorted(lost):
+    for name, incarnation in sorted(lost_lives):
         failures = runner_lost(batch, name, incarnation, reason, blamed=False)
         units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
         redo_reason = f"{name} #{incarnation} had them: {reason}"
@@ -293,13 +240,19 @@ def recovery(
     return events
 
 
-def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError)."""
+def require_batch(
+    batch: BatchState | None, batch_id: BatchId, batch_type: BatchType, advice: str = ""
+) -> BatchState:
+    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
+
+    `advice`: what to do with a batch of another type; default: finalize it by its own call.
+    """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
         own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
-        raise BatchTypeMismatch(f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call {own}")
+        raise BatchTypeMismatch(
+            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
     return batch
 
 
@@ -330,7 +283,7 @@ def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
 
 
 def start_finalizing(
-    batch: BatchState, return_partial: bool = False, groups: int = 0, *, cut: bool = False
+    batch: BatchState, *, return_partial: bool = False, groups: int = 0, cut: bool = False
 ) -> list[ev.Event]:
     """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
 
@@ -340,11 +293,11 @@ def start_finalizing(
     open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
-        kept = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
-        cuts = open_tasks if cut and batch.batch_type == "train" else []
+        partly_done = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
+        cut_tasks = open_tasks if cut and batch.batch_type == "train" else []
         reason = f"finalized with {batch.completed_task_count} tasks, enough"
-        reason += "; cut, and goes on in a later batch" if cuts else ""
-        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept, cut=cuts))
+        reason += "; cut, and goes on in a later batch" if cut_tasks else ""
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=partly_done, cut=cut_tasks))
     if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing(groups=groups)]
@@ -354,24 +307,18 @@ def finalized(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Finalize a batch with the result of its pipeline."""
-    return [
-        ev.BatchFinalized(
-            result=batch_result(batch, metrics),
-            pipeline_metrics=metrics,
-            experiences=experiences,
-            selected=selected,
-            dropped=dropped,
-            dropped_by=dropped_by or {},
-            model_versions=model_versions or [],
-        )
-    ]
+    """Finalize a batch with the result of its pipeline; the arguments are fields of BatchFinalized."""
+    return [ev.BatchFinalized(
+        result=batch_result(batch, metrics), pipeline_metrics=metrics, experiences=experiences, selected=selected,
+        dropped=dropped, dropped_by=dropped_by or {}, model_versions=model_versions or [],
+    )]
 
 
-def groups_missing(batch: BatchState, lost: Mapping[str, int], usable: int) -> ev.GroupsMissing:
-    """Record that the pipeline left too few tasks. `lost`: tasks whose experiences it dropped, by cause."""
+def groups_missing(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
+    """Record that the pipeline left only `usable` tasks, which is too few. `lost_counts` has the number of tasks whose
+    experiences it dropped, by cause; failed tasks are added to it."""
     failed = sum(not batch.tasks[number].payloads for number in batch.ready_tasks())
-    causes = {**lost, **({"failed": failed} if failed else {})}
+    causes = {**lost_counts, "failed": failed} if failed else dict(lost_counts)
     return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)
 
 
@@ -424,20 +371,14 @@ def reopen(
             raise DataError(f"the results of task {number} of batch {batch_id!r} were taken: schedule it again")
         if number not in batch.statuses and number not in batch.dropped:
             raise DataError(f"task {number} of batch {batch_id!r} has not ended: it will run anyway")
-        step = min(runs_per_unit or task.total_runs, task.total_runs)
+        size = min(runs_per_unit or task.total_runs, task.total_runs)
         units = [
-            ev.Unit(task=number, run_id_base=base, runs=min(step, task.total_runs - base), attempt=task.attempts + 1)
-            for base in range(0, task.total_runs, step)
+            ev.Unit(task=number, run_id_base=base, runs=min(size, task.total_runs - base), attempt=task.attempts + 1)
+            for base in range(0, task.total_runs, size)
         ]
-        events.append(
-            ev.TaskReopened(
-                task=number,
-                units=units,
-                reason=shortened(reason),
-                request=request,
-                finished=len(task.done) == task.total_runs,
-                dropped=batch.dropped.get(number, ""),
-                experiences=sum(result.experiences for result in task.done.values()),
-            )
-        )
+        events.append(ev.TaskReopened(
+            task=number, units=units, reason=shortened(reason), request=request,
+            finished=len(task.done) == task.total_runs, dropped=batch.dropped.get(number, ""),
+            experiences=sum(result.experiences for result in task.done.values()),
+        ))
     return events

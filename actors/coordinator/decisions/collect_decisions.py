@@ -15,20 +15,12 @@ from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
 from trinity_es.projections.batch import BatchState, batch_result
 
-__all__ = ["drop_rest", "open_scheduled", "over", "pause", "resume", "schedule", "take"]
+__all__ = ["drop_rest", "end_if_done", "open_scheduled", "pause", "resume", "schedule", "take"]
 
 
 def schedule(
-    existing: BatchState | None,
-    *,
-    batch_id: BatchId,
-    repeat_times: list[int],
-    tasks: list[dict[str, Any]] | None,
-    tasks_digest: str | None,
-    evals: Sequence[int],
-    max_attempts: int,
-    runs_per_unit: int | None,
-    request: str,
+    existing: BatchState | None, *, batch_id: BatchId, repeat_times: list[int], tasks: list[dict[str, Any]] | None,
+    tasks_digest: str | None, evals: Sequence[int], max_attempts: int, runs_per_unit: int | None, request: str,
 ) -> list[ev.Event]:
     """Begin a batch with these tasks, or add them to the open one; the same request again changes nothing.
 
@@ -47,15 +39,9 @@ def schedule(
     if existing is None or existing.state.ended:
         return [
             ev.BatchSubmitted(
-                batch_id=batch_id,
-                batch_type="collect",
-                repeat_times=repeat_times,
-                tasks=tasks,
-                tasks_digest=tasks_digest,
-                max_attempts=max_attempts,
-                runs_per_unit=runs_per_unit,
-                submission=request,
-                evals=list(evals),
+                batch_id=batch_id, batch_type="collect", repeat_times=repeat_times, tasks=tasks,
+                tasks_digest=tasks_digest, max_attempts=max_attempts, runs_per_unit=runs_per_unit,
+                submission=request, evals=list(evals),
             )
         ]
     if existing.batch_type != "collect":
@@ -63,16 +49,12 @@ def schedule(
             f"batch {batch_id!r} is already active ({existing.state}), as a batch that was submitted with "
             f"submit_batch: finalize or abort it before its id is used again"
         )
-    first = existing.expected_task_count
-    added = ev.TasksAdded(
-        repeat_times=repeat_times,
-        tasks=tasks,
-        tasks_digest=tasks_digest,
-        runs_per_unit=runs_per_unit,
-        evals=[first + i for i in evals],
-        request=request,
+    first_number = existing.expected_task_count
+    addition = ev.TasksAdded(
+        repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest, runs_per_unit=runs_per_unit,
+        evals=[first_number + i for i in evals], request=request,
     )
-    return [*resume(existing), added]
+    return [*resume(existing), addition]
 
 
 def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
@@ -97,18 +79,18 @@ def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[e
 
 def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
     """Record that a client has the results of these tasks, except those that another client took first."""
-    ready = set(batch.ready_tasks())
-    ready_tasks = [task for task in tasks if task in ready]
-    return [ev.ResultsTaken(tasks=ready_tasks, request=request)] if ready_tasks else []
+    ready_tasks = set(batch.ready_tasks())  # those that were taken are not among them
+    taken_now = [task for task in tasks if task in ready_tasks]
+    return [ev.ResultsTaken(tasks=taken_now, request=request)] if taken_now else []
 
 
-def over(batch: BatchState) -> list[ev.Event]:
-    """Record the end of a batch if all its tasks were taken or dropped."""
+def end_if_done(batch: BatchState) -> list[ev.Event]:
+    """Record the end of a batch if all its tasks were taken or dropped: an abort if none was taken."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
-        reason = next(reversed(batch.dropped.values()))
-        return [ev.BatchAborted(reason=reason, result=batch_result(batch))]
+        last_reason = next(reversed(batch.dropped.values()))
+        return [ev.BatchAborted(reason=last_reason, result=batch_result(batch))]
     refs = [ref for task in sorted(batch.taken) for ref in batch.tasks[task].payloads]
     return [ev.BatchFinalized(result=batch_result(batch), experiences=refs, selected=sum(r.count for r in refs))]
 
@@ -119,4 +101,5 @@ def pause(batch: BatchState, reason: str) -> list[ev.Event]:
 
 
 def resume(batch: BatchState) -> list[ev.Event]:
+    """Let a paused batch go on; any other one stays as it is."""
     return [ev.BatchResumed()] if batch.paused else []

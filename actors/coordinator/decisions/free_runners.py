@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["Capacity", "Room"]
 
 AHEAD_DIVISOR = 2
-"""A runner gets at most its share of the waiting units, divided by this, beyond its places."""
+"""Divisor of a runner's share of the waiting units, which gives how many units it may get beyond its places."""
 
 
 @dataclass(slots=True)
@@ -38,48 +38,51 @@ class Room:
         """Drop a runner for which `fits` returns False until it is put in again."""
         self._fits = fits
         self._runners: dict[str, Capacity] = {}
-        self._numbers: dict[str, int] = {}
+        self._arrival_numbers: dict[str, int] = {}
         """Number of each runner, in the order of arrival."""
         self._heap: list[tuple[float, int, int, Capacity]] = []
-        """Share, runner's number, entry's number and runner; entries may be out of date."""
-        self._entries = 0
-        self._places = 0
-        self._beyond: float | None = None
+        """Share, arrival number, entry's number and runner; entries may be out of date."""
+        self._entry_count = 0
+        self._place_count = 0
+        self._extra_share: float | None = None
         """Units allowed beyond a runner's places, as a share of these; None: up to its limit."""
         for runner in runners:
             self.put(runner)
 
     def put(self, runner: Capacity) -> None:
         """Add a runner, or replace it by its new state."""
-        self._numbers.setdefault(runner.name, len(self._numbers))
+        self._arrival_numbers.setdefault(runner.name, len(self._arrival_numbers))
         self.drop(runner.name)
         self._runners[runner.name] = runner
-        self._places += runner.places
-        self._enter(runner)
+        self._place_count += runner.places
+        self._push(runner)
 
     def drop(self, name: str) -> None:
+        """Forget a runner; its entries in the heap are out of date from now on."""
         runner = self._runners.pop(name, None)
-        self._places -= 0 if runner is None else runner.places
+        self._place_count -= 0 if runner is None else runner.places
 
-    def expect(self, waiting: int) -> None:
+    def expect(self, waiting_count: int) -> None:
         """Set the number of waiting units, which limits the units beyond the runners' places."""
-        self._beyond = waiting / (AHEAD_DIVISOR * max(1, self._places)) if len(self._runners) > 1 else None
+        several = len(self._runners) > 1
+        self._extra_share = waiting_count / (AHEAD_DIVISOR * max(1, self._place_count)) if several else None
 
-    def give(self, runner: Capacity) -> None:
+    def add_unit(self, runner: Capacity) -> None:
         """Count one more unit for a runner."""
         runner.load += 1
-        self._enter(runner)
+        self._push(runner)
 
     def find(self, name: str) -> Capacity | None:
         """Return the runner of this name if it has room."""
         runner = self._runners.get(name)
-        if runner is None or runner.load >= runner.limit or not self._may_have(runner) or not self._fits(runner):
+        if runner is None or runner.load >= runner.limit or not self._may_get_unit(runner) or not self._fits(runner):
             return None
         return runner
 
-    def least(self, avoid: str | None = None) -> Capacity | None:
-        """Return the least loaded runner with room, other than `avoid`; None if there is none."""
-        heap, aside = self._heap, []
+    def least_loaded(self, avoid: str | None = None) -> Capacity | None:
+        """Return the least loaded runner with room, other than `avoid`; None if there is none. Also drops the entries
+        that are out of date, and the runners that do not fit."""
+        heap, avoided_entries = self._heap, []
         result = None
         while heap and result is None:
             share, _, _, runner = heap[0]
@@ -88,12 +91,12 @@ class Room:
             elif not self._fits(runner):
                 self.drop(runner.name)
             elif runner.name == avoid:
-                aside.append(heapq.heappop(heap))
-            elif not self._may_have(runner):
+                avoided_entries.append(heapq.heappop(heap))
+            elif not self._may_get_unit(runner):
                 break  # the fuller runners may have no more either
             else:
                 result = runner
-        for entry in aside[:1]:  # the other entries are copies of it
+        for entry in avoided_entries[:1]:  # the other entries are copies of it
             heapq.heappush(heap, entry)
         return result
 
@@ -101,20 +104,22 @@ class Room:
         """Return True if there is a runner besides this one, with room or without."""
         return any(r.name != name and self._fits(r) for r in self._runners.values())
 
-    def _may_have(self, runner: Capacity) -> bool:
-        if runner.load < runner.places or self._beyond is None:
+    def _may_get_unit(self, runner: Capacity) -> bool:
+        """Return True if a runner has a free place, or may get one more unit beyond its places."""
+        if runner.load < runner.places or self._extra_share is None:
             return True
-        return runner.load + 1 <= runner.places * (1 + self._beyond)
+        return runner.load + 1 <= runner.places * (1 + self._extra_share)
 
-    def _enter(self, runner: Capacity) -> None:
+    def _push(self, runner: Capacity) -> None:
+        """Put a runner with room into the heap; rebuild the heap if most of its entries are out of date."""
         if runner.load >= runner.limit:
             return
-        self._entries += 1
-        heapq.heappush(self._heap, (runner.share, self._numbers[runner.name], self._entries, runner))
-        if len(self._heap) > 64 + 4 * len(self._runners):  # most entries are out of date
+        self._entry_count += 1
+        heapq.heappush(self._heap, (runner.share, self._arrival_numbers[runner.name], self._entry_count, runner))
+        if len(self._heap) > 64 + 4 * len(self._runners):
             self._heap = [
-                (r.share, self._numbers[r.name], number, r)
-                for number, r in enumerate(self._runners.values(), self._entries) if r.load < r.limit
+                (r.share, self._arrival_numbers[r.name], number, r)
+                for number, r in enumerate(self._runners.values(), self._entry_count) if r.load < r.limit
             ]
-            self._entries += len(self._runners)
+            self._entry_count += len(self._runners)
             heapq.heapify(self._heap)

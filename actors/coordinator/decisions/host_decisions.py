@@ -11,7 +11,7 @@ from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.runner import Weights
 
-__all__ = ["Hello", "Refusal", "drained", "folder_of", "hello", "lost"]
+__all__ = ["Hello", "Refusal", "drain", "folder_of", "lose", "welcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,12 @@ class Hello:
 
     name: str
     life: str
+    """Id of the host's current process tree."""
     address: str
     pid: int
     places: dict[str, int]
     build: str
+    """Version of its software."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +36,35 @@ class Refusal:
     for_good: bool
 
 
-def hello(hosts: Hosts, offer: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
+def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
     """Decide on a host that wants to join; one that reconnects causes no events.
 
     `build` is this software's version; `connected` means that a host of this name is connected now.
     """
-    if offer.build != build:
-        return Refusal(f"it runs trinity-es {offer.build}, the head runs {build}: install the same on both", True)
-    previous = hosts.get(offer.name)
-    if previous is not None and previous.life == offer.life:
-        if previous.there:
-            return []
-        return Refusal(f"its epoch {previous.epoch} is over ({previous.reason}): it starts again", True)
-    if previous is not None and previous.there and connected:
+    if hello.build != build:
         return Refusal(
-            f"a host named {offer.name} has already joined (pid {previous.pid}, from {previous.address}): "
-            "choose another --name or end that one", False,
+            f"it runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)
+    host = hosts.get(hello.name)
+    if host is not None and host.life == hello.life:
+        if host.there:
+            return []
+        return Refusal(f"its epoch {host.epoch} is over ({host.reason}): it starts again", for_good=True)
+    if host is not None and host.there and connected:
+        return Refusal(
+            f"a host named {hello.name} has already joined (pid {host.pid}, from {host.address}): "
+            "choose another --name or end that one", for_good=False,
         )
     events: list[ev.Event] = []
-    if previous is not None and previous.there:
-        events += lost(hosts, offer.name, "it was restarted")
+    if host is not None and host.there:
+        events += lose(hosts, hello.name, "it was restarted")
     joined = ev.HostJoined(
-        host=offer.name, epoch=1 if previous is None else previous.epoch + 1, life=offer.life, address=offer.address,
-        pid=offer.pid, places=dict(offer.places),
+        host=hello.name, epoch=1 if host is None else host.epoch + 1, life=hello.life, address=hello.address,
+        pid=hello.pid, places=dict(hello.places),
     )
     return [*events, joined]
 
 
-def lost(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
+def lose(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     """Record the loss of a host; nothing if it was gone before."""
     host = hosts.get(name)
     if host is None or not host.there:
@@ -69,7 +72,7 @@ def lost(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     return [ev.HostLost(host=name, epoch=host.epoch, reason=reason)]
 
 
-def drained(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
+def drain(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     """Record that a host has to leave; nothing if it leaves or is gone already."""
     host = hosts.get(name)
     if host is None or host.state != "joined":
@@ -83,10 +86,12 @@ def folder_of(
 ) -> str | Refusal:
     """Return the head's folder for a host's request, which names its content and never a path.
 
-    `models` has the path of each model that the config names by a path.
+    `wanted` is the request (`kind`, `name`, `version`) of a host with the software version `build`. `models` has the
+    path of each model that the config names by a path.
     """
     if build != own_build:
-        return Refusal(f"it runs trinity-es {build}, the head runs {own_build}: install the same on both", True)
+        return Refusal(
+            f"it runs trinity-es {build}, the head runs {own_build}: install the same on both", for_good=True)
     kind, name, version = wanted.get("kind"), wanted.get("name"), wanted.get("version")
     match kind:
         case "weights" if weights.path and version == weights.version:
@@ -97,9 +102,11 @@ def folder_of(
             return models[str(name)]
         case "weights":
             current = f"version {weights.version} is" if weights.path else "none was published yet"
-            return Refusal(f"version {version!r} of the weights is not the current one: {current}", False)
+            reason = f"version {version!r} of the weights is not the current one: {current}"
         case "adapter":
-            return Refusal(f"version {version!r} of adapter {name!r} is not current", False)
+            reason = f"version {version!r} of adapter {name!r} is not current"
         case "model":
-            return Refusal(f"the head's config has no model {name!r} in a folder", False)
-    return Refusal(f"there are no folders of kind {kind!r}", False)
+            reason = f"the head's config has no model {name!r} in a folder"
+        case _:
+            reason = f"there are no folders of kind {kind!r}"
+    return Refusal(reason, for_good=False)

@@ -13,17 +13,17 @@ class EngineStatus:
     """Ready runner in a rolling update."""
 
     name: str
-    current: bool
+    has_version: bool
     """True if it has the new version."""
-    loading: bool
-    failed: bool = False
+    is_loading: bool
+    has_failed: bool = False
     """True if it could not load that version; it tries again when it announces itself."""
 
 
-def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool = True) -> list[str]:
+def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_reported: bool = True) -> list[str]:
     """Return the runners to take out now so that `keep` go on serving; if there are no more, they load one by one.
 
-    While not `all_known`, others may be loading, so `keep` of the known runners have to stay.
+    While not `all_reported`, other runners may be loading, so `keep` of these have to stay.
 
     >>> a, b, c = (EngineStatus(name, False, False) for name in "abc")
     >>> next_to_load([a, b, c], keep=1)
@@ -31,9 +31,9 @@ def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool 
     >>> next_to_load([a], keep=1)
     ['a']
     """
-    loading = sum(r.loading for r in runners)
-    room = len(runners) - loading - keep
-    if room <= 0 and not loading and all_known:
-        room = 1  # else no runner would ever load
-    waiting = [r.name for r in runners if not (r.current or r.loading or r.failed)]
-    return waiting[: max(0, room)]
+    loading_count = sum(r.is_loading for r in runners)
+    spare_count = len(runners) - loading_count - keep
+    if spare_count <= 0 and not loading_count and all_reported:
+        spare_count = 1  # else no runner would ever load
+    waiting = [r.name for r in runners if not (r.has_version or r.is_loading or r.has_failed)]
+    return waiting[: max(0, spare_count)]

@@ -10,48 +10,45 @@ __all__ = ["ended", "is_late", "reported"]
 
 
 def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
-    """Return True if a later life has reported, or this one's end is recorded."""
+    """Return True if a report came after a report of a later life, or after the end of its own was recorded. `life` is
+    the runner's newest reported life."""
     if life is None or life.incarnation < report.incarnation:
         return False
     return life.incarnation > report.incarnation or life.state.gone
 
 
 def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
-    """Record the changes in a report that is not late; `lacks` is why a ready engine's life stays failed.
-
-    `life` is None after a takeover until the runner reports, so its state is recorded again.
-    """
+    """Record the changes in a report that is not late. `lacks` is why a life whose engine is ready stays failed; empty
+    if it does not. `life` is None after a takeover until the runner reports, so its state is recorded again."""
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
-    state = None if life is None or life.incarnation < incarnation else life.state
-    if state is None:
+    if life is None or life.incarnation < incarnation:
         state = RunnerState.STARTED
-        started = ev.RunnerStarted(
+        events.append(ev.RunnerStarted(
             runner=name, incarnation=incarnation, pid=report.pid, host=report.host, engine=report.engine,
             model=report.model,
-        )
-        events.append(started)
+        ))
+    else:
+        state = life.state
     if lacks:
         if state is not RunnerState.FAILED:
             events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=lacks))
     elif report.state != state:
         match RunnerState(report.state):
             case RunnerState.READY:
-                ready = ev.RunnerReady(
+                events.append(ev.RunnerReady(
                     runner=name, incarnation=incarnation, places=report.places, model_version=report.model_version,
                     load_seconds=report.load_seconds, engine_version=report.engine_version, adapters=report.adapters,
-                )
-                events.append(ready)
+                ))
             case RunnerState.FAILED:
                 events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=report.reason))
             case RunnerState.RETIRED:
                 events.append(ev.RunnerRetired(runner=name, incarnation=incarnation))
     elif life is not None and state is RunnerState.READY and report.places != life.places:
-        changed = ev.ConcurrencyChanged(
+        events.append(ev.ConcurrencyChanged(
             runner=name, incarnation=incarnation, places=report.places, kv_share=report.kv_share,
             waiting=report.waiting,
-        )
-        events.append(changed)
+        ))
     return events
 
 
@@ -71,8 +68,7 @@ def ended(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
     if state is not RunnerState.LOST:  # a restart on request ends a quarantine
         events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=death.reason))
     if death.quarantined:
-        quarantined = ev.RunnerQuarantined(
+        events.append(ev.RunnerQuarantined(
             runner=name, incarnation=incarnation, deaths=death.deaths, period_seconds=death.period, reason=death.reason
-        )
-        events.append(quarantined)
+        ))
     return events

@@ -7,6 +7,7 @@ removed until it has left the list and come back, or until `scale` adds it again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
@@ -16,24 +17,22 @@ from trinity_es.projections.servers import Server
 __all__ = ["has_retired", "is_drained", "listed", "scaled"]
 
 
-def listed(servers: Mapping[str, Server], urls: Iterable[str], before: Iterable[str] | None) -> list[ev.Event]:
-    """Record what a new reading of the list changes; `before` is the previous reading, None for the first.
-
-    An empty list changes nothing, since a file is also empty while it is being rewritten.
-    """
-    now = list(dict.fromkeys(urls))
-    if not now:
+def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
+    """Record what a new reading of the list changes; `urls_before` is the previous reading, None for the first. An
+    empty list changes nothing, since a file is also empty while it is being rewritten."""
+    current_urls = list(dict.fromkeys(urls))
+    if not current_urls:
         return []
-    new = set(now) if before is None else set(now) - set(before)
+    returned_urls = set[str]() if urls_before is None else set(current_urls) - set(urls_before)
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
-    for url in now:
+    for url in current_urls:
         server = servers.get(url)
-        if server is not None and (server.wanted or (server.by == "scale" and (before is None or url not in new))):
-            continue
-        events.append(_added(servers, url, runners, "list"))
+        stays_removed = server is not None and server.by == "scale" and url not in returned_urls
+        if server is None or not (server.wanted or stays_removed):
+            events.append(_server_added(servers, url, runners, by="list"))
     for server in servers.values():
-        if server.wanted and server.by == "list" and server.url not in now:
+        if server.wanted and server.by == "list" and server.url not in current_urls:
             events.append(ev.ServerRemoved(url=server.url, runner=server.runner, by="list"))
     return events
 
@@ -43,38 +42,41 @@ def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[s
 
     Raises DataError for an unknown server to remove, and for one that is both added and removed.
     """
-    added, removed = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
-    if both := sorted(set(added) & set(removed)):
+    urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
+    if both := sorted(set(urls_to_add) & set(urls_to_remove)):
         raise DataError(f"{both[0]} can't be added and removed at once")
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
-    for url in added:
+    for url in urls_to_add:
         server = servers.get(url)
         if server is None or not server.wanted or server.by != "scale":
-            events.append(_added(servers, url, runners, "scale"))
-    for url in removed:
+            events.append(_server_added(servers, url, runners, by="scale"))
+    for url in urls_to_remove:
         server = servers.get(url)
         if server is None:
-            wanted = ", ".join(sorted(s.url for s in servers.values() if s.wanted)) or "none"
-            raise DataError(f"{url} can't be removed: it is no server of this run; there are {wanted}")
+            wanted_urls = ", ".join(sorted(s.url for s in servers.values() if s.wanted)) or "none"
+            raise DataError(f"{url} can't be removed: it is no server of this run; there are {wanted_urls}")
         if server.wanted or server.by != "scale":
             events.append(ev.ServerRemoved(url=url, runner=server.runner, by="scale"))
     return events
 
 
-def _added(servers: Mapping[str, Server], url: str, runners: set[str], by: str) -> ev.Event:
+def _server_added(
+    servers: Mapping[str, Server], url: str, runners: set[str], *, by: Literal["list", "scale"]
+) -> ev.ServerAdded:
+    """Return the event of an added server; one that is new gets a runner's name, which is added to `runners`."""
     server = servers.get(url)
     runner = server.runner if server is not None else f"runner-{len(runners)}"
     runners.add(runner)
-    return ev.ServerAdded(url=url, runner=runner, by="list" if by == "list" else "scale")
+    return ev.ServerAdded(url=url, runner=runner, by=by)
 
 
-def is_drained(units: int, waited: float, timeout: float, *, proxied: bool = False) -> bool:
+def is_drained(unit_count: int, waited_seconds: float, timeout: float, *, proxied: bool = False) -> bool:
     """Return True if a runner whose server was removed has no units left, or its time is over.
 
     `proxied` means that it may have requests of proxies, which the coordinator does not count.
     """
-    return (units == 0 and not proxied) or waited >= timeout
+    return (unit_count == 0 and not proxied) or waited_seconds >= timeout
 
 
 def has_retired(life: RunnerLife | None) -> bool:

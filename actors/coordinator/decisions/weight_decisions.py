@@ -12,8 +12,8 @@ from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 __all__ = ["load_result", "publish"]
 
 
-def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bool = False) -> list[ev.Event]:
-    """Decide on a publication; `serving` are the ready runners that already serve the new version.
+def publish(current: Weights, new: Weights, serving_runners: Sequence[str], *, again: bool = False) -> list[ev.Event]:
+    """Decide on a publication; `serving_runners` are the ready runners that already serve the new version.
 
     A version that no runner could load may be published again with another path. A version in memory may be published
     again as a checkpoint: the same weights are on a disk now, so no runner loads them again. `again` means that the
@@ -24,34 +24,33 @@ def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bo
     if not again and (new.version, new.path) == (current.version, current.path):
         return []
     is_saved_copy = new.method == "checkpoint" and current.in_memory_only
-    if new.version == current.version and serving and not (is_saved_copy or again):
+    if new.version == current.version and serving_runners and not (is_saved_copy or again):
         raise SyncError(
-            f"weights version {new.version} is served already by {', '.join(serving)}, from "
+            f"weights version {new.version} is served already by {', '.join(serving_runners)}, from "
             f"{current.path or 'the model as it was given'}: give {new.path} a new version"
         )
     return [ev.WeightsPublished(version=new.version, path=new.path, method=new.method)]
 
 
-def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, place_gone: bool) -> list[ev.Event]:
-    """Record the result of a load; `place_gone` means that the path of the current weights no longer exists.
+def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, path_gone: bool) -> list[ev.Event]:
+    """Record the result of a load; `path_gone` means that the path of the current weights no longer exists.
 
     A runner that could not load goes on with its old weights if they were current once. A new one with older weights
     fails, since no runner is better than wrong weights. It retries every few seconds; the same error is recorded once.
     """
     name, incarnation = life.name, life.incarnation
     if result.error is None:
-        loaded = ev.WeightsLoaded(
+        return [ev.WeightsLoaded(
             runner=name, incarnation=incarnation, version=result.version, seconds=result.seconds
-        )
-        return [loaded]
+        )]
     failed = ev.WeightsFailed(runner=name, incarnation=incarnation, version=result.version, error=result.error)
-    again = life.refused == (result.version, result.error)
-    if again and (life.served or life.state is RunnerState.FAILED):
+    is_recorded = life.refused == (result.version, result.error)
+    if is_recorded and (life.served or life.state is RunnerState.FAILED):
         return []
     if life.served:
         return [failed]
     reason = f"it could not load weights {result.version}: {result.error}"
-    if current.in_memory_only and place_gone:
+    if current.in_memory_only and path_gone:
         reason += (
             "; they were in shared memory, which a restart of the machine empties: publish them again "
             "(sync_weights, or `trinity-es resume` where an explorer trains)"

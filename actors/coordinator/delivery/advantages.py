@@ -25,14 +25,8 @@ from trinity_es.events.experience import Experience, group_by
 from trinity_es.projections.metric_aggregation import aggregate_batch
 
 __all__ = [
-    "AsymREAdvantage",
-    "GroupAdvantage",
-    "OPMDAdvantage",
-    "RECAdvantage",
-    "ReinforceAdvantage",
-    "StepWiseAdvantage",
-    "mean_and_std",
-    "reward_of",
+    "AsymREAdvantage", "GroupAdvantage", "OPMDAdvantage", "RECAdvantage", "ReinforceAdvantage", "StepWiseAdvantage",
+    "mean_and_std", "reward_of",
 ]
 
 Operated = tuple[list[Experience], dict[str, float]]
@@ -60,54 +54,48 @@ class GroupAdvantage:
     needs = ("reward", "action_mask")
 
     def __init__(
-        self,
-        epsilon: float = 1e-6,
-        std_threshold: float | None = None,
-        duplicate_experiences: bool = False,
-        rank_penalty: float | None = None,
-        std_cal_level: Literal["group", "batch"] = "group",
+        self, epsilon: float = 1e-6, std_threshold: float | None = None, duplicate_experiences: bool = False,
+        rank_penalty: float | None = None, std_cal_level: Literal["group", "batch"] = "group",
     ) -> None:
         _require_epsilon("grpo", epsilon)
         _require_level("grpo", std_cal_level)
-        self.epsilon = epsilon
-        self.std_threshold = std_threshold
-        self.duplicate_experiences = duplicate_experiences
-        self.rank_penalty = rank_penalty
-        self.std_cal_level = std_cal_level
+        self.epsilon, self.std_threshold, self.duplicate_experiences = epsilon, std_threshold, duplicate_experiences
+        self.rank_penalty, self.std_cal_level = rank_penalty, std_cal_level
 
     def process(self, experiences: list[Experience]) -> Operated:
+        """Set the advantages of the tasks that `std_threshold` keeps, and drop or replace the other tasks."""
         batch_std = mean_and_std([reward_of(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
-        kept: list[list[Experience]] = []
-        per_group: list[dict[str, float]] = []
+        kept_groups: list[list[Experience]] = []
+        group_metrics: list[dict[str, float]] = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = [reward_of(e) for e in members]
-            penal = self.rank_penalty is not None and len(members) > 1
-            mean, std = mean_and_std(self._penalized_rewards(members) if penal else rewards)
-            per_group.append({"reward_mean": mean, "reward_std": std})
+            has_penalty = self.rank_penalty is not None and len(members) > 1
+            mean, std = mean_and_std(self._penalized_rewards(members) if has_penalty else rewards)
+            group_metrics.append({"reward_mean": mean, "reward_std": std})
             if self.std_threshold is not None and (len(members) == 1 or std <= self.std_threshold):
                 continue
             scale = (std if batch_std is None else batch_std) + self.epsilon
             for experience, reward in zip(members, rewards, strict=True):
-                _score("grpo", experience, F32((reward - mean) / scale))
-            kept.append(members)
-        metrics = aggregate_batch(per_group, prefix=_PREFIX)
-        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept)))
+                _set_advantage("grpo", experience, F32((reward - mean) / scale))
+            kept_groups.append(members)
+        metrics = aggregate_batch(group_metrics, prefix=_PREFIX)
+        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept_groups)))
         if self.duplicate_experiences and self.std_threshold is not None:
-            kept += _copies(kept, len(groups) - len(kept))
-        return [e for members in kept for e in members], metrics
+            kept_groups += _random_copies(kept_groups, len(groups) - len(kept_groups))
+        return _flat(kept_groups), metrics
 
     def _penalized_rewards(self, members: list[Experience]) -> list[float]:
         """Return a task's rewards after `rank_penalty`, computed in float32 as in Trinity-RFT."""
-        means = []
+        mean_logprobs = []
         for e in members:
             if e.logprobs is None or not len(e.logprobs):
                 raise DataError(f"experience {e.eid}: grpo needs logprobs for rank_penalty")
-            means.append(_mean([F32(p) for p in e.logprobs]))
-        order = sorted(range(len(members)), key=lambda i: means[i])
-        share = {i: F32(F32(rank) / F32(len(members))) for rank, i in enumerate(order)}
+            mean_logprobs.append(_mean([F32(p) for p in e.logprobs]))
+        order = sorted(range(len(members)), key=lambda i: mean_logprobs[i])
+        relative_rank = {i: F32(F32(rank) / F32(len(members))) for rank, i in enumerate(order)}
         penalty = F32(self.rank_penalty or 0.0)
-        return [float(F32(reward_of(e)) * (F32(1) - share[i] * penalty)) for i, e in enumerate(members)]
+        return [float(F32(reward_of(e)) * (F32(1) - relative_rank[i] * penalty)) for i, e in enumerate(members)]
 
 
 class ReinforceAdvantage:
@@ -116,13 +104,14 @@ class ReinforceAdvantage:
     needs = ("reward", "action_mask")
 
     def process(self, experiences: list[Experience]) -> Operated:
-        per_group = []
+        """Set each advantage to the experience's reward."""
+        group_metrics = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = _rewards(members)
-            per_group.append({"reward_mean": float(_mean(rewards))})
-            _score_all("reinforce", members, rewards)
-        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+            group_metrics.append({"reward_mean": float(_mean(rewards))})
+            _set_advantages("reinforce", members, rewards)
+        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
 
 
 class OPMDAdvantage:
@@ -143,22 +132,27 @@ class OPMDAdvantage:
         self.opmd_baseline, self.tau = opmd_baseline, tau
 
     def process(self, experiences: list[Experience]) -> Operated:
-        per_group = []
+        """Set each advantage to the experience's reward minus the baseline of its task."""
+        group_metrics = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = _rewards(members)
             mean = _mean(rewards)
-            baseline = F32(0) if len(members) == 1 else mean if self.opmd_baseline == "mean" else self._logavg(rewards)
-            per_group.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
-            _score_all("opmd", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+            if len(members) == 1:
+                baseline = F32(0)
+            else:
+                baseline = mean if self.opmd_baseline == "mean" else self._logavgexp(rewards)
+            group_metrics.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
+            _set_advantages("opmd", members, [r - baseline for r in rewards])
+        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
 
-    def _logavg(self, rewards: list[np.float32]) -> np.float32:
+    def _logavgexp(self, rewards: list[np.float32]) -> np.float32:
+        """Return tau * (logsumexp(rewards / tau) - log n); the maximum is taken out, so that nothing overflows."""
         tau = F32(self.tau)
         scaled = [r / tau for r in rewards]
-        most = max(scaled)
-        total = F32(math.fsum(float(np.exp(s - most)) for s in scaled))
-        return F32(tau * ((np.log(total) + most) - np.log(F32(len(rewards)))))
+        maximum = max(scaled)
+        total = F32(math.fsum(float(np.exp(s - maximum)) for s in scaled))
+        return F32(tau * ((np.log(total) + maximum) - np.log(F32(len(rewards)))))
 
 
 class AsymREAdvantage:
@@ -174,16 +168,16 @@ class AsymREAdvantage:
         self.baseline_shift = baseline_shift
 
     def process(self, experiences: list[Experience]) -> Operated:
-        per_group = []
+        """Set each advantage to the experience's reward minus the shifted mean of its task."""
+        group_metrics = []
         groups = group_by(experiences, "task")
         for members in groups.values():
             rewards = _rewards(members)
             baseline = F32(0) if len(members) == 1 else _mean(rewards) + F32(self.baseline_shift)
-            per_group.append({
-                "group_baseline": float(baseline), "reward_mean": float(baseline) - self.baseline_shift,
-            })
-            _score_all("asymre", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+            reward_mean = float(baseline) - self.baseline_shift  # as in Trinity-RFT
+            group_metrics.append({"group_baseline": float(baseline), "reward_mean": reward_mean})
+            _set_advantages("asymre", members, [r - baseline for r in rewards])
+        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
 
 
 class RECAdvantage:
@@ -207,27 +201,30 @@ class RECAdvantage:
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
     def process(self, experiences: list[Experience]) -> Operated:
-        per_group = []
+        """Set the advantages over the experiences of each task that count; the others get 0."""
+        group_metrics = []
         groups = group_by(experiences, "task")
         for tid, members in groups.items():
             rewards = _rewards(members)
-            out = self._uncounted(tid, rewards)
-            counted = [r for i, r in enumerate(rewards) if i not in out]
-            mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, 0))
+            excluded = self._excluded(tid, rewards)
+            counted = [r for i, r in enumerate(rewards) if i not in excluded]
+            mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, ddof=0))
             scale = std + F32(self.epsilon) if self.std_normalize else F32(1)
-            _score_all("rec", members, [F32(0) if i in out else (r - mean) / scale for i, r in enumerate(rewards)])
-            per_group.append({
-                "drop_balance": len(out) / len(members), "reward_mean": float(mean), "reward_std": float(std),
+            advantages = [F32(0) if i in excluded else (r - mean) / scale for i, r in enumerate(rewards)]
+            _set_advantages("rec", members, advantages)
+            group_metrics.append({
+                "drop_balance": len(excluded) / len(members), "reward_mean": float(mean), "reward_std": float(std),
             })
-        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
 
-    def _uncounted(self, tid: str, rewards: list[np.float32]) -> set[int]:
+    def _excluded(self, tid: str, rewards: list[np.float32]) -> set[int]:
+        """Return the indices of a task's rewards that do not count, drawn from those below the mean."""
         if self.drop is None:
             return set()
         mean = _mean(rewards) if len(rewards) > 1 else F32(0)
         below = [i for i, r in enumerate(rewards) if r < mean]
-        extra = len(below) - (len(rewards) - len(below))
-        return set(random.Random(f"rec/{tid}").sample(below, extra)) if extra > 0 else set()
+        surplus = len(below) - (len(rewards) - len(below))
+        return set(random.Random(f"rec/{tid}").sample(below, surplus)) if surplus > 0 else set()
 
 
 class StepWiseAdvantage:
@@ -243,11 +240,8 @@ class StepWiseAdvantage:
     needs = ("action_mask",)
 
     def __init__(
-        self,
-        epsilon: float = 1e-6,
-        enable_step_norm: bool = False,
-        std_cal_level: Literal["group", "batch"] = "group",
-        std_threshold: float | None = None,
+        self, epsilon: float = 1e-6, enable_step_norm: bool = False,
+        std_cal_level: Literal["group", "batch"] = "group", std_threshold: float | None = None,
     ) -> None:
         _require_epsilon("step_wise_grpo", epsilon)
         _require_level("step_wise_grpo", std_cal_level)
@@ -255,32 +249,33 @@ class StepWiseAdvantage:
         self.std_cal_level, self.std_threshold = std_cal_level, std_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
+        """Set the advantages of the tasks that `std_threshold` keeps, and drop the other tasks."""
         if not experiences:
             return [], {}
         tasks = [group_by(members, "run") for members in group_by(experiences, "task").values()]
+        last_rewards = [_rewards([steps[-1] for steps in runs.values()]) for runs in tasks]
         batch_std = None
         if self.std_cal_level == "batch":
-            last = [r for runs in tasks for r in _rewards([steps[-1] for steps in runs.values()])]
-            batch_std = F32(1) if len(last) <= 1 else _std(last, 1)
+            all_rewards = [r for rewards in last_rewards for r in rewards]
+            batch_std = F32(1) if len(all_rewards) <= 1 else _std(all_rewards, ddof=1)
         kept: list[Experience] = []
-        per_group, skipped = [], 0
-        for runs in tasks:
-            rewards = _rewards([steps[-1] for steps in runs.values()])
-            mean, std = (F32(0), F32(1)) if len(rewards) == 1 else (_mean(rewards), _std(rewards, 1))
-            per_group.append({"reward_mean": float(mean), "reward_std": float(std)})
+        group_metrics, skipped_count = [], 0
+        for runs, rewards in zip(tasks, last_rewards, strict=True):
+            mean, std = (F32(0), F32(1)) if len(rewards) == 1 else (_mean(rewards), _std(rewards, ddof=1))
+            group_metrics.append({"reward_mean": float(mean), "reward_std": float(std)})
             if self.std_threshold is not None and (len(rewards) == 1 or float(std) <= self.std_threshold):
-                skipped += 1
+                skipped_count += 1
                 continue
             scale = (std if batch_std is None else batch_std) + F32(self.epsilon)
             for reward, steps in zip(rewards, runs.values(), strict=True):
-                score = (reward - mean) / scale
-                norm = F32(len(steps) if self.enable_step_norm else 1)
-                _score_all("step_wise_grpo", steps, [score / norm] * len(steps))
+                advantage = (reward - mean) / scale
+                divisor = F32(len(steps) if self.enable_step_norm else 1)
+                _set_advantages("step_wise_grpo", steps, [advantage / divisor] * len(steps))
                 kept += steps
-        metrics = aggregate_batch(per_group, prefix=_PREFIX)
+        metrics = aggregate_batch(group_metrics, prefix=_PREFIX)
         metrics["experience_count"] = float(len(kept))
         metrics["filtered_count"] = float(len(experiences) - len(kept))
-        metrics["skipped_group_ratio"] = skipped / len(tasks)
+        metrics["skipped_group_ratio"] = skipped_count / len(tasks)
         return kept, metrics
 
 
@@ -306,6 +301,7 @@ def mean_and_std(rewards: list[float]) -> tuple[float, float]:
 
 
 def _rewards(members: Sequence[Experience]) -> list[np.float32]:
+    """Return the rewards in float32. Raises DataError, which names the experience, if one is missing."""
     with np.errstate(over="ignore"):  # the pipeline's check finds rewards that overflow float32
         return [F32(reward_of(e)) for e in members]
 
@@ -319,33 +315,36 @@ def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
     return F32(math.sqrt(math.fsum((float(v) - mean) ** 2 for v in values) / (len(values) - ddof)))
 
 
-def _score(operator: str, experience: Experience, score: np.float32) -> None:
+def _set_advantage(operator: str, experience: Experience, advantage: np.float32) -> None:
+    """Set advantages and returns to this number where `action_mask` is true, 0 elsewhere. Raises DataError."""
     if experience.action_mask is None:
         raise DataError(f"experience {experience.eid}: {operator} needs an action_mask")
     advantages = experience.action_mask.astype(np.float32)
-    advantages *= score
+    advantages *= advantage
     experience.advantages = advantages
     experience.returns = advantages.copy()
 
 
-def _score_all(operator: str, members: Sequence[Experience], scores: Sequence[np.float32]) -> None:
-    for experience, score in zip(members, scores, strict=True):
-        _score(operator, experience, score)
+def _set_advantages(operator: str, members: Sequence[Experience], advantages: Sequence[np.float32]) -> None:
+    """Set the advantages of these experiences, a number for each. Raises DataError, which names the operator."""
+    for experience, advantage in zip(members, advantages, strict=True):
+        _set_advantage(operator, experience, advantage)
 
 
 def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
     return [e for members in groups for e in members]
 
 
-def _copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
-    """Return `count` copies of tasks, drawn with their ids as the seed."""
+def _random_copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
+    """Return copies of `count` tasks, drawn from these with their ids as the seed; none if there are no tasks."""
     if not groups:
         return []
-    chosen = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)
-    return [[_copy(e, number) for e in members] for number, members in enumerate(chosen, 1)]
+    drawn_groups = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)
+    return [[_copy(e, number) for e in members] for number, members in enumerate(drawn_groups, 1)]
 
 
 def _copy(experience: Experience, number: int) -> Experience:
+    """Return a deep copy whose id ends in `-copy<number>`."""
     duplicate = copy.deepcopy(experience)
     duplicate.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
     return duplicate

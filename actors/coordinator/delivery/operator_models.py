@@ -20,22 +20,25 @@ PATIENCE_SECONDS = 60.0
 
 
 class OperatorModels:
-    """Clients by model, one per serving engine; `names` are the auxiliary models of the config."""
+    """Clients of the auxiliary models, one per serving engine."""
 
     def __init__(self, names: Iterable[str], token: str, *, patience: float = PATIENCE_SECONDS,
-                 make: Callable[[Endpoint], Any] = async_client) -> None:
-        self._token, self._patience, self._make = token, patience, make
-        self._endpoints: dict[str, dict[str, str]] = {name: {} for name in names}
-        self._changed = threading.Condition()
+                 make_client: Callable[[Endpoint], Any] = async_client) -> None:
+        """`names` are the auxiliary models of the config; `token` is the API key of their engines."""
+        self._token, self._patience, self._make_client = token, patience, make_client
+        self._urls: dict[str, dict[str, str]] = {name: {} for name in names}
+        """URL of each serving engine, by model and runner."""
+        self._urls_changed = threading.Condition()
         self._clients: dict[tuple[str, str], Any] = {}
+        """Client of each engine, by model and URL."""
 
-    def update(self, models: Mapping[str, Mapping[str, str]]) -> None:
-        """Replace the engines' URLs, by runner, by model."""
-        with self._changed:
-            for name, runners in models.items():
-                if name in self._endpoints:
-                    self._endpoints[name] = dict(runners)
-            self._changed.notify_all()
+    def update(self, urls_by_model: Mapping[str, Mapping[str, str]]) -> None:
+        """Replace the engines' URLs, by model and runner."""
+        with self._urls_changed:
+            for name, urls_by_runner in urls_by_model.items():
+                if name in self._urls:
+                    self._urls[name] = dict(urls_by_runner)
+            self._urls_changed.notify_all()
 
     def clients(self) -> dict[str, list[Any]]:
         """Wait for an engine of each model and return the clients; an engine keeps its client.
@@ -43,18 +46,18 @@ class OperatorModels:
         Raises EngineError, which names the models, if one has no engine after `patience` seconds; WorkflowError if the
         package openai is not installed.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: all(self._endpoints.values()), self._patience):
-                missing = ", ".join(name for name, runners in self._endpoints.items() if not runners)
+        with self._urls_changed:
+            if not self._urls_changed.wait_for(lambda: all(self._urls.values()), self._patience):
+                missing = ", ".join(name for name, urls in self._urls.items() if not urls)
                 raise EngineError(
                     f"no engine of auxiliary model {missing} serves after {self._patience:g} s, and an operator of the "
                     "pipeline needs it. `trinity-es status` shows its runners"
                 )
-            places = {name: [url for _, url in sorted(runners.items())] for name, runners in self._endpoints.items()}
+            sorted_urls = {name: [url for _, url in sorted(urls.items())] for name, urls in self._urls.items()}
         clients: dict[str, list[Any]] = {}
-        for name, urls in places.items():
+        for name, urls in sorted_urls.items():
             for url in urls:
                 if (name, url) not in self._clients:
-                    self._clients[name, url] = self._make(Endpoint(f"{url}/v1", self._token, name))
+                    self._clients[name, url] = self._make_client(Endpoint(f"{url}/v1", self._token, name))
             clients[name] = [self._clients[name, url] for url in urls]
         return clients

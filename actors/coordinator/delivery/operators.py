@@ -28,21 +28,11 @@ from trinity_es.events.experience import Experience, group_by
 from trinity_es.projections.metric_aggregation import aggregate_batch
 
 __all__ = [
-    "OPERATORS",
-    "Dedup",
-    "DynamicSampling",
-    "ExperienceOperator",
-    "ExperienceOperatorV1",
-    "GroupAdvantage",
-    "InvalidRewardFilter",
-    "MaskTruncated",
-    "Operated",
-    "Operator",
-    "PassRate",
-    "RewardFilter",
-    "RewardShaping",
+    "OPERATORS", "Dedup", "DynamicSampling", "ExperienceOperator", "ExperienceOperatorV1", "GroupAdvantage",
+    "InvalidRewardFilter", "MaskTruncated", "Operated", "Operator", "PassRate", "RewardFilter", "RewardShaping",
     "RewardSpreadFilter",
 ]
+
 
 class Operator(Protocol):
     """One step of the pipeline, built once with the `args` of its config and called for every batch.
@@ -122,20 +112,21 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
+        """Keep the tasks whose rewards differ enough."""
         kept: list[Experience] = []
-        origin: list[dict[str, float]] = []
+        group_metrics: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
             rewards = [reward_of(e) for e in members]
             if len(members) < 2:
                 continue
-            mean, std = mean_and_std(rewards)  # of the sample; the population's is smaller by sqrt((n - 1) / n)
-            std *= math.sqrt((len(members) - 1) / len(members))
-            origin.append({"reward_mean": mean, "reward_std": std})
-            if std > self.threshold:
+            mean, sample_std = mean_and_std(rewards)
+            population_std = sample_std * math.sqrt((len(members) - 1) / len(members))
+            group_metrics.append({"reward_mean": mean, "reward_std": population_std})
+            if population_std > self.threshold:
                 kept.extend(members)
-        filtered = float(len(experiences) - len(kept))
-        metrics = {"filtered_count": filtered, "operator_filtered_count": filtered}
-        return kept, metrics | aggregate_batch(origin, prefix="origin_group_advantages")
+        filtered_count = float(len(experiences) - len(kept))
+        metrics = {"filtered_count": filtered_count, "operator_filtered_count": filtered_count}
+        return kept, metrics | aggregate_batch(group_metrics, prefix="origin_group_advantages")
 
 
 class DynamicSampling:
@@ -150,24 +141,26 @@ class DynamicSampling:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
+        """Keep the tasks with both right and wrong experiences; count those dropped from the other tasks."""
         kept: list[Experience] = []
-        all_right = all_wrong = 0
+        all_right_count = all_wrong_count = 0
         for members in group_by(experiences, "task").values():
-            right = sum(self._score(e) > self.correct_threshold for e in members)
+            right_count = sum(self._score(e) > self.correct_threshold for e in members)
             if len(members) < 2:
                 continue
-            if 0 < right < len(members):
+            if 0 < right_count < len(members):
                 kept += members
-            elif right:
-                all_right += len(members)
+            elif right_count:
+                all_right_count += len(members)
             else:
-                all_wrong += len(members)
+                all_wrong_count += len(members)
         return kept, {
-            "filtered_count": float(len(experiences) - len(kept)), "dropped_all_correct": float(all_right),
-            "dropped_all_wrong": float(all_wrong),
+            "filtered_count": float(len(experiences) - len(kept)), "dropped_all_correct": float(all_right_count),
+            "dropped_all_wrong": float(all_wrong_count),
         }
 
     def _score(self, experience: Experience) -> float:
+        """Return an experience's metric, or its reward if it lacks that metric. Raises DataError without either."""
         if self.metric_key in experience.metrics:
             return float(experience.metrics[self.metric_key])
         if experience.reward is None:
@@ -184,12 +177,13 @@ class MaskTruncated:
     """
 
     def process(self, experiences: list[Experience]) -> Operated:
-        count = 0
+        """Set the action mask of truncated responses to false; return all experiences."""
+        masked_count = 0
         for experience in experiences:
             if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
                 experience.action_mask = np.zeros_like(experience.action_mask, dtype=np.bool_)
-                count += 1
-        return experiences, {"masked_truncated_count": float(count)}
+                masked_count += 1
+        return experiences, {"masked_truncated_count": float(masked_count)}
 
 
 class RewardShaping:
@@ -203,33 +197,35 @@ class RewardShaping:
     def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
         self.steps: list[tuple[str, str, float]] = []
         for config in reward_shaping_configs or []:
-            unknown = config.keys() - {"stats_key", "op_type", "weight"}
+            unknown_keys = config.keys() - {"stats_key", "op_type", "weight"}
             operation = str(config.get("op_type", "ADD")).upper()
-            if unknown or "stats_key" not in config or operation not in ("ADD", "SUB", "MUL", "DIV"):
+            if unknown_keys or "stats_key" not in config or operation not in ("ADD", "SUB", "MUL", "DIV"):
                 raise ConfigError(
                     f"reward_shaping_mapper: {config!r} is not {{stats_key, op_type (ADD, SUB, MUL or DIV), weight}}"
                 )
             self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Shape the rewards. Raises DataError if no experience has a number under its key."""
-        changes, kept = [], []
-        error: DataError | None = None
+        """Shape the rewards, and drop experiences for which that fails. Raises DataError if it fails for all."""
+        differences, kept = [], []
+        last_error: DataError | None = None
         for experience in experiences:
             try:
-                reward = self._shaped(experience)
+                reward = self._shaped_reward(experience)
             except DataError as e:
-                error = e
+                last_error = e
                 continue
             if reward is not None and experience.reward is not None:
-                changes.append({"reward_diff": reward - experience.reward})
+                differences.append({"reward_diff": reward - experience.reward})
                 experience.reward = reward
             kept.append(experience)
-        if error is not None and not kept:
-            raise error
-        return kept, aggregate_batch(changes)
+        if last_error is not None and not kept:
+            raise last_error
+        return kept, aggregate_batch(differences)
 
-    def _shaped(self, experience: Experience) -> float | None:
+    def _shaped_reward(self, experience: Experience) -> float | None:
+        """Return the reward after all steps; None if there is none. Raises DataError for a value in `info` that is no
+        number, and for a result that is not finite."""
         reward = experience.reward
         for key, operation, weight in self.steps:
             if reward is not None and key in experience.info:
@@ -265,12 +261,13 @@ class Dedup:
         self.scope = scope
 
     def process(self, experiences: list[Experience]) -> Operated:
-        seen: set[object] = set()
+        """Keep the first experience of each content, within its task or within the batch."""
+        keys: set[object] = set()
         kept = []
         for experience in experiences:
             key = (experience.eid.tid if self.scope == "task" else "", _content_key(experience))
-            if key not in seen:
-                seen.add(key)
+            if key not in keys:
+                keys.add(key)
                 kept.append(experience)
         return kept, {"duplicate_count": float(len(experiences) - len(kept))}
 
@@ -287,6 +284,7 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
+        """Put each task's mean reward into the `info` of its experiences; return all experiences."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)
@@ -295,12 +293,12 @@ class PassRate:
                 experience.info["pass_rate"] = rate
         metrics = aggregate_batch([{"pass_rate": rate} for rate in rates])
         if rates:
-            metrics |= {name: sum(map(fits, rates)) / len(rates) for name, fits in _SELECTION.items()}
+            metrics |= {name: sum(map(is_in, rates)) / len(rates) for name, is_in in _RATE_RANGES.items()}
         return experiences, metrics
 
 
 _LOW, _HIGH = 1 / 16 + 1e-3, 15 / 16 - 1e-3
-_SELECTION: dict[str, Callable[[float], bool]] = {
+_RATE_RANGES: dict[str, Callable[[float], bool]] = {
     "selection/valid_ratio": lambda p: 0 < p < 1,
     "selection/strict_valid_ratio": lambda p: _LOW < p < _HIGH,
     "selection/<1_ratio": lambda p: p < 1,
@@ -311,6 +309,7 @@ _SELECTION: dict[str, Callable[[float], bool]] = {
 
 
 def _data_juicer(**_: Any) -> Operator:
+    """Raise ConfigError with the alternative to this operator of Trinity-RFT."""
     raise ConfigError(
         "data_juicer is not built in: wrap the Data-Juicer operators that you need in a class of yours, with "
         'process(experiences) -> (experiences, metrics), and name it "module:Class"'
@@ -341,6 +340,7 @@ OPERATORS: dict[str, Callable[..., Operator]] = {
 
 
 def _content_key(experience: Experience) -> tuple[object, ...]:
+    """Return a key that is equal for experiences with the same tokens and inputs."""
     arrays = (experience.tokens, experience.chosen, experience.rejected)
     inputs = sorted((experience.multi_modal_inputs or {}).items())
     return (
@@ -351,6 +351,7 @@ def _content_key(experience: Experience) -> tuple[object, ...]:
 
 
 def _apply(operation: str, reward: float, value: float) -> float:
+    """Return the reward after one operation; a division by zero leaves it as it is."""
     match operation:
         case "ADD":
             return reward + value

@@ -57,23 +57,24 @@ class Output(Protocol):
 
 
 # --- as rows --------------------------------------------------------------------------------------------------------
-class _Folder:
-    """Folder with a whole file per batch, named by its key."""
+class _FolderOutput:
+    """Output that writes a file per batch, named by its key, into a folder."""
 
     suffix: ClassVar[str]
 
     def __init__(self, path: str) -> None:
         """Write to the folder `path`, by default `outputs/<name>` in the run's folder."""
         self.folder = Path(path)
-        self._made = False
+        self._folder_is_ready = False
 
     def write(self, key: str, experiences: ExperienceColumns) -> None:
+        """Write the experiences into the file of this key, which appears or is replaced as a whole."""
         data = self.encode(experiences)
-        if not self._made:
+        if not self._folder_is_ready:
             make_private_folder(self.folder)
             for unfinished in self.folder.glob(".unfinished-*"):  # files of a process that was killed
                 unfinished.unlink(missing_ok=True)
-            self._made = True
+            self._folder_is_ready = True
         # Mode 0644 is for other tools, if the folder lets them in.
         with whole_file(self.folder / f"{key}{self.suffix}", durable=True, mode=0o644) as file:
             file.write(data)
@@ -82,7 +83,7 @@ class _Folder:
         raise NotImplementedError
 
 
-class JsonlOutput(_Folder):
+class JsonlOutput(_FolderOutput):
     """`jsonl`: a line per experience."""
 
     suffix = ".jsonl"
@@ -91,7 +92,7 @@ class JsonlOutput(_Folder):
         return json_lines(experiences.table())
 
 
-class ParquetOutput(_Folder):
+class ParquetOutput(_FolderOutput):
     """`parquet`: a row per experience. Needs pyarrow (the extra `parquet`); `compression` is pyarrow's."""
 
     suffix = ".parquet"
@@ -114,10 +115,8 @@ OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": Pa
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`.
-
-    Raises ConfigError for an unknown name, for wrong arguments and for a class without `write`.
-    """
+    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`. Raises
+    ConfigError for an unknown name, for wrong arguments and for a class without `write`."""
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()
     for entry in entries:
@@ -147,25 +146,25 @@ class Outputs:
         self._followers = [_Follower(name, output, live, payloads, post) for name, output in outputs.items()]
 
     def wake(self) -> None:
-        """Look for something to write."""
+        """Have each output write the new deliveries of the log."""
         for follower in self._followers:
             follower.wake()
 
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Return True if an output is writing now; one that waits to retry is not."""
-        return any(f.busy() for f in self._followers)
+        return any(f.is_busy() for f in self._followers)
 
     def position(self) -> float:
         """Return the position up to which all outputs have written; infinite without outputs. For any thread."""
-        return min((f.done for f in self._followers), default=float("inf"))
+        return min((f.position for f in self._followers), default=float("inf"))
 
     def status(self) -> list[dict[str, Any]]:
         """Return each output's name, position in the log, and error (or null)."""
-        return [{"output": f.name, "position": f.done, "error": f.error} for f in self._followers]
+        return [{"output": f.name, "position": f.position, "error": f.error} for f in self._followers]
 
 
 class _Follower:
-    """Thread of one output."""
+    """Thread that follows the log for one output."""
 
     def __init__(
         self, name: str, output: Output, live: LiveState, payloads: PayloadStore,
@@ -173,27 +172,30 @@ class _Follower:
     ) -> None:
         self.name, self._output, self._live, self._payloads, self._post = name, output, live, payloads, post
         self._log: EventLog = live.log
-        self.done = 0
+        self.position = 0
         """Position in the log up to which it has written everything."""
         self.error: str | None = None
-        self._due, self._working = threading.Event(), False
+        """Error of the last try, after which it pauses; None if it succeeded."""
+        self._wake_up, self._is_working = threading.Event(), False
         threading.Thread(target=self._run, name=f"output-{name}", daemon=True).start()
 
     def wake(self) -> None:
-        self._due.set()
+        self._wake_up.set()
 
-    def busy(self) -> bool:
-        return self._working or (self._due.is_set() and self.error is None)
+    def is_busy(self) -> bool:
+        """Return True if the thread is writing, or is about to."""
+        return self._is_working or (self._wake_up.is_set() and self.error is None)
 
     def _run(self) -> None:
-        position_known, pause = False, FIRST_PAUSE
+        """Write the new deliveries whenever the thread is woken, and after a pause that grows if a try failed."""
+        position_is_known, pause = False, FIRST_PAUSE
         while True:
-            self._due.wait(None if self.error is None else pause)
-            self._working = True
-            self._due.clear()
+            self._wake_up.wait(None if self.error is None else pause)
+            self._is_working = True
+            self._wake_up.clear()
             try:
-                if not position_known:
-                    self.done, position_known = self._last_written(), True
+                if not position_is_known:
+                    self.position, position_is_known = self._last_written(), True
                 self._catch_up()
                 self.error, pause = None, FIRST_PAUSE
             except Exception as e:  # the log or the output fails: retry everything
@@ -201,29 +203,31 @@ class _Follower:
                 if error != self.error:
                     _LOG.warning("output %s can't go on, trying again: %s", self.name, error)
                 self.error = error
-            self._working = False
+            self._is_working = False
             if self.error is not None:  # a batch finalized meanwhile does not shorten the pause
-                self._due.clear()
+                self._wake_up.clear()
 
     def _last_written(self) -> int:
         """Return the position of the last delivery that this output wrote or skipped; 0 if there is none."""
-        done = 0
+        position = 0
         for recorded in self._log.read(stream=ev.OutputWritten.stream_of(self.name)):
             match recorded.event:
                 case ev.OutputWritten() as event:
-                    done = max(done, event.position)
+                    position = max(position, event.position)
                 case ev.OutputFailed() as event if not event.retry:
-                    done = max(done, event.position)
-        return done
+                    position = max(position, event.position)
+        return position
 
     def _catch_up(self) -> None:
+        """Write each delivery that the log has behind this output's position."""
         until = self._log.head().position
-        for recorded in self._log.read(types=_TYPES, after=self.done, until=until):
+        for recorded in self._log.read(types=_TYPES, after=self.position, until=until):
             self._write(recorded)
-            self.done = recorded.position
-        self.done = max(self.done, until)
+            self.position = recorded.position
+        self.position = max(self.position, until)
 
     def _write(self, recorded: Recorded) -> None:
+        """Write a delivery and record that; skip it if its payloads are gone. Raises what the output does."""
         delivery = self._delivery(recorded)
         if delivery is None:
             return
@@ -252,8 +256,8 @@ class _Follower:
         if event.result["batch_type"] != "train":
             return None
         batch_id, submission = event.result["batch_id"], ""
-        submitted = self._log.read(stream=batch_stream(batch_id), types=["BatchSubmitted"], until=recorded.position)
-        for earlier in submitted:
+        submissions = self._log.read(stream=batch_stream(batch_id), types=["BatchSubmitted"], until=recorded.position)
+        for earlier in submissions:  # the last one counts
             assert isinstance(earlier.event, ev.BatchSubmitted)
             submission = earlier.event.submission
         name = f"{batch_id:06d}" if isinstance(batch_id, int) else quote(batch_id, safe="")
@@ -263,22 +267,23 @@ class _Follower:
 
     def _record(self, event: ev.Event) -> None:
         """Have the actor's loop record an event, and wait until it is durable. Raises LogError if it fails."""
-        recorded: Future[bool] = Future()
+        is_recorded: Future[bool] = Future()
 
         def record() -> None:
             try:
                 self._live.record(event)
             except LogError as e:  # the stream's version could not be read: nothing was written
                 _LOG.warning("%s was not recorded: %s", type(event).__name__, e)
-                recorded.set_result(False)
+                is_recorded.set_result(False)
                 return
-            self._live.then(lambda: recorded.set_result(True))
-            self._live.turn.failed.append(lambda error: recorded.set_result(False))
+            self._live.when_durable(lambda: is_recorded.set_result(True))
+            self._live.turn.failure_calls.append(lambda error: is_recorded.set_result(False))
 
         self._post(record)
-        if not recorded.result():
+        if not is_recorded.result():
             raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded")
 
     def _failure(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
+        """Return the event of a failed write, with at most 2,000 characters of its error."""
         text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
         return ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)

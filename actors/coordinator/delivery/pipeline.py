@@ -41,15 +41,15 @@ class StalenessLimit:
     """Maximum age of an experience's oldest token, in versions, and the current versions."""
 
     maximum: int
-    weights: int
-    adapters: Mapping[str, int]
+    weights_version: int
+    adapter_versions: Mapping[str, int]
     """Current version of each LoRA adapter."""
 
     def allows(self, experience: Experience) -> bool:
         """Return True if no token is too old. Tokens of unknown versions are allowed."""
         oldest, _ = experience.model_versions
-        ages = [self.weights - oldest] if isinstance(oldest, int) else []
-        ages += [self.adapters.get(name, version) - version for name, version, _, _ in experience.adapter_spans]
+        ages = [self.weights_version - oldest] if isinstance(oldest, int) else []
+        ages += [self.adapter_versions.get(name, version) - version for name, version, _, _ in experience.adapter_spans]
         return max(ages, default=0) <= self.maximum
 
 
@@ -124,7 +124,7 @@ class Pipeline:
         for label, operator in self._operators:
             start = clock()
             needs = getattr(operator, "needs", ())
-            eligible, _ = _without_bad_runs(experiences, partial(_require, needs))
+            eligible, _ = _without_bad_runs(experiences, partial(_require_fields, needs))
             try:
                 self._prepare(label, operator)
                 # If all runs lack what it needs, the operator raises its own error.
@@ -174,12 +174,12 @@ class Pipeline:
         return problems
 
     def _prepare(self, label: str, operator: Operator) -> None:
-        """Pass the current clients to an operator, and the first time let it get ready."""
-        take = getattr(operator, "set_auxiliary_model", None)
-        if callable(take):
+        """Pass the clients of the auxiliary models to an operator if they changed, and call its `prepare` once."""
+        set_models = getattr(operator, "set_auxiliary_model", None)
+        if callable(set_models):
             models = self._models()
             if self._passed_models.get(label) != models:
-                take(models)
+                set_models(models)
                 self._passed_models[label] = models
         if label not in self._prepared:
             prepare = getattr(operator, "prepare", None)
@@ -200,8 +200,9 @@ class Pipeline:
         return self._loop.run_until_complete(wait())
 
 
-def _require(needs: Iterable[str], experience: Experience) -> None:
-    for name in needs:
+def _require_fields(names: Iterable[str], experience: Experience) -> None:
+    """Raise DataError if one of these fields of an experience is None."""
+    for name in names:
         if getattr(experience, name) is None:
             raise DataError(f"experience {experience.eid} has no {name}")
 
@@ -210,27 +211,31 @@ def _without_bad_runs(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
     """Drop all experiences of runs for which `check` raises `error`; return the rest and the first such error."""
-    first: DataError | None = None
-    bad: set[str] = set()
+    first_error: DataError | None = None
+    bad_run_ids: set[str] = set()
     for experience in experiences:
         try:
             check(experience)
         except error as e:
-            first = first or e
-            bad.add(experience.eid.rid)
-    return [e for e in experiences if e.eid.rid not in bad] if bad else experiences, first
+            first_error = first_error or e
+            bad_run_ids.add(experience.eid.rid)
+    if not bad_run_ids:
+        return experiences, None
+    return [e for e in experiences if e.eid.rid not in bad_run_ids], first_error
 
 
 # --- building and checking ------------------------------------------------------------------------------------------
 def _entry_name(entry: Mapping[str, Any]) -> str:
-    unknown = entry.keys() - {"name", "args"}
+    """Return the name in an operator's config. Raises ConfigError if there is none, or a key beside name and args."""
+    unknown_keys = entry.keys() - {"name", "args"}
     name = entry.get("name")
-    if unknown or not isinstance(name, str):
+    if unknown_keys or not isinstance(name, str):
         raise ConfigError(f"an operator is {{name, args}}, not {dict(entry)!r}")
     return name
 
 
 def _build(name: str, args: Mapping[str, Any]) -> Operator:
+    """Return a new operator. Raises ConfigError."""
     operator: Operator = build(
         "operator", name, args, OPERATORS, "a class with process(experiences) -> (experiences, metrics)"
     )

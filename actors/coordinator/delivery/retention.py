@@ -31,7 +31,7 @@ from trinity_es.projections.tables import read_models
 
 __all__ = ["Retention"]
 
-MOST = 256
+MAX_BATCHES_PER_EVENT = 256
 """Maximum number of batches that one event frees."""
 
 _LOG = logging.getLogger("trinity_es.retention")
@@ -55,31 +55,30 @@ class Retention:
 
     def __init__(
         self, keep: int | None, live: LiveState, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
-        written: Callable[[], float] = lambda: math.inf,
+        written_position: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Start the thread. `post` runs a callable in the actor's loop, which alone may change `live`.
-
-        `written` returns the position in the log up to which the outputs have written everything.
-        """
-        self._written = written
+        `written_position` returns the position in the log up to which the outputs have written everything."""
+        self._written_position = written_position
         self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log
-        self._due = threading.Event()
+        self._wake_up = threading.Event()
         self._digests: dict[str, tuple[int, frozenset[str]]] = {}
         """Position up to which each kept batch's stream was read, and its digests."""
         if keep is not None:
             threading.Thread(target=self._run, name="retention", daemon=True).start()
 
     def wake(self) -> None:
-        """Free the payloads that can go."""
-        self._due.set()
+        """Have the thread free the payloads that can go."""
+        self._wake_up.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
+        """Free what can go whenever the thread is woken, at first what an earlier coordinator did not finish."""
         last_deletion_finished = False
         while True:
-            self._due.wait()
-            self._due.clear()
+            self._wake_up.wait()
+            self._wake_up.clear()
             try:
                 if not last_deletion_finished:
                     self._finish_last_deletion()
@@ -91,26 +90,28 @@ class Retention:
             except Exception:
                 _LOG.exception("nothing was freed")
 
-    def _rows(self) -> dict[str, _BatchRow]:
+    def _kept_rows(self) -> dict[str, _BatchRow]:
+        """Return the row of each batch that was not freed since it was submitted, by its stream."""
         c = read_models.batches.c
         query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
         with self._log.engine.connect() as connection:
-            return {r[0]: _BatchRow(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
+            rows = {r[0]: _BatchRow(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
+        freed_at = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        return {stream: row for stream, row in rows.items() if freed_at.get(stream, 0) < row.first_position}
 
     def _free(self) -> bool:
         """Free one group of batches; return False if there is none, or the event was not recorded."""
-        rows, freed = self._rows(), freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-        kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first_position}
+        kept = self._kept_rows()
         streams = self._candidates(kept)
         if not streams:
             return False
         digests = self._unshared_digests(streams, kept)
         sizes = [size for d in digests if (size := self._payloads.size(d)) is not None]
-        batches = [rows[s].batch_id for s in streams]
-        event = ev.PayloadsFreed(batches=batches, payloads=len(sizes), bytes=sum(sizes))
-        recorded: Future[bool] = Future()
-        self._post(lambda: self._record(event, recorded))
-        if not recorded.result():
+        batch_ids = [kept[s].batch_id for s in streams]
+        event = ev.PayloadsFreed(batches=batch_ids, payloads=len(sizes), bytes=sum(sizes))
+        is_recorded: Future[bool] = Future()
+        self._post(lambda: self._record(event, is_recorded))
+        if not is_recorded.result():
             return False
         self._delete(digests)
         return True
@@ -122,10 +123,10 @@ class Retention:
         for row in kept.values():
             if row.trained_step is not None:
                 acknowledged[row.trained_step] = max(row.last_position, acknowledged.get(row.trained_step, 0))
-        newest = sorted(acknowledged)[-self._keep :]
-        if len(newest) < self._keep:
+        newest_steps = sorted(acknowledged)[-self._keep :]
+        if len(newest_steps) < self._keep:
             return []
-        oldest_step, oldest_position = newest[0], min(acknowledged[step] for step in newest)
+        oldest_step, oldest_position = newest_steps[0], min(acknowledged[step] for step in newest_steps)
 
         def is_collected(row: _BatchRow) -> bool:
             return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
@@ -135,13 +136,13 @@ class Retention:
                 return row.last_position < oldest_position
             return row.trained_step is not None and row.trained_step < oldest_step
 
-        written = self._written()
-        streams = (
-            s for s, row in kept.items() if may_go(row) and (math.isinf(written) or self._delivered(s) <= written)
-        )
-        return sorted(streams, key=lambda s: kept[s].first_position)[:MOST]
+        written = self._written_position()
+        streams = [s for s, row in kept.items() if may_go(row)]
+        if not math.isinf(written):  # there are outputs
+            streams = [s for s in streams if self._finalized_position(s) <= written]
+        return sorted(streams, key=lambda s: kept[s].first_position)[:MAX_BATCHES_PER_EVENT]
 
-    def _delivered(self, stream: str) -> int:
+    def _finalized_position(self, stream: str) -> int:
         """Return the position of the batch's last BatchFinalized; 0 if it was aborted."""
         return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
@@ -151,11 +152,12 @@ class Retention:
             del self._digests[stream]
         for stream, row in kept.items():
             self._update_digests(stream, row.last_position)
-        used_by_requests = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         own: set[str] = set()
         for stream in streams:
             own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
-        return own - used_by_requests.union(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
+        used_elsewhere = set(experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"])))
+        used_elsewhere.update(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
+        return own - used_elsewhere
 
     def _update_digests(self, stream: str, until: int) -> None:
         """Add the digests of a batch's events up to the position `until` to those read before."""
@@ -172,8 +174,7 @@ class Retention:
         """
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
-            freed = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-            kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first_position}
+            kept = self._kept_rows()
             streams = [batch_stream(b) for b in last.event.batches]
             self._delete(self._unshared_digests([s for s in streams if s not in kept], kept))
 
@@ -182,16 +183,16 @@ class Retention:
             self._payloads.delete(digest)
 
     # --- the actor's loop -------------------------------------------------------------------------------------------
-    def _record(self, event: ev.PayloadsFreed, recorded: Future[bool]) -> None:
+    def _record(self, event: ev.PayloadsFreed, is_recorded: Future[bool]) -> None:
         """Record the event in this turn, unless a batch of it was submitted again; set the result for the thread."""
+        if any(batch_id in self._live.batches for batch_id in event.batches):
+            is_recorded.set_result(False)
+            return
         try:
-            if any(batch_id in self._live.batches for batch_id in event.batches):
-                recorded.set_result(False)
-                return
             self._live.record(event)
         except LogError as e:  # the stream's version could not be read: nothing was written
             _LOG.warning("nothing was freed: %s", e)
-            recorded.set_result(False)
+            is_recorded.set_result(False)
             return
-        self._live.then(lambda: recorded.set_result(True))
-        self._live.turn.failed.append(lambda error: recorded.set_result(False))
+        self._live.when_durable(lambda: is_recorded.set_result(True))
+        self._live.turn.failure_calls.append(lambda error: is_recorded.set_result(False))

@@ -7,8 +7,9 @@ adapters.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from trinity_es.actors.coordinator.decisions import adapter_decisions as adapters
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
@@ -30,31 +31,31 @@ MOST_DOUBLINGS = 6
 class AdapterLoading:
     """Orders to the runners of a registry to serve adapters, and the record of their results."""
 
-    def __init__(self, registry: RunnerRegistry, most: int, models: Collection[str] = ()) -> None:
-        """`most` is the number of adapters that engines can hold; `models` are names that adapters may not have."""
-        self.registry, self.live, self.most, self.models = registry, registry.live, most, models
+    def __init__(self, registry: RunnerRegistry, room: int, models: Collection[str] = ()) -> None:
+        """`room` is the number of adapters that engines can hold; `models` are names that adapters may not have."""
+        self.registry, self.live, self.room, self.models = registry, registry.live, room, models
         self.waiters: dict[Awaited, tuple[str, int]] = {}
         """Waits for all runners to load an adapter, with its name and version."""
-        self._orders = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
+        self._order_number = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the adapters that its status lacks."""
+        """Have a runner load the adapters that its status lacks; it fails if there are more than engines can hold."""
         if runner.life.model != "rollout":
             return
         runner.adapters = dict(message.adapters)
-        reason = adapters.too_many(self.live.adapters, self.most)
-        if reason and not runner.has_adapters:
+        excess = adapters.excess(self.live.adapters, self.room)
+        if excess and not runner.has_adapters:
             if runner.state is RunnerState.READY:
-                failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=reason)
+                failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess)
                 self.live.record(failed)
         elif runner.up:
-            none = self.most == 0  # the log may have adapters from an earlier config; requests for them are refused
-            had = runner.has_adapters or none
-            runner.has_adapters = had or adapters.has_all(self.live.adapters, runner.adapters)
+            # Without room the log may have adapters from an earlier config; requests for them are refused.
+            if self.room == 0 or adapters.has_all(self.live.adapters, runner.adapters):
+                runner.has_adapters = True
             pause = ORDER_LOST_SECONDS * 2 ** min(max(runner.adapters_failures - 1, 0), MOST_DOUBLINGS)
-            late = self.registry.sender.now() - runner.adapters_since > pause
-            if late or (runner.adapters_order is None and not runner.adapters_failures):
+            is_overdue = self.registry.sender.now() - runner.adapters_since > pause
+            if is_overdue or (runner.adapters_order is None and not runner.adapters_failures):
                 self.order(runner)
         self._end_waits(runner.name, runner.adapters)
 
@@ -64,10 +65,10 @@ class AdapterLoading:
         if message.state != "ready" or message.model != "rollout" or life is None:
             return ""
         runner = self.registry.runners.get(message.name)
-        had = runner is not None and runner.incarnation == message.incarnation and runner.has_adapters
-        if life.state is not RunnerState.FAILED or had:
+        had_all = runner is not None and runner.incarnation == message.incarnation and runner.has_adapters
+        if life.state is not RunnerState.FAILED or had_all:
             return ""
-        return adapters.lacks(self.live.adapters, message.adapters, self.most)
+        return adapters.lacks(self.live.adapters, message.adapters, self.room)
 
     def on_death(self, name: str) -> None:
         """Stop waiting for a runner whose life ended."""
@@ -76,8 +77,8 @@ class AdapterLoading:
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
-        """Publish a version, if `adapter_decisions.py` allows it, and have every runner load it."""
-        self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
+        """Publish a version and have every runner load it; return the wait for that. Raises SyncError."""
+        self.live.record(*adapters.publish(self.live.adapters, new, self.room, self.models))
         awaited = Awaited(
             f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "
             "keep the version that they had",
@@ -88,7 +89,7 @@ class AdapterLoading:
         return awaited
 
     def remove(self, name: str) -> None:
-        """Remove an adapter from every runner."""
+        """Remove an adapter from every runner; waits for it end with an error. Raises SyncError for an unknown one."""
         self.live.record(*adapters.remove(self.live.adapters, name))
         for awaited, (adapter, _) in self.waiters.items():
             if adapter == name:
@@ -105,13 +106,13 @@ class AdapterLoading:
 
     def order(self, runner: RunnerRecord) -> None:
         """Send a runner the current adapters, unless it serves exactly these."""
-        current = current_adapters(self.live.adapters) if self.most else {}
+        current = current_adapters(self.live.adapters) if self.room else {}
         if runner.adapters == {name: event.version for name, event in current.items()}:
             runner.adapters_order = None
             return
-        self._orders += 1
-        runner.adapters_order, runner.adapters_since = self._orders, self.registry.sender.now()
-        order = LoadAdapters(runner.incarnation, self._orders, tuple(current.values()))
+        self._order_number += 1
+        runner.adapters_order, runner.adapters_since = self._order_number, self.registry.sender.now()
+        order = LoadAdapters(runner.incarnation, self._order_number, tuple(current.values()))
         self.registry.send_later(runner.address, order)
 
     def on_load_result(self, message: AdaptersLoadResult) -> None:
@@ -128,18 +129,20 @@ class AdapterLoading:
         if message.number == runner.adapters_order:
             runner.adapters_order = None
             runner.adapters_failures = runner.adapters_failures + 1 if message.errors else 0
-        has = runner.adapters.keys() | excused
-        runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, has)
-        self.registry.changed(runner.name)
-        failed = {(adapter, version): error for adapter, version, error in message.errors}
-        self._end_waits(runner.name, runner.adapters, failed)
+        if adapters.has_all(self.live.adapters, runner.adapters.keys() | excused):
+            runner.has_adapters = True
+        self.registry.mark_changed(runner.name)
+        errors = {(adapter, version): error for adapter, version, error in message.errors}
+        self._end_waits(runner.name, runner.adapters, errors)
 
     def _end_waits(
-        self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
+        self, runner: str, versions: Mapping[str, int], errors: Mapping[tuple[str, int], str] = MappingProxyType({})
     ) -> None:
+        """Stop waiting for a runner that serves the awaited version of an adapter, or could not load it. `versions` has
+        the version of each adapter that it serves, `errors` those that it could not load."""
         for awaited, (adapter, version) in self.waiters.items():
-            error = (failed or {}).get((adapter, version))
-            if has.get(adapter, -1) >= version:
+            error = errors.get((adapter, version))
+            if versions.get(adapter, -1) >= version:
                 awaited.done(runner)
             elif error is not None:
                 awaited.done(runner, error)

@@ -27,9 +27,11 @@ class _Watched:
 
     submission: str
     version: int = 0
+    """Version of its stream."""
     moved_at: float = 0.0
+    """When it last made progress, unix seconds."""
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
-    """When a unit was first seen with a runner, by unit, attempt and runner."""
+    """When a unit was first seen with a runner, by unit, attempt, runner and incarnation."""
     cause: tuple[object, ...] | None = None
     """Recorded cause since the batch's last progress."""
 
@@ -38,14 +40,8 @@ class Stalls:
     """Detector of stalls in the open batches of a live state."""
 
     def __init__(
-        self,
-        live: LiveState,
-        registry: RunnerRegistry,
-        stall_seconds: float,
-        clock: Callable[[], float],
-        *,
-        attempt_timeout: float | None = None,
-        sequential: bool = False,
+        self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
+        attempt_timeout: float | None = None, sequential: bool = False,
     ) -> None:
         """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds.
 
@@ -57,15 +53,18 @@ class Stalls:
 
     def check(self, now: float | None = None) -> None:
         """Record a StallDetected for each stalled batch whose cause is not recorded yet."""
-        at = self.clock() if now is None else now
-        overdue = [b for b in self.live.batches.values() if self._stands_still(b, at)]
-        for gone in self._watched.keys() - self.live.batches.keys():
-            del self._watched[gone]
-        situation = self._situation() if overdue else None
-        for batch in overdue:
-            assert situation is not None
-            watched = self._watched[batch.batch_id]
-            answer = why(situation, batch.batch_id, now=at)
+        now = self.clock() if now is None else now
+        for batch in self.live.batches.values():
+            self._note_changes(batch, now)
+        for ended_id in self._watched.keys() - self.live.batches.keys():
+            del self._watched[ended_id]
+        stalled_ids = [i for i in self.live.batches if now - self._watched[i].moved_at > self.stall_seconds]
+        if not stalled_ids:
+            return
+        snapshot = self._snapshot()
+        for batch_id in stalled_ids:
+            batch, watched = self.live.batches[batch_id], self._watched[batch_id]
+            answer = why(snapshot, batch_id, now=now)
             cause = answer.waiting[0].key
             if answer.of_trainer or cause == watched.cause:
                 continue
@@ -73,8 +72,8 @@ class Stalls:
             self.live.record_batch(batch.batch_id, [stall])
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
-    def _stands_still(self, batch: BatchState, now: float) -> bool:
-        """Note what changed in the batch since the last check; return True if nothing did for `stall_seconds`."""
+    def _note_changes(self, batch: BatchState, now: float) -> None:
+        """Note whether the batch has new events since the last check, and which units it has with runners."""
         watched = self._watched.get(batch.batch_id)
         if watched is None or watched.submission != batch.submission:
             watched = self._watched[batch.batch_id] = _Watched(batch.submission)
@@ -83,45 +82,31 @@ class Stalls:
             flights = [(unit, f.unit.attempt, f.runner, f.incarnation) for unit, f in batch.flights.items()]
             watched.flying_since = {flight: earlier.get(flight, now) for flight in flights}
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
-        return now - watched.moved_at > self.stall_seconds
 
-    def _situation(self) -> SystemSnapshot:
+    def _snapshot(self) -> SystemSnapshot:
+        """Return the state of the system from which `why` explains what a batch waits for."""
         fleet = self.registry.runners.values()
         unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         batches = {
             batch_id: BatchTimes(
-                state=self.live.batches[batch_id],
-                moved_at=watched.moved_at,
-                flying_since={key: at for (key, *_), at in watched.flying_since.items()},
-                durations=unit_seconds,
+                state=self.live.batches[batch_id], moved_at=watched.moved_at,
+                flying_since={unit: at for (unit, *_), at in watched.flying_since.items()}, durations=unit_seconds,
             )
             for batch_id, watched in self._watched.items()
         }
         urls = {s.runner: s.url for s in self.live.servers.values()}
         runners = {
             r.name: RunnerSnapshot(
-                name=r.name,
-                incarnation=r.incarnation,
-                state=r.state,
-                reason=r.life.reason,
-                places=r.life.places,
-                model_version=r.model_version,
-                loading=r.loading,
-                seen=r.seen or None,
-                progressed=r.progressed or None,
-                finished=r.finished or None,
-                silent=r.silent,
-                trouble=r.trouble,
-                waits_for=r.waits_for,
-                runs_wait=r.runs_wait,
-                server=urls.get(r.name, ""),
-                leaving=self.registry.is_leaving(r.name),
-                model=r.life.model,
+                name=r.name, incarnation=r.incarnation, state=r.state, reason=r.life.reason, places=r.life.places,
+                model_version=r.model_version, loading=r.loading, seen=r.seen or None,
+                progressed=r.progressed or None, finished=r.finished or None, silent=r.silent, trouble=r.trouble,
+                waits_for=r.waits_for, runs_wait=r.runs_wait, server=urls.get(r.name, ""),
+                leaving=self.registry.is_leaving(r.name), model=r.life.model,
             )
             for r in fleet
         }
+        hosts = {h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()}
         return SystemSnapshot(
-            batches=batches, runners=runners, hosts={
-                h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()},
-            limit=self.attempt_timeout, sequential=self.sequential, of_servers=bool(urls)
+            batches=batches, runners=runners, hosts=hosts, limit=self.attempt_timeout, sequential=self.sequential,
+            of_servers=bool(urls),
         )

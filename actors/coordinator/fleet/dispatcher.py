@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
@@ -19,17 +20,18 @@ __all__ = ["Dispatcher", "ahead"]
 
 AHEAD_SECONDS = 0.1
 """Time that the units beyond a runner's places keep it busy while its outcomes travel (Little's law)."""
-AHEAD_FACTOR = 32
+MAX_AHEAD_PER_PLACE = 32
 """Maximum number of these units per place of the runner."""
 REST_SECONDS = 30.0
 """Time without units for a host that lacks what a unit needed: failing at once, it would attract all units."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last."""
+    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last. `unit_seconds`
+    is the mean duration of its units; None before the first."""
     if unit_seconds is None:
         return 0
-    return int(places * min(AHEAD_FACTOR, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
+    return int(places * min(MAX_AHEAD_PER_PLACE, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
 
 
 class Dispatcher:
@@ -37,33 +39,34 @@ class Dispatcher:
 
     def __init__(
         self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
-        end: Callable[[], Mark | None] = lambda: None,
-        holds: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
+        log_end: Callable[[], Mark | None] = lambda: None,
+        must_wait: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
     ) -> None:
         """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
 
-        `end` returns the current end of the log. `holds` returns True for a unit that waits for the journal of its lost
-        attempt.
+        `log_end` returns the current end of the log. `must_wait` returns True for a unit that waits for the journal of
+        its lost attempt.
         """
         self.registry, self.live = registry, registry.live
-        self._timeout, self._end, self._holds = timeout, end, holds
+        self._timeout, self._log_end, self._must_wait = timeout, log_end, must_wait
         self._acks: dict[str, dict[int, None]] = {}
-        self._room = Room(fits=self._fits)
-        self._resting: dict[str, float] = {}
+        """Numbers of the groups of outcomes to acknowledge, by runner."""
+        self._room = Room(fits=self._may_get_units)
+        self._rests_until: dict[str, float] = {}
         """When each resting host gets units again, monotonic seconds."""
 
     def rest(self, host: str) -> None:
         """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
-        self._resting[host] = self.registry.sender.now() + REST_SECONDS
+        self._rests_until[host] = self.registry.sender.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
         """Acknowledge a group of a runner's outcomes with the next message to it."""
         self._acks.setdefault(runner, {})[number] = None
 
     def forget(self) -> None:
-        """Forget the outcomes to acknowledge, which may not be in the log."""
+        """Forget the outcomes to acknowledge, which may not be in the log, and all runners."""
         self._acks = {}
-        self._room = Room(fits=self._fits)
+        self._room = Room(fits=self._may_get_units)
 
     def dispatch(self) -> None:
         """Send the units that can run now, and the acknowledgements of outcomes."""
@@ -72,47 +75,45 @@ class Dispatcher:
         batches = self.live.batches.values()
         if any(b.pending for b in batches):
             self._update_room()
-            for batch, event in decisions.dispatch(batches, self._room, self._timeout(), self._holds):
+            for batch, event in decisions.dispatch(batches, self._room, self._timeout(), self._must_wait):
                 self.live.record_batch(batch.batch_id, [event])
-                of_runner = assignments.setdefault(event.runner, [])
-                of_runner += [self._assignment(batch, unit, event.timeout) for unit in event.units]
+                runner_assignments = assignments.setdefault(event.runner, [])
+                runner_assignments += [self._assignment(batch, unit, event.timeout) for unit in event.units]
         for name in sorted(assignments.keys() | acks.keys()):
             self._send_work(self.registry.runners[name], assignments.get(name, []), tuple(acks.get(name, {})))
 
     def _update_room(self) -> None:
-        changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
-        for host in [h for h, until in self._resting.items() if until <= self.registry.sender.now()]:
-            del self._resting[host]
-            changed |= {name: None for name in self.registry.runners if host_of(name) == host}
-        for name in changed:
+        """Take over the load and the limit of the runners that changed, and of those whose host has rested."""
+        changed_runners, self.live.in_flight.changed_runners = self.live.in_flight.changed_runners, {}
+        for host in [h for h, until in self._rests_until.items() if until <= self.registry.sender.now()]:
+            del self._rests_until[host]
+            changed_runners |= {name: None for name in self.registry.runners if host_of(name) == host}
+        for name in changed_runners:
             runner = self.registry.runners.get(name)
             if runner is None or runner.state is not RunnerState.READY or runner.life.model != "rollout":
                 self._room.drop(name)
                 continue
             self._room.put(Capacity(
-                name=name,
-                incarnation=runner.incarnation,
-                model_version=runner.model_version,
-                places=runner.life.places,
-                load=self.live.in_flight.loads.get((name, runner.incarnation), 0),
+                name=name, incarnation=runner.incarnation, model_version=runner.model_version,
+                places=runner.life.places, load=self.live.in_flight.loads.get((name, runner.incarnation), 0),
                 limit=runner.life.places + ahead(runner.life.places, runner.unit_seconds),
             ))
 
-    def _fits(self, capacity: Capacity) -> bool:
-        """Return True if a runner may get units now; whatever ends the obstacle marks the runner as changed."""
+    def _may_get_units(self, capacity: Capacity) -> bool:
+        """Return True if nothing keeps a runner from units now; whatever ends the obstacle marks it as changed."""
         runner = self.registry.runners[capacity.name]
-        fits = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
-        return fits and host_of(capacity.name) not in self._resting
+        is_free = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
+        return is_free and host_of(capacity.name) not in self._rests_until
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Send again the units that the log assigns to this runner and that its status lacks, since they were lost."""
         assignments = []
         reported = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
-            units = reported.get((batch.batch_id, batch.submission), set())
-            for task, base in self.live.in_flight.of(batch.batch_id, runner.name, runner.incarnation):
+            reported_units = reported.get((batch.batch_id, batch.submission), set())
+            for task, base in self.live.in_flight.units_of(batch.batch_id, runner.name, runner.incarnation):
                 flight = batch.flights[task, base]
-                if (task, base, flight.unit.attempt) not in units:
+                if (task, base, flight.unit.attempt) not in reported_units:
                     assignments.append(self._assignment(batch, flight.unit, flight.timeout))
         if assignments:
             self._send_work(runner, assignments, ())
@@ -127,30 +128,36 @@ class Dispatcher:
 
     def revoke(self, batch: BatchState) -> None:
         """Cancel the units in flight of this batch."""
-        by_runner: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for unit, flight in batch.flights.items():
-            by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
-        for (name, incarnation), units in by_runner.items():
+        keys_by_life: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for key, flight in batch.flights.items():
+            keys_by_life.setdefault((flight.runner, flight.incarnation), []).append(key)
+        for (name, incarnation), keys in keys_by_life.items():
             runner = self.registry.runners.get(name)
             if runner is not None and runner.incarnation == incarnation:
-                cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
+                cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, keys)
                 self.registry.send_later(runner.address, cancel)
 
     def _assignment(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
+        """Return a unit in flight as it is sent to its runner, with the payload of what earlier attempts kept."""
         task = self.live.task(batch, unit.task)
-        keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
+        keep_experiences = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         kept = batch.flights[unit.task, unit.run_id_base].kept
         return UnitAssignment(
-            batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout,
+            batch.batch_id, batch.submission, unit, task.inline, task.digest, keep_experiences, timeout,
             kept="" if kept is None else kept.payload,
         )
 
     def _send_work(self, runner: RunnerRecord, assignments: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
-        for group in in_parts(assignments):
-            self.live.then(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop variable
-                runner.address, RunUnits(runner.incarnation, group, acks, self._end())))
+        """Send units and acknowledgements to a runner once this turn is durable, in as many messages as it takes."""
+
+        def send(group: list[UnitAssignment]) -> None:
+            message = RunUnits(runner.incarnation, group, acks, self._log_end())
+            self.registry.sender.send(runner.address, message)
+
+        for group in in_groups(assignments):
+            self.live.when_durable(partial(send, group))
 
 
-def in_parts(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
+def in_groups(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
     """Split units into groups under the size limit of a message; at least one group, which may be empty."""
-    return grouped(assignments, lambda item: 200 + len(item.task or b""))
+    return grouped(assignments, lambda assignment: 200 + len(assignment.task or b""))  # 200 bytes for the other fields

@@ -14,13 +14,14 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["DynamicTimeout", "allowed", "measured"]
+__all__ = ["DynamicTimeout", "attempt_timeout", "measured"]
 
 
-def allowed(
+def attempt_timeout(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Return the seconds that an attempt may take; 0, for `max_timeout`, after too few steps or if that is less."""
+    """Return the seconds that an attempt may take: `ratio` times the mean of these attempts, which took `seconds`.
+    Return 0, which stands for `max_timeout`, after fewer than `warmup_min_steps` steps or if `max_timeout` is less."""
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts
@@ -28,15 +29,16 @@ def allowed(
 
 
 def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """Return the measurements after this ended batch; None if it is no train step. `limits` are those of `allowed`."""
+    """Return the measurements after this ended batch; None if it is no train step. `last` has those before it; `limits`
+    are the keyword arguments of `attempt_timeout`."""
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None
-    steps, attempts, seconds = (0, 0, 0.0) if last is None else (last.steps, last.attempts, last.seconds)
-    totals = steps + 1, attempts + batch.timed_attempts, seconds + batch.timed_seconds
-    return ev.PaceMeasured(
-        batch_id=batch.batch_id, steps=totals[0], attempts=totals[1], seconds=totals[2],
-        timeout=allowed(*totals, **limits),
-    )
+    if last is None:
+        last = ev.PaceMeasured(batch_id=batch.batch_id, steps=0, attempts=0, seconds=0.0, timeout=0.0)
+    steps, attempts = last.steps + 1, last.attempts + batch.timed_attempts
+    seconds = last.seconds + batch.timed_seconds
+    timeout = attempt_timeout(steps, attempts, seconds, **limits)
+    return ev.PaceMeasured(batch_id=batch.batch_id, steps=steps, attempts=attempts, seconds=seconds, timeout=timeout)
 
 
 class DynamicTimeout:
@@ -46,12 +48,10 @@ class DynamicTimeout:
         dynamic = explorer.dynamic_timeout
         self._live, self._enabled = live, dynamic.enable
         self._limits: dict[str, Any] = {
-            "ratio": dynamic.ratio,
-            "warmup_min_steps": dynamic.warmup_min_steps,
-            "max_timeout": explorer.max_timeout,
+            "ratio": dynamic.ratio, "warmup_min_steps": dynamic.warmup_min_steps, "max_timeout": explorer.max_timeout,
         }
 
-    def ended(self, batch: BatchState) -> None:
+    def record_batch(self, batch: BatchState) -> None:
         """Record the measurements after a batch that has just ended."""
         event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
@@ -62,4 +62,4 @@ class DynamicTimeout:
         last = self._live.attempt_times
         if not self._enabled or last is None:
             return 0.0
-        return allowed(last.steps, last.attempts, last.seconds, **self._limits)
+        return attempt_timeout(last.steps, last.attempts, last.seconds, **self._limits)

@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
-from trinity_es.projections.servers import leaving
+from trinity_es.projections.servers import leaving_runners
 from trinity_es.projections.why.answer import weights_advice
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
@@ -39,35 +39,39 @@ class ServerFleet:
         self._settings, self._registry, self._guardian = settings, registry, guardian
         self._live, self._proxied = registry.live, proxied
         self._reader: ServerList | None = None
-        self._list: list[str] = list(settings.urls) if settings is not None else []
-        self._last_list: list[str] | None = None
+        self._urls: list[str] = list(settings.urls) if settings is not None else []
+        """The list as it was last read."""
+        self._urls_before: list[str] | None = None
         """Last list that was not empty; None before the first."""
         self._leaving_since: dict[str, float] = {}
         """When each runner began to leave, monotonic seconds."""
-        self._sent: tuple[Servers | None, float] = None, float("-inf")
-        """Last message to the guardian, and when it was sent, monotonic seconds."""
+        self._last_message: Servers | None = None
+        """Last message to the guardian."""
+        self._sent_at = float("-inf")
+        """When it was sent, monotonic seconds."""
 
     def start_reading(self) -> None:
         """Start to read the list, unless the config has fixed URLs."""
         if self._settings is not None and not self._settings.urls:
-            self._reader = ServerList(self._settings, self.list_read)
+            self._reader = ServerList(self._settings, self.store_list)
             self._reader.start()
 
-    def list_read(self, urls: list[str]) -> None:
-        """Store a list that was read, from any thread; the next `look` acts on it."""
-        self._list = urls
+    def store_list(self, urls: list[str]) -> None:
+        """Store a list that was read, from any thread; the next `update` acts on it."""
+        self._urls = urls
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Record changes of the list, retire drained runners, and send the guardian the wanted runners."""
         if self._settings is None:
             return
-        urls = self._list
-        self._live.record(*servers.listed(self._live.servers, urls, self._last_list))
-        self._last_list = urls or self._last_list
-        before, self._registry.leaving = self._registry.leaving, leaving(self._live.servers)
-        for name in before - self._registry.leaving:  # it was added again
-            self._registry.changed(name)
-        urls_by_runner, retired = dict[str, str](), dict[str, int]()
+        urls = self._urls
+        self._live.record(*servers.listed(self._live.servers, urls, self._urls_before))
+        self._urls_before = urls or self._urls_before
+        leaving_before = self._registry.leaving
+        self._registry.leaving = leaving_runners(self._live.servers)
+        for name in leaving_before - self._registry.leaving:  # it was added again
+            self._registry.mark_changed(name)
+        urls_by_runner, incarnations_to_retire = dict[str, str](), dict[str, int]()
         for server in self._live.servers.values():
             if server.wanted:
                 self._leaving_since.pop(server.runner, None)
@@ -77,16 +81,17 @@ class ServerFleet:
             if life is None or servers.has_retired(life):
                 continue
             if self._is_drained(life, self._live.in_flight.loads.get((life.name, life.incarnation), 0)):
-                retired[server.runner] = life.incarnation
+                self._take_units(life.name, life.incarnation)
+                incarnations_to_retire[server.runner] = life.incarnation
             else:
                 urls_by_runner[server.runner] = server.url
         current = self._live.weights
-        self._send_to_guardian(Servers(urls_by_runner, retired, (current.version, current.path)))
+        self._send_to_guardian(Servers(urls_by_runner, incarnations_to_retire, (current.version, current.path)))
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Record an operator's change. Raises DataError if it can't be made."""
         self._live.record(*servers.scaled(self._live.servers, add, remove))
-        self.look()
+        self.update()
 
     @property
     def enabled(self) -> bool:
@@ -122,36 +127,36 @@ class ServerFleet:
             problem = f"goes on with weights version {runner.model_version}: it can't load version {version}: {refusal}"
         return f"{problem}; {weights_advice(url)}" if refusal else problem
 
-    def _is_drained(self, life: RunnerLife, units: int) -> bool:
+    def _is_drained(self, life: RunnerLife, unit_count: int) -> bool:
+        """Return True if a leaving runner has no units and loads no weights, or `drain_timeout` is over. Its time
+        begins with the first call."""
         assert self._settings is not None
         now = self._registry.sender.now()
-        waited = now - self._leaving_since.setdefault(life.name, now)
+        waited_seconds = now - self._leaving_since.setdefault(life.name, now)
         record = self._registry.runners.get(life.name)
-        loads = record is not None and record.state is RunnerState.READY and record.loading is not None
+        is_loading = record is not None and record.state is RunnerState.READY and record.loading is not None
         proxied = self._proxied and life.state is RunnerState.READY
-        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout, proxied=proxied):
-            return False
-        if units:
-            self._take_units(life.name, life.incarnation)
-        return True
+        work_count = unit_count + is_loading
+        return servers.is_drained(work_count, waited_seconds, self._settings.drain_timeout, proxied=proxied)
 
     def _take_units(self, runner: str, incarnation: int) -> None:
-        """Take the units that a runner did not finish within `drain_timeout`, for others to attempt."""
+        """Take the units that a runner did not finish within `drain_timeout`, if any, for others to attempt."""
         record = self._registry.runners.get(runner)
         reason = "its server was removed, and its time to finish is over"
         for batch in list(self._live.batches.values()):
-            units = self._live.in_flight.of(batch.batch_id, runner, incarnation)
+            units = self._live.in_flight.units_of(batch.batch_id, runner, incarnation)
             if units:
-                lost = batches.runner_lost(batch, runner, incarnation, reason, blamed=False, had=units)
-                self._live.record_batch(batch.batch_id, lost)
+                events = batches.runner_lost(batch, runner, incarnation, reason, blamed=False, keys=units)
+                self._live.record_batch(batch.batch_id, events)
                 if record is not None and record.address is not None:
                     cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
                     self._registry.send_later(record.address, cancel)
 
     def _send_to_guardian(self, message: Servers) -> None:
-        previous, at = self._sent
+        """Send a message once this turn is durable, unless the same one was sent a short time ago."""
         now = self._registry.sender.now()
-        if message == previous and now - at < (LOOK_SECONDS if message.retire else REPEAT_SECONDS):
+        interval = LOOK_SECONDS if message.retire else REPEAT_SECONDS
+        if message == self._last_message and now - self._sent_at < interval:
             return
-        self._sent = message, now
-        self._live.then(lambda: self._registry.sender.send(self._guardian, message))
+        self._last_message, self._sent_at = message, now
+        self._live.when_durable(lambda: self._registry.sender.send(self._guardian, message))

@@ -35,7 +35,7 @@ __all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening", 
 
 LOOK_SECONDS = 0.5
 """Interval between two checks for silent hosts."""
-BACK_SECONDS = 5.0
+RETURN_SECONDS = 5.0
 """Minimum time that a host has to reach a new coordinator, even if it was silent under the previous one."""
 SHOWN_SECONDS = 600.0
 """How long `status` shows a lost host."""
@@ -50,14 +50,14 @@ class FarProcess:
     name: str
 
 
-def far_lives(states: Hosts, lives: Lives) -> dict[str, int]:
+def far_lives(hosts: Hosts, lives: Lives) -> dict[str, int]:
     """Return the incarnation of each runner that may live on another host."""
-    present = {host.name for host in states.values() if host.there}
-    return {name: n for (name, n), life in lives.items() if host_of(name) in present and not life.state.gone}
+    present_hosts = {host.name for host in hosts.values() if host.there}
+    return {name: n for (name, n), life in lives.items() if host_of(name) in present_hosts and not life.state.gone}
 
 
 def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
-    """Return the lease's fields about where hosts can join, and the head's certificate; None if no host may join."""
+    """Return the lease's fields about where hosts can join, and a new certificate of the head (None: none may join)."""
     certificate = Certificate.made() if settings.address else None
     digest = certificate.digest.hex() if certificate is not None else ""
     return {"hosts": settings.address, "certificate": digest}, certificate
@@ -67,76 +67,76 @@ def listening(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return a started server for hosts, whose messages are handled in the actor's loop.
-
-    `folders` returns the folders of models and weights that hosts need too.
-    """
+    """Return a started server for hosts, whose messages `fleet` handles in the actor's loop. While `fleet` returns
+    None, messages are dropped. `folders` returns the folders of models and weights that hosts need too."""
     from trinity_es.actors.hosts.link import HeadEnd  # it imports aiohttp, which a run on one host does not need
 
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
-    def do(call: Callable[[HostFleet], None]) -> None:
-        def now() -> None:
-            current = fleet()
-            if current is not None:
-                call(current)
+    def call_fleet(call: Callable[[HostFleet], None]) -> None:
+        def call_if_open() -> None:
+            current_fleet = fleet()
+            if current_fleet is not None:
+                call(current_fleet)
 
-        post(now)
+        post(call_if_open)
 
-    end = HeadEnd(
+    head_end = HeadEnd(
         (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
-        hello=lambda offer, where, answer: do(lambda fleet: fleet.hello(offer, where, answer)),
-        take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
-        gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),
+        hello=lambda offer, where, answer: call_fleet(lambda fleet: fleet.hello(offer, where, answer)),
+        take=lambda host, epoch, items: call_fleet(lambda fleet: fleet.take(host, epoch, items)),
+        gone=lambda host, epoch, why, heard: call_fleet(lambda fleet: fleet.on_disconnected(host, epoch, why, heard)),
         facts=lambda: facts(folders()),
     )
-    end.start()
-    return end
+    head_end.start()
+    return head_end
 
 
 class HostFleet:
     """Hosts of a run, handled only while the log is open; hosts repeat what they sent meanwhile."""
 
     def __init__(
-        self, settings: HostsConfig, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
-        handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
-        models: Mapping[str, str] = MappingProxyType({}), heard: Mapping[str, float] = MappingProxyType({}),
+        self, settings: HostsConfig, registry: RunnerRegistry, head_end: HeadEnd, *, epoch: int,
+        handle: Callable[[Any, Any], None], end_runner: Callable[[RunnerDied], None],
+        models: Mapping[str, str] = MappingProxyType({}), heard_at: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`handle(message, from)` takes a message as if it came from an actor; `died` takes the loss of a runner.
+        """`handle(message, from)` takes a message as if it came from an actor; `end_runner` takes the loss of a runner.
 
-        `models` has the config's model paths by name. `heard` has the time when a predecessor last heard of each host,
-        in monotonic seconds.
+        `epoch` is that of the coordinator's lease. `models` has the config's model paths by name. `heard_at` has the
+        time when an earlier coordinator last heard of each host, in monotonic seconds.
         """
         self._settings, self._registry, self._live = settings, registry, registry.live
-        self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
+        self._head_end, self._epoch, self._handle, self._end_runner = head_end, epoch, handle, end_runner
         self._models = models
-        self._connected: dict[str, int] = {}
+        self._connected_epochs: dict[str, int] = {}
         """Epoch of each host that has a connection; a host just admitted has none yet."""
-        # A host that was silent under a predecessor does not get the whole time again, only enough to come back.
-        least = registry.sender.now() - settings.timeout + min(BACK_SECONDS, settings.timeout)
-        self._heard = {host: max(at, least) for host, at in heard.items()}
+        # A host that was silent under an earlier coordinator does not get the whole time again, only enough to return.
+        earliest = registry.sender.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
+        self._heard_at = {host: max(at, earliest) for host, at in heard_at.items()}
         """When each host without a connection was last heard of, monotonic seconds."""
         self._end_reasons: dict[str, str] = {}
         """Reason for the end of each host's last connection."""
-        self._lost: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
         """When this coordinator declared each host lost, monotonic seconds."""
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         """Return when each present host was last heard of, monotonic seconds."""
-        last = self._heard | self._end.heard()
-        return {host.name: last[host.name] for host in self.there() if host.name in last}
+        heard_at = self._heard_at | self._head_end.heard()
+        return {host.name: heard_at[host.name] for host in self.present() if host.name in heard_at}
 
-    def there(self) -> list[Host]:
+    def present(self) -> list[Host]:
+        """Return the hosts that joined, and neither left nor are lost."""
         return [host for host in self._live.hosts.values() if host.there]
 
     # --- messages of connections ------------------------------------------------------------------------------------
     def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
         """Decide on a host that wants to join, and answer once everything recorded so far is durable.
 
-        Answer a request for files at once, since its sender has shown that it has the key.
+        Answer a request for files at once, since its sender has shown that it has the key. A `check` is answered
+        without joining the host.
         """
         if "fetch" in offer:
-            answer(self._folder(offer))
+            answer(self._folder_answer(offer))
             return
         try:
             hello = hosts.Hello(
@@ -146,11 +146,12 @@ class HostFleet:
         except (KeyError, TypeError, ValueError):
             answer(Admission(refused="its hello is not understood: does it run another version?", for_good=True))
             return
-        decision = hosts.hello(self._live.hosts, hello, build=VERSION, connected=hello.name in self._connected)
+        is_connected = hello.name in self._connected_epochs
+        decision = hosts.welcome(self._live.hosts, hello, build=VERSION, connected=is_connected)
         if isinstance(decision, hosts.Refusal):
             # Durable first: a head that was cut off believes all hosts lost, while another head leads and has them.
             refusal = Admission(refused=decision.reason, for_good=decision.for_good)
-            self._live.then(lambda: answer(refusal))
+            self._live.when_durable(lambda: answer(refusal))
             return
         if offer.get("check"):
             answer(Admission())
@@ -161,10 +162,11 @@ class HostFleet:
             else:
                 self._live.record(event)
         epoch = self._live.hosts[hello.name].epoch
-        self._heard[hello.name] = self._registry.sender.now()
-        self._live.then(lambda: answer(Admission(epoch, self._epoch)))
+        self._heard_at[hello.name] = self._registry.sender.now()
+        self._live.when_durable(lambda: answer(Admission(epoch, self._epoch)))
 
-    def _folder(self, offer: Mapping[str, Any]) -> Admission:
+    def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
+        """Return the answer to a host's request for files: the head's folder, or a refusal."""
         wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
         folder = hosts.folder_of(
             wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
@@ -178,88 +180,89 @@ class HostFleet:
         """Handle messages of a host's processes; drop those of a past epoch, and close their connection."""
         state = self._live.hosts.get(host)
         if state is None or state.epoch != epoch or not state.there:
-            self._end.hang_up(host, epoch)
+            self._head_end.hang_up(host, epoch)
             return
-        if self._connected.get(host) != epoch:
-            self._connected[host] = epoch
-            self._heard.pop(host, None)
+        if self._connected_epochs.get(host) != epoch:
+            self._connected_epochs[host] = epoch
+            self._heard_at.pop(host, None)
         for name, message in items:
             if isinstance(message, HostLeaves):
-                self._leaves(state, message)
+                self._on_leaves(state, message)
             elif not name or host_of(name) == host or name.startswith("client "):
                 self._handle(message, FarProcess(host, name))
             else:
                 _log.error("host %s sent a message of %s, which is not its own runner", host, name)
 
-    def gone(self, host: str, epoch: int, why: str, heard: float) -> None:
+    def on_disconnected(self, host: str, epoch: int, reason: str, heard_at: float) -> None:
         """Note that a connection ended; its host has until its timeout to come back."""
-        if self._connected.get(host) == epoch:
-            del self._connected[host]
-            self._heard[host], self._end_reasons[host] = heard, why
-            _log.warning("the connection to host %s #%d ended: %s", host, epoch, why)
+        if self._connected_epochs.get(host) == epoch:
+            del self._connected_epochs[host]
+            self._heard_at[host], self._end_reasons[host] = heard_at, reason
+            _log.warning("the connection to host %s #%d ended: %s", host, epoch, reason)
 
     # --- time -------------------------------------------------------------------------------------------------------
-    def look(self) -> None:
-        """Find hosts that were silent for too long, and drained hosts that may leave."""
+    def check_connections(self) -> None:
+        """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
         now = self._registry.sender.now()
-        there, open_now = self.there(), self._end.heard()
-        units = self._units() if any(host.state == "draining" for host in there) else {}
-        for host in there:
+        present_hosts, open_connections = self.present(), self._head_end.heard()
+        units = self._unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
+        for host in present_hosts:
             if self._is_connected(host):
                 if host.state == "draining" and not units.get(host.name):
                     self.send(FarProcess(host.name, ""), HostDrained())
-                if host.name in open_now:
-                    self._heard.pop(host.name, None)
+                if host.name in open_connections:
+                    self._heard_at.pop(host.name, None)
                     continue
-                # Its connection has ended, and `gone` follows; if it does not, the host's time begins now.
-            since = self._heard.setdefault(host.name, now)
+                # The connection has ended, so `on_disconnected` follows; else the host's time begins now.
+            since = self._heard_at.setdefault(host.name, now)
             if now - since >= self._settings.timeout:
                 cause = self._end_reasons.get(host.name, "it did not come back to this coordinator")
-                for event in hosts.lost(self._live.hosts, host.name, f"not heard of for {now - since:.0f} s: {cause}"):
+                for event in hosts.lose(self._live.hosts, host.name, f"not heard of for {now - since:.0f} s: {cause}"):
                     self._lose(event)
 
     def drain(self, name: str, reason: str) -> None:
         """Give a host no new units; once its runners have none left it may leave."""
-        self._live.record(*hosts.drained(self._live.hosts, name, reason))
+        self._live.record(*hosts.drain(self._live.hosts, name, reason))
 
     def status(self) -> list[dict[str, Any]]:
         """Return every present host, and those lost recently, as plain JSON."""
         now = self._registry.sender.now()
-        shown = [h for h in self._live.hosts.values() if h.there or (
-            h.state == "lost" and now - self._lost.get(h.name, float("-inf")) < SHOWN_SECONDS)]
-        units, runners = self._units(), dict[str, list[str]]()
+        shown_hosts = [h for h in self._live.hosts.values() if h.there or (
+            h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
+        unit_counts, runners_by_host = self._unit_counts(), dict[str, list[str]]()
         for name, runner in self._registry.runners.items():
             if not runner.state.gone:
-                runners.setdefault(host_of(name), []).append(name)
+                runners_by_host.setdefault(host_of(name), []).append(name)
         return [
             {
                 "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
                 "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
-                "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
+                "away_for": None if self._is_connected(h) else now - self._heard_at.get(h.name, now),
                 "why_away": self._end_reasons.get(h.name, ""), "lost_after": self._settings.timeout,
-                "runners": sorted(runners.get(h.name, ())),
-                "units": units.get(h.name, 0),
+                "runners": sorted(runners_by_host.get(h.name, ())), "units": unit_counts.get(h.name, 0),
             }
-            for h in sorted(shown, key=lambda h: h.name)
+            for h in sorted(shown_hosts, key=lambda h: h.name)
         ]
 
     def _is_connected(self, host: Host) -> bool:
-        return host.there and self._connected.get(host.name) == host.epoch
+        """Return True if a connection of the host's current epoch was not reported as ended."""
+        return host.there and self._connected_epochs.get(host.name) == host.epoch
 
     def stop(self) -> None:
-        self._end.stop()
+        self._head_end.stop()
 
     # --- messages to hosts ------------------------------------------------------------------------------------------
     def send(self, to: FarProcess, message: Any) -> None:
-        self._end.send(to.host, to.name, message)
+        self._head_end.send(to.host, to.name, message)
 
-    def guardian_of(self, runner: str, own: Any) -> Any:
-        """Return the guardian of a runner, which is `own` on the head."""
+    def guardian_of(self, runner: str, head_guardian: Any) -> Any:
+        """Return the address of the guardian that started a runner: `head_guardian` for a runner on the head."""
         host = host_of(runner)
-        return FarProcess(host, "") if host else own
+        return FarProcess(host, "") if host else head_guardian
 
     # --- departure and loss of hosts --------------------------------------------------------------------------------
-    def _leaves(self, host: Host, message: HostLeaves) -> None:
+    def _on_leaves(self, host: Host, message: HostLeaves) -> None:
+        """Give a host that leaves no new units; after its final message, record that it left and end its runners."""
         self.drain(host.name, message.reason)
         if message.final:
             reason = host.reason or message.reason
@@ -267,27 +270,30 @@ class HostFleet:
             self._end_runners(host.name, left_reason(host.name, reason))
 
     def _lose(self, event: ev.Event) -> None:
+        """Record a HostLost, close the host's connection and end its runners."""
         assert isinstance(event, ev.HostLost)
         self._live.record(event)
-        self._lost[event.host] = self._registry.sender.now()
-        self._connected.pop(event.host, None)
-        self._end.hang_up(event.host, event.epoch)
+        self._lost_at[event.host] = self._registry.sender.now()
+        self._connected_epochs.pop(event.host, None)
+        self._head_end.hang_up(event.host, event.epoch)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
         self._end_runners(event.host, lost_reason(event.host, event.reason))
 
     def _end_runners(self, host: str, reason: str) -> None:
-        over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
+        """Report the end of each runner of a host, except those whose end is recorded and that have no units."""
+        end_states = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
         loads = self._live.in_flight.loads
         for life in [life for (name, _), life in self._live.lives.items() if host_of(name) == host]:
             # A retired runner may still have units, if its host ended before they did.
-            if life.state not in over or loads.get((life.name, life.incarnation)):
-                self._died(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
+            if life.state not in end_states or loads.get((life.name, life.incarnation)):
+                self._end_runner(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
-    def units_of(self, host: str) -> int:
-        return self._units().get(host, 0)
+    def unit_count(self, host: str) -> int:
+        return self._unit_counts().get(host, 0)
 
-    def _units(self) -> dict[str, int]:
+    def _unit_counts(self) -> dict[str, int]:
+        """Return the number of units in flight on each host that has any."""
         counts: dict[str, int] = {}
-        for (name, _), units in self._live.in_flight.loads.items():
-            counts[host_of(name)] = counts.get(host_of(name), 0) + units
+        for (name, _), load in self._live.in_flight.loads.items():
+            counts[host_of(name)] = counts.get(host_of(name), 0) + load
         return counts

@@ -51,7 +51,7 @@ class LeaseReleases:
 
 
 def released(
-    leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, more_seconds: float = START_SECONDS
+    leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, start_seconds: float = START_SECONDS
 ) -> tuple[dict[str, str], str]:
     """Release leases of one provider in a process.
 
@@ -75,7 +75,7 @@ def released(
         except OSError as e:
             trouble = f"no process could be started to release it: {e}"
         else:
-            trouble = _wait_and_clean_up(process, seconds + more_seconds)
+            trouble = _wait_and_clean_up(process, seconds + start_seconds)
         output.seek(0)
         lines = output.read().splitlines()
     answers: dict[str, str] = {}

@@ -1,8 +1,9 @@
 """Leases that runs take: the coordinator records them, and releases those whose runs can't.
 
 An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
-orphaned (`look`). Once this is durable, separate processes release them (`lease_releases.py`). A failed release is
-retried after pauses that double. A second release by an owner that is still alive does no harm.
+orphaned, except those that wait for the next attempt at a lost run, which attaches to them. Once this is durable,
+separate processes release them (`lease_releases.py`). A failed release is retried after pauses that double. A second
+release by an owner that is still alive does no harm.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import LeaseReply, LeaseReport
 from trinity_es.events.errors import InvalidEvent, WorkflowError
-from trinity_es.projections.leases import OpenLease
+from trinity_es.projections.leases import OpenLease, OpenLeases
 
 __all__ = ["LeaseFleet", "Releases"]
 
 LOOK_SECONDS = 1.0
 """Interval between two checks for expired leases and due releases."""
-PAUSE_SECONDS = 1.0, 300.0
-"""First and longest pause before a failed release is retried."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
+"""First and longest pause before a failed release is retried; each is twice the one before."""
 MOST_SHOWN = 5
 """Maximum number of failing leases that `status` lists."""
 
@@ -42,15 +43,20 @@ class Releases(Protocol):
 class LeaseFleet:
     """Open leases of a run, their expiry and their release."""
 
-    def __init__(self, registry: RunnerRegistry, actor: TimerHost, releases: Releases) -> None:
+    def __init__(
+        self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
+        is_read: decisions.IsRead = lambda batch, key: False,
+    ) -> None:
+        """Take `is_read`, which returns True while the journal of a lost unit is being read."""
+        self._is_read = is_read
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
-        self._busy: set[str] = set()
+        self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}
         """Number of failed releases of each tried lease."""
-        self._due: dict[str, float] = {}
+        self._due_at: dict[str, float] = {}
         """When each orphaned lease is due for release, unix seconds."""
-        self._most: dict[str, int] = {}
+        self._max_group_sizes: dict[str, int] = {}
         """Maximum size of the next group of each lease that an earlier process did not report."""
         self._announced_at = math.inf
         """When runners learned of this coordinator, unix seconds; infinite before."""
@@ -63,91 +69,104 @@ class LeaseFleet:
         """Stop counting expiries until `begin`, since the coordinator misses renewals meanwhile."""
         self._announced_at = math.inf
 
-    def leave(self) -> None:
+    def give_up_all(self) -> None:
         """Give up all open leases, since they belong to the store from which this one was copied."""
-        self._live.record(*decisions.left(list(self._live.leases.values())))
+        self._live.record(*decisions.give_up(list(self._live.leases.values())))
 
     # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
         """Record a group of changes, and answer when it is durable."""
-        live, refused = self._live, dict[str, str]()
+        live = self._live
+        refusals: dict[str, str] = {}
+        handles: dict[str, Any] = {}
         for change in message.changes:
-            life = live.lives.get((message.name, message.incarnation))
-            ended = decisions.over(live.batches.get(change.batch_id), life, change)
+            batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
+            end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
+            earlier = decisions.attachable(live.leases, batch, change, self._is_read) if is_taken else None
             try:
-                live.record(*decisions.changed(
-                    live.leases.get(change.lease), change, message.name, message.incarnation, ended,
-                    self._registry.clock(),
+                live.record(*decisions.apply_change(
+                    live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
                 ))
             except (WorkflowError, InvalidEvent) as e:
-                refused[change.lease] = e.message
-        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused))
-        live.then(self.release_due)
+                refusals[change.lease] = e.message
+            lease = live.leases.get(change.lease)
+            if is_taken and lease is not None and (attached := live.leases.get(lease.taken.attaches)) is not None:
+                handles[change.lease] = attached.handle  # also if the change was sent twice
+        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refusals, handles))
+        live.when_durable(self.release_due)
 
     # --- releases ---------------------------------------------------------------------------------------------------
-    def look(self) -> None:
-        """Record, at the end of a turn, the leases that it orphaned."""
+    def record_orphans_of_turn(self) -> None:
+        """Record, at the end of a turn, the leases that its events orphaned; start the timer for expiries."""
         if not self._live.leases:
             return
         turn = self._live.turn
-        of_runners = any(write.stream.startswith("runner/") for write in turn.writes)
-        if of_runners or turn.batches:
-            self.look_at([
-                e for e in self._live.leases.values() if of_runners or e.taken.batch_id in turn.batches
-            ])
+        has_runner_events = any(write.stream.startswith("runner/") for write in turn.writes)
+        if has_runner_events or turn.batches:
+            self._record_orphans({
+                i: e for i, e in self._live.leases.items() if has_runner_events or e.taken.batch_id in turn.batches
+            })
         if not self._actor.has_timer("leases"):
-            self._actor.after(LOOK_SECONDS, "leases", self._tick)
+            self._actor.after(LOOK_SECONDS, "leases", self._check_all)
 
-    def look_at(self, leases: Any) -> None:
+    def _record_orphans(self, leases: OpenLeases) -> None:
         """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
-        events = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._announced_at)
+        events = decisions.orphans(
+            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_read
+        )
         live.record(*events)
         if events:
-            live.then(self.release_due)
+            live.when_durable(self.release_due)
 
-    def _tick(self) -> None:
-        self.look_at(self._live.leases.values())
-        self._live.then(self.release_due)
+    def _check_all(self) -> None:
+        """Record the leases that expired, and release those that are due."""
+        self._record_orphans(self._live.leases)
+        self._live.when_durable(self.release_due)
 
     def release_due(self) -> None:
         """Start to release due leases, in one process per provider."""
-        now, live = self._registry.clock(), self._live.leases
-        self._tries = {key: n for key, n in self._tries.items() if key in live}  # without closed leases
-        self._most = {key: n for key, n in self._most.items() if key in live}
-        self._due = {key: self._due.get(key, now) for key, lease in live.items() if lease.orphaned}
-        for provider, leases in decisions.due(live.values(), self._due, self._most, self._busy, now).items():
-            self._busy.add(provider)
-            self._releases.start(leases, functools.partial(self._released, provider, leases, now))
+        now, leases = self._registry.clock(), self._live.leases
+        self._tries = {i: n for i, n in self._tries.items() if i in leases}  # forget closed leases
+        self._max_group_sizes = {i: n for i, n in self._max_group_sizes.items() if i in leases}
+        self._due_at = {i: self._due_at.get(i, now) for i, lease in leases.items() if lease.orphaned}
+        groups = decisions.due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
+        for provider, group in groups.items():
+            self._busy_providers.add(provider)
+            self._releases.start(group, functools.partial(self._on_released, provider, group, now))
 
-    def _released(
-        self, provider: str, leases: Sequence[OpenLease], begun: float, errors: dict[str, str], trouble: str
+    def _on_released(
+        self, provider: str, group: Sequence[OpenLease], began_at: float, errors: dict[str, str], trouble: str
     ) -> None:
-        """Record what a process released and plan the next tries; `begun` is its start, unix seconds."""
-        self._busy.discard(provider)
+        """Record what a process released and plan the next tries.
+
+        `group` are the leases as they were when it began, at `began_at` (unix seconds). `errors` has the error of each
+        lease that it reported, `trouble` is that of the others.
+        """
+        self._busy_providers.discard(provider)
         now = self._registry.clock()
-        for lease_before in leases:
-            key = lease_before.taken.lease
-            error = errors.get(key, trouble)
-            lease = self._live.leases.get(key)
-            tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, lease_before, begun, error, tries))
-            self._tries[key] = tries
+        for lease_before in group:
+            lease_id = lease_before.taken.lease
+            error = errors.get(lease_id, trouble)
+            lease = self._live.leases.get(lease_id)
+            tries = max(self._tries.get(lease_id, 0), lease.tries if lease is not None else 0) + bool(error)
+            self._live.record(*decisions.released(lease, lease_before, began_at, error, tries))
+            self._tries[lease_id] = tries
             if error:
-                first, longest = PAUSE_SECONDS
-                self._due[key] = now + min(longest, first * 2.0 ** min(tries - 1, 30))
+                pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 30))
+                self._due_at[lease_id] = now + pause
             elif lease is not None:  # if it is still open, its creation may have succeeded since, or may yet
-                self._due[key] = now if lease.held else lease.made_by
-            if key in errors:
-                self._most.pop(key, None)
+                self._due_at[lease_id] = now if lease.held else lease.creation_deadline
+            if lease_id in errors:
+                self._max_group_sizes.pop(lease_id, None)
             else:
-                self._most[key] = max(1, len(leases) // decisions.SPLIT)
-        self._live.then(self.release_due)
+                self._max_group_sizes[lease_id] = max(1, len(group) // decisions.SPLIT)
+        self._live.when_durable(self.release_due)
 
     def is_busy(self) -> bool:
         """Return True while a release runs, or an orphaned lease has not been tried yet."""
-        untried = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._tries)
-        return bool(self._busy) or any(untried)
+        untried_ids = (i for i, lease in self._live.leases.items() if lease.orphaned and i not in self._tries)
+        return bool(self._busy_providers) or any(untried_ids)
 
     # --- status -----------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
@@ -28,7 +29,7 @@ _LOG = logging.getLogger("trinity_es.journal")
 
 @dataclass(frozen=True, slots=True)
 class _LostUnit:
-    """A pending unit whose last attempt was lost."""
+    """Pending unit whose last attempt was lost."""
 
     batch_id: BatchId
     submission: str
@@ -41,139 +42,149 @@ class LostJournals:
     """Reader of the journals of lost attempts, for one coordinator."""
 
     def __init__(
-        self, live: LiveState, opens: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
+        self, live: LiveState, open_store: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
     ) -> None:
-        """Take `opens`, None if runners write no journals, and `living`, the lives that may still write theirs."""
-        self._live, self._opens, self._living = live, opens, living
+        """`open_store` returns the journals; None if runners write none. `living` returns the lives that may write."""
+        self._live, self._open_store, self._living = live, open_store, living
         self._store: Journals | None = None
-        self._asked: set[_LostUnit] = set()
-        self._empty: set[_LostUnit] = set()
-        """Units of which the journal has nothing."""
-        self._cutting: set[str] = set()
+        self._requested_units: set[_LostUnit] = set()
+        """Lost units whose journal a thread reads or has read."""
+        self._empty_units: set[_LostUnit] = set()
+        """Lost units of which the journal has nothing."""
+        self._cut_submissions: set[str] = set()
         """Submissions whose open units are being read."""
 
     def forget(self) -> None:
         """Read again whatever is lost, because what was recorded may not be in the log."""
-        self._asked, self._empty, self._cutting = set(), set(), set()
+        self._requested_units, self._empty_units, self._cut_submissions = set(), set(), set()
 
-    def holds(self, batch: BatchState, key: tuple[int, int]) -> bool:
-        """Return True while a lost unit's journal is not read."""
-        return self._opens is not None and _lost_unit(batch, key) not in self._empty
+    def is_unread(self, batch: BatchState, key: tuple[int, int]) -> bool:
+        """Return True while a lost unit must wait, since its journal is not read."""
+        return self._open_store is not None and _lost_unit(batch, key) not in self._empty_units
 
     def begin(self, alive: Mapping[str, int]) -> None:
-        """Read what was lost before this coordinator, and delete journals that nothing open needs.
-
-        `alive` has the incarnation of each living runner.
-        """
-        if self._opens is None:
+        """Read what was lost before this coordinator, and delete journals that nothing open needs. `alive` has the
+        incarnation of each living runner."""
+        if self._open_store is None:
             return
-        self.look(self._live.batches)
-        needed = {*alive.items()}
+        self.read_lost(self._live.batches)
+        needed_lives = {*alive.items()}
         for batch in self._live.batches.values():
-            needed |= {*batch.lost.values(), *((f.runner, f.incarnation) for f in batch.flights.values())}
-        self._live.then(lambda: self._live.ask(lambda: self._sweep(needed), lambda _: None))
+            needed_lives |= {*batch.lost.values(), *((f.runner, f.incarnation) for f in batch.flights.values())}
+        delete = lambda: self._delete_others(needed_lives)  # noqa: E731
+        self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
-    def look(self, changed: Iterable[BatchId]) -> None:
-        """Have the journals of the units read that were lost in this turn."""
-        if self._opens is None:
+    def read_lost(self, batch_ids: Iterable[BatchId]) -> None:
+        """Have the journals of the lost units of these batches read, except those that are requested already."""
+        if self._open_store is None:
             return
-        by_life: dict[Life, list[_LostUnit]] = {}
-        for batch in (self._live.batches[batch_id] for batch_id in changed if batch_id in self._live.batches):
+        units_by_life: dict[Life, list[_LostUnit]] = {}
+        for batch in (self._live.batches[batch_id] for batch_id in batch_ids if batch_id in self._live.batches):
             for key, life in batch.lost.items():
-                if (lost := _lost_unit(batch, key)) not in self._asked:
-                    self._asked.add(lost)
-                    by_life.setdefault(life, []).append(lost)
-        for life, units in by_life.items():
-            self._live.then(lambda life=life, units=units: self._read(life, units))  # type: ignore[misc]  # binds both
+                lost = _lost_unit(batch, key)
+                if lost not in self._requested_units:
+                    self._requested_units.add(lost)
+                    units_by_life.setdefault(life, []).append(lost)
+        for life, units in units_by_life.items():
+            self._live.when_durable(partial(self._read, life, units))
 
-    def cut(self, batch: BatchState, then: Callable[[list[ev.AttemptKept]], None]) -> None:
-        """Store what the open units of a batch have; call `then` with the events that name it, to be recorded."""
-        if batch.submission in self._cutting:
+    def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
+        """Store what the journals have of the open units of a batch that cuts its open tasks. Then call `record` with
+        the events that name the payloads, unless the batch was submitted again meanwhile."""
+        if batch.submission in self._cut_submissions:
             return
-        self._cutting.add(batch.submission)
-        by_life, batch_id, submission = _open_units(batch), batch.batch_id, batch.submission
+        batch_id, submission = batch.batch_id, batch.submission
+        self._cut_submissions.add(submission)
+        units_by_life = _open_units(batch)
 
-        def done(kept: list[ev.AttemptKept] | Exception) -> None:
-            self._cutting.discard(submission)
-            if isinstance(kept, Exception):
-                _LOG.warning("journals can't be read, so the cut tasks of batch %r begin again: %s", batch_id, kept)
-                kept = []
+        def done(events: list[ev.AttemptKept] | Exception) -> None:
+            self._cut_submissions.discard(submission)
+            if isinstance(events, Exception):
+                _LOG.warning("journals can't be read, so the cut tasks of batch %r begin again: %s", batch_id, events)
+                events = []
             batch = self._live.batches.get(batch_id)
             if batch is not None and batch.submission == submission:
-                then([event for event in kept if _is_open(batch, event)])
+                record([event for event in events if _is_open(batch, event)])
 
         def read() -> list[ev.AttemptKept]:
-            events = [event for life, units in by_life.items() for event in self._stored(life, units)]
+            events = [event for life, units in units_by_life.items() for event in self._store_records(life, units)]
             return [event for event in events if event is not None]
 
-        self._live.ask(read, done)
+        self._live.run_in_thread(read, done)
 
     def _read(self, life: Life, units: list[_LostUnit]) -> None:
-        def done(kept: list[ev.AttemptKept | None] | Exception) -> None:
-            if isinstance(kept, Exception):
-                _LOG.warning("the journal of %s #%d can't be read, so its runs begin again: %s", *life, kept)
-                kept = [None] * len(units)
-            for lost, event in zip(units, kept, strict=True):
+        """Have a thread store what a life's journal has of these units, record it, then delete an ended life's journal.
+        If it can't be read, the runs begin again."""
+
+        def done(events: list[ev.AttemptKept | None] | Exception) -> None:
+            if isinstance(events, Exception):
+                _LOG.warning("the journal of %s #%d can't be read, so its runs begin again: %s", *life, events)
+                events = [None] * len(units)
+            for lost, event in zip(units, events, strict=True):
                 self._record(lost, event)
             if life not in self._living():
-                self._live.then(lambda: self._live.ask(lambda: self._journals().drop(life), lambda _: None))
+                delete = lambda: self._journals().drop(life)  # noqa: E731
+                self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
-        self._live.ask(lambda: self._stored(life, units), done)
+        self._live.run_in_thread(lambda: self._store_records(life, units), done)
 
     def _record(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
+        """Record what was kept of a lost unit (None: nothing), unless the unit changed meanwhile."""
         batch = self._live.batches.get(lost.batch_id)
         key = lost.unit.task, lost.unit.run_id_base
         if batch is None or key not in batch.lost or _lost_unit(batch, key) != lost:
             return
         if event is None:
-            self._empty.add(lost)
+            self._empty_units.add(lost)
         else:
             self._live.record_batch(lost.batch_id, [event])
 
     # --- in a thread ------------------------------------------------------------------------------------------------
     def _journals(self) -> Journals:
+        """Return the store of journals, opened at the first call."""
         if self._store is None:
-            assert self._opens is not None
-            self._store = self._opens()
+            assert self._open_store is not None
+            self._store = self._open_store()
         return self._store
 
-    def _stored(self, life: Life, units: list[_LostUnit]) -> list[ev.AttemptKept | None]:
-        """Store the records that the journal of a life has of each unit; None for a unit without records."""
+    def _store_records(self, life: Life, units: list[_LostUnit]) -> list[ev.AttemptKept | None]:
+        """Store what a life's journal has of each unit as a payload, and return its event; None for nothing."""
         records: dict[tuple[BatchId, str, int, int], list[bytes]] = {}
         for segment in self._journals().read(life):
             for head, _, frame in frames(segment):
-                of_run = records.setdefault(run_of(head), [])
+                run_records = records.setdefault(run_of(head), [])
                 if "attempt" in head:  # what came before is in `earlier`, or is of an attempt that failed
-                    of_run.clear()
+                    run_records.clear()
                 else:
-                    of_run.append(frame)
-        return [self._kept(life, lost, records) for lost in units]
+                    run_records.append(frame)
+        return [self._kept_attempt(life, lost, records) for lost in units]
 
-    def _kept(
+    def _kept_attempt(
         self, life: Life, lost: _LostUnit, records: dict[tuple[BatchId, str, int, int], list[bytes]]
     ) -> ev.AttemptKept | None:
-        unit, earlier = lost.unit, b""
-        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        own = [f for run in runs for f in records.get((lost.batch_id, lost.submission, unit.task, run), ())]
+        """Store the records of a unit's runs behind those of earlier attempts; return their event, None for nothing."""
+        unit, earlier_data = lost.unit, b""
+        run_ids = range(unit.run_id_base, unit.run_id_base + unit.runs)
+        own_records = [f for run in run_ids for f in records.get((lost.batch_id, lost.submission, unit.task, run), ())]
         if lost.earlier:
             try:
-                earlier = self._live.payloads.get(lost.earlier)
+                earlier_data = self._live.payloads.get(lost.earlier)
             except TrinityError as e:
                 _LOG.warning("what earlier attempts had is lost: %s", e)
-        data = earlier + b"".join(own)
+        data = earlier_data + b"".join(own_records)
         if not data:
             return None
-        kept = kept_runs([data])
-        opened = {number: run.open_steps() for number, run in kept.items() if number in runs}
-        for number, names in opened.items():
+        runs = kept_runs([data])
+        open_steps = {run_id: run.open_steps() for run_id, run in runs.items() if run_id in run_ids}
+        for run_id, names in open_steps.items():
             for name in names:
                 _LOG.warning("run %s/%s/%s starts over: step %r began and has no end, and may have had its effect",
-                             lost.batch_id, unit.task, number, name)
-        if any(opened.values()):
+                             lost.batch_id, unit.task, run_id, name)
+        if any(open_steps.values()):
             data = without_open_steps(data)
-            kept = kept_runs([data])
-        own_runs = [run for number, run in kept.items() if number in runs]
-        answers = [answer for run in own_runs for of_call in run.calls.values() for answer in of_call.values()]
+            runs = kept_runs([data])
+        own_runs = [run for run_id, run in runs.items() if run_id in run_ids]
+        answers = [answer for run in own_runs for call in run.calls.values() for answer in call.values()]
         not_kept: dict[str, int] = {}
         for answer in answers:
             for reason, tokens in ((answer.refusal, len(answer.tokens)), (_GAP, answer.left_out)):
@@ -188,31 +199,33 @@ class LostJournals:
             tokens=sum(len(a.tokens) for a in usable), max_tokens=sum(limits) if all(limits) else 0,
             steps=sum(s.done for r in own_runs for s in r.steps.values()),
             seconds=max((run.seconds for run in own_runs), default=0.0), not_kept=not_kept,
-            possibly_delivered=sorted({name for names in opened.values() for name in names}),
+            possibly_delivered=sorted({name for names in open_steps.values() for name in names}),
         )
 
-    def _sweep(self, needed: set[Life]) -> None:
+    def _delete_others(self, needed_lives: set[Life]) -> None:
+        """Delete the journals of all lives but these."""
         for life in self._journals().lives():
-            if life not in needed:
+            if life not in needed_lives:
                 self._journals().drop(life)
 
 
 def _lost_unit(batch: BatchState, key: tuple[int, int]) -> _LostUnit:
+    """Return the pending unit with this key (task, first run), and what earlier attempts kept of it."""
     kept = batch.kept.get(key)
     return _LostUnit(batch.batch_id, batch.submission, batch.pending[key], "" if kept is None else kept.payload)
 
 
 def _open_units(batch: BatchState) -> dict[Life, list[_LostUnit]]:
     """Return the units of a batch that run, and those that were lost and are not read, by the life that had them."""
-    by_life: dict[Life, list[_LostUnit]] = {}
+    units_by_life: dict[Life, list[_LostUnit]] = {}
     for flight in batch.flights.values():
-        unit = replace(flight.unit, attempt=flight.unit.attempt + 1)
+        next_attempt = replace(flight.unit, attempt=flight.unit.attempt + 1)
         earlier = "" if flight.kept is None else flight.kept.payload
-        lost = _LostUnit(batch.batch_id, batch.submission, unit, earlier)
-        by_life.setdefault((flight.runner, flight.incarnation), []).append(lost)
+        lost = _LostUnit(batch.batch_id, batch.submission, next_attempt, earlier)
+        units_by_life.setdefault((flight.runner, flight.incarnation), []).append(lost)
     for key, life in batch.lost.items():
-        by_life.setdefault(life, []).append(_lost_unit(batch, key))
-    return by_life
+        units_by_life.setdefault(life, []).append(_lost_unit(batch, key))
+    return units_by_life
 
 
 def _is_open(batch: BatchState, event: ev.AttemptKept) -> bool:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,13 +57,13 @@ class ServerList:
         threading.Thread(target=self._run, name="server list", daemon=True).start()
 
     def _run(self) -> None:
-        pause = threading.Event()
+        """Read the list again and again, until the process ends."""
         while True:
             self.read()
-            pause.wait(self._settings.poll_interval)
+            time.sleep(self._settings.poll_interval)
 
     def read(self) -> None:
-        """Read the list once."""
+        """Read the list once, and pass it on or note its problems."""
         try:
             urls, problems = read_lines(self._text())
         except (OSError, ValueError) as e:
@@ -75,10 +76,15 @@ class ServerList:
             self._on_list(urls)
 
     def _text(self) -> str:
+        """Return the list's file, or the output of its command. Raises OSError, ValueError."""
         if self._settings.file:
             require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:
                 return _decoded(file.read(LIST_BYTES + 1))
+        return self._command_output()
+
+    def _command_output(self) -> str:
+        """Run the command and return its output. Raises ValueError if it fails or takes too long."""
         # In its own session, so that the children of a command that hangs are ended with it.
         process = subprocess.Popen(
             self._settings.command, shell=True, start_new_session=True, stdin=subprocess.DEVNULL,
@@ -90,11 +96,11 @@ class ServerList:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        def kill_late() -> None:
+        def time_out() -> None:
             timed_out.set()
             kill()
 
-        timer = threading.Timer(COMMAND_SECONDS, kill_late)
+        timer = threading.Timer(COMMAND_SECONDS, time_out)
         timer.start()
         assert process.stdout is not None
         with process.stdout:
@@ -116,6 +122,7 @@ class ServerList:
 
 
 def _decoded(data: bytes) -> str:
+    """Return a list's bytes as text. Raises ValueError if there are too many, or if they are not UTF-8."""
     if len(data) > LIST_BYTES:
         raise ValueError(f"it has more than {LIST_BYTES:,} bytes: a list has a URL a line")
     return data.decode()

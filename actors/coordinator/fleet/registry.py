@@ -88,6 +88,7 @@ class RunnerRegistry:
         """Runners that get nothing new because their servers were removed."""
 
     def rollout(self) -> list[RunnerRecord]:
+        """Return the runners of the rollout model, in whatever state."""
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
     def up(self) -> list[RunnerRecord]:
@@ -99,7 +100,7 @@ class RunnerRegistry:
         return [r for r in self.rollout() if r.state is RunnerState.READY]
 
     def staying(self) -> list[RunnerRecord]:
-        """Return ready rollout runners that may get something new."""
+        """Return ready rollout runners that are not leaving."""
         return [r for r in self.ready() if not self.is_leaving(r.name)]
 
     def living(self) -> set[tuple[str, int]]:
@@ -107,48 +108,33 @@ class RunnerRegistry:
         return {(r.name, r.incarnation) for r in self.runners.values() if not r.state.gone}
 
     def is_leaving(self, name: str) -> bool:
-        """Return True if a runner gets nothing new, because its server was removed or its host is draining."""
+        """Return True if a runner gets no new units, because its server was removed or its host is draining."""
         host = self.live.hosts.get(host_of(name))
         return name in self.leaving or (host is not None and host.state == "draining")
 
-    def changed(self, name: str) -> None:
-        """Have the dispatcher check again what a runner can take."""
-        self.live.in_flight.changed[name] = None
+    def mark_changed(self, name: str) -> None:
+        """Have the dispatcher check again how many units a runner can take."""
+        self.live.in_flight.changed_runners[name] = None
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send a message when everything recorded so far is durable."""
-        self.live.then(lambda: self.sender.send(address, message))
+        self.live.when_durable(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:
         """Return every runner, except those of hosts that are gone, as plain JSON."""
-        gone = {host.name for host in self.live.hosts.values() if not host.there}
-        load = self.live.in_flight.loads
+        absent_hosts = {host.name for host in self.live.hosts.values() if not host.there}
+        loads = self.live.in_flight.loads
         now, monotonic = self.clock(), self.sender.now()
         return [
             {
-                "runner": r.name,
-                "host": host_of(r.name),
-                "model": r.life.model,
-                "incarnation": r.incarnation,
-                "state": r.state,
-                "pid": r.life.pid,
-                "places": r.life.places,
-                "load": load.get((r.name, r.incarnation), 0),
-                "model_version": r.model_version,
-                "loading": r.loading,
+                "runner": r.name, "host": host_of(r.name), "model": r.life.model, "incarnation": r.incarnation,
+                "state": r.state, "pid": r.life.pid, "places": r.life.places,
+                "load": loads.get((r.name, r.incarnation), 0), "model_version": r.model_version, "loading": r.loading,
                 "loading_since": None if r.loading is None else now - (monotonic - r.loading_since),
-                "refused": r.life.refuses(self.live.weights),
-                "adapters": dict(r.adapters),
-                "reason": r.life.reason,
-                "seen": r.seen,
-                "progressed": r.progressed,
-                "finished": r.finished,
-                "silent": r.silent,
-                "trouble": r.trouble,
-                "waits_for": r.waits_for,
-                "runs_wait": r.runs_wait,
-                "endpoint": r.endpoint,
+                "refused": r.life.refuses(self.live.weights), "adapters": dict(r.adapters), "reason": r.life.reason,
+                "seen": r.seen, "progressed": r.progressed, "finished": r.finished, "silent": r.silent,
+                "trouble": r.trouble, "waits_for": r.waits_for, "runs_wait": r.runs_wait, "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
-            if host_of(r.name) not in gone
+            if host_of(r.name) not in absent_hosts
         ]

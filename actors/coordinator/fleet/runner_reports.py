@@ -22,19 +22,22 @@ from trinity_es.projections.runner import newest_life
 
 __all__ = ["RunnerLifecycle"]
 
+MEAN_WEIGHT = 0.2
+"""Weight of a new unit in the moving mean of a runner's seconds per unit."""
+
 
 class RunnerLifecycle:
     """Handler of messages about runners, which records them in the live state and answers once that is durable."""
 
     def __init__(
-        self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0,
-        servers: bool = False, models: Collection[str] = (),
+        self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0, *,
+        on_servers: bool = False, models: Collection[str] = (),
     ) -> None:
-        """Pass `servers` if the engines are external servers; `models` are names that adapters may not have."""
+        """Pass `on_servers` if the engines are external servers; `models` are names that adapters may not have."""
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
         self.adapters = AdapterLoading(registry, max_adapters, models)
-        self.live, self.servers = registry.live, servers
-        self._reading: set[tuple[str, int, int]] = set()
+        self.live, self.on_servers = registry.live, on_servers
+        self._unread_groups: set[tuple[str, int, int]] = set()
         """Groups of outcomes whose results are being read, as (runner, incarnation, number)."""
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:
@@ -43,16 +46,18 @@ class RunnerLifecycle:
         record = self.registry.runners.get(name)
         if runners.is_late(None if record is None else record.life, message):
             return
-        new = record is None or record.incarnation < incarnation
-        if new:
-            self.forget_earlier_lives(name, incarnation)
+        if record is not None and record.incarnation < incarnation:
+            record = None
+        if record is None:
+            self.end_earlier_lives(name, incarnation)
         lacks = self.weights.lacks(message) or self.adapters.lacks(message)
-        self.live.record(*runners.reported(None if new or record is None else record.life, message, lacks))
-        if new or record is None:
+        self.live.record(*runners.reported(None if record is None else record.life, message, lacks))
+        if record is None:
             record = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(record, message)
-        record.address, record.model_version, record.seen = address, message.model_version, now
-        record.endpoint, record.up = message.endpoint, message.state == "ready"
+        record.address, record.seen = address, now
+        record.model_version, record.endpoint = message.model_version, message.endpoint
+        record.up = message.state == "ready"
         if record.life.model == "rollout":
             self.dispatcher.send_missing(record, message)
             self.dispatcher.stop_unwanted(record, message)
@@ -61,22 +66,22 @@ class RunnerLifecycle:
         if message.state == "retired":
             self.weights.on_death(name, "it retired")
             self.adapters.on_death(name)
-        self.registry.changed(name)
+        self.registry.mark_changed(name)
 
-    def forget_earlier_lives(self, name: str, incarnation: int) -> None:
+    def end_earlier_lives(self, name: str, incarnation: int) -> None:
         """Have the units of a runner's earlier lives attempted again."""
-        for life in self.live.in_flight.lives(name):
-            if life < incarnation:
-                self._lost(name, life, "the runner was restarted", blamed=True)
+        for earlier in self.live.in_flight.incarnations(name):
+            if earlier < incarnation:
+                self._retry_units(name, earlier, "the runner was restarted", blamed=True)
 
-    def _lost(self, name: str, incarnation: int, reason: str, *, blamed: bool) -> None:
-        """Have the units of a life attempted again."""
+    def _retry_units(self, name: str, incarnation: int, reason: str, *, blamed: bool) -> None:
+        """Have the units of a life attempted again; `blamed` means that they may have ended it."""
         for batch in list(self.live.batches.values()):
-            units = self.live.in_flight.of(batch.batch_id, name, incarnation)
-            lost = batches.runner_lost(
-                batch, name, incarnation, reason, blamed=blamed, servers=self.servers, had=units
+            units = self.live.in_flight.units_of(batch.batch_id, name, incarnation)
+            events = batches.runner_lost(
+                batch, name, incarnation, reason, blamed=blamed, on_servers=self.on_servers, keys=units
             )
-            self.live.record_batch(batch.batch_id, lost)
+            self.live.record_batch(batch.batch_id, events)
 
     def forget(self) -> None:
         """Forget all runners, since their state may not be in the log; each reports its status again."""
@@ -89,22 +94,24 @@ class RunnerLifecycle:
         name, incarnation = message.name, message.incarnation
         # A later life may have reported first: the guardian's messages and its own come from two processes.
         record = self.registry.runners.get(name)
-        reported = record is not None and record.incarnation >= incarnation
-        newest = record.life if reported and record is not None else newest_life(self.live.lives, name)
+        if record is not None and record.incarnation < incarnation:
+            record = None
+        newest = record.life if record is not None else newest_life(self.live.lives, name)
         self.live.record(*runners.ended(newest, message))
-        outlived = newest is not None and newest.incarnation > incarnation
-        if not outlived:
+        has_later_life = newest is not None and newest.incarnation > incarnation
+        if not has_later_life:
             life = self.live.lives[name, incarnation]
-            if record is None or record.incarnation < incarnation:
+            if record is None:
                 life.model = message.model  # it never reported a status, so only the guardian names its model
                 record = self.registry.runners[name] = RunnerRecord(life)
             record.loading, record.endpoint, record.up = None, "", False
-        self._lost(name, incarnation, message.reason, blamed=not message.asked)
-        if not outlived:
+        self._retry_units(name, incarnation, message.reason, blamed=not message.asked)
+        if not has_later_life:
             self.weights.on_death(name, message.reason)
             self.adapters.on_death(name)
 
     def on_heartbeat(self, message: Heartbeat) -> None:
+        """Note what a runner's heartbeat says about its engine and its runs."""
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
@@ -112,37 +119,36 @@ class RunnerLifecycle:
 
     def on_ended_runners(self, message: EndedRunners) -> None:
         """Record the ends that the guardian lists, in case an earlier message about one was lost."""
-        for name, last in message.ended.items():
+        for name, last_ended in message.ended.items():
             record = self.registry.runners.get(name)
-            if record is not None and record.incarnation <= last and not record.state.gone:
+            if record is not None and record.incarnation <= last_ended and not record.state.gone:
                 self.on_death(RunnerDied(name, record.incarnation, "its process was gone at a census"))
-            self.forget_earlier_lives(name, last + 1)
+            self.end_earlier_lives(name, last_ended + 1)
 
     def with_results(self, message: OutcomeReport, take: Callable[[OutcomeReport], None]) -> None:
-        """Call `take` with a group and its results: at once, or after reading them from the payload store.
-
-        They are deleted there once they are in the log. If they can't be read now, the runner sends the group again.
-        """
+        """Call `take` with a group and its results: at once, or after reading them from the payload store. They are
+        deleted there once they are in the log. If they can't be read now, the runner sends the group again."""
         digests = [o.results_digest for o in message.outcomes if o.results_digest]
         group = message.name, message.incarnation, message.number
         if not digests:
             take(message)
-        elif group not in self._reading:
-            self._reading.add(group)
+        elif group not in self._unread_groups:
+            self._unread_groups.add(group)
 
             def delete() -> None:
                 for digest in digests:
                     self.live.payloads.delete(digest)
 
-            def read(report: OutcomeReport | Exception) -> None:
-                self._reading.discard(group)
+            def done(report: OutcomeReport | Exception) -> None:
+                self._unread_groups.discard(group)
                 if not isinstance(report, Exception):
                     take(report)
-                    self.live.then(lambda: self.live.ask(delete, lambda _: None))
+                    self.live.when_durable(lambda: self.live.run_in_thread(delete, lambda _: None))
 
-            self.live.ask(lambda: replace(message, outcomes=[*map(self._unpacked, message.outcomes)]), read)
+            self.live.run_in_thread(lambda: replace(message, outcomes=[*map(self._unpacked, message.outcomes)]), done)
 
     def _unpacked(self, outcome: UnitOutcome) -> UnitOutcome:
+        """Return an outcome with its results read from the payload store; if they are lost there, a failed one."""
         try:
             return unpack_results(outcome, self.live.payloads)
         except (PayloadNotFound, CorruptPayload) as e:  # they are in the log already, or the unit has to run again
@@ -153,19 +159,20 @@ class RunnerLifecycle:
         runner = self.registry.runners.get(message.name)
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
-            events = batches.outcome(batch, message.name, message.incarnation, outcome, servers=self.servers)
+            events = batches.outcome(batch, message.name, message.incarnation, outcome, on_servers=self.on_servers)
             if events:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # none of the events was recorded, so the unit has failed
                     failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
-            if outcome.lacks and (host := host_of(message.name)):
+            host = host_of(message.name)
+            if outcome.lacks and host:
                 self.dispatcher.rest(host)
             elif runner is not None:
-                mean = runner.unit_seconds
-                runner.unit_seconds = outcome.seconds if mean is None else 0.8 * mean + 0.2 * outcome.seconds
-                self.registry.changed(message.name)
+                mean, seconds = runner.unit_seconds, outcome.seconds
+                runner.unit_seconds = seconds if mean is None else (1 - MEAN_WEIGHT) * mean + MEAN_WEIGHT * seconds
+                self.registry.mark_changed(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen = runner.progressed = runner.finished = self.registry.clock()
             self.dispatcher.acknowledge(message.name, message.number)
@@ -177,6 +184,7 @@ def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
 
 
 def _failed(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
+    """Return the same outcome with all its runs failed for this reason."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,

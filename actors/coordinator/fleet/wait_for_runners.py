@@ -13,8 +13,8 @@ __all__ = ["Awaited"]
 class Awaited:
     """Runners that have not carried out an order yet, and the errors of those that failed."""
 
-    failure: str
-    """Error message, in which {what} stands for the runners' errors."""
+    message: str
+    """Message of the error if any failed, in which {what} stands for the runners' errors."""
     waiting_on: set[str]
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -30,7 +30,9 @@ class Awaited:
 
         `timed_out` is the error text for each runner that has not answered; empty if the wait did not time out.
         """
-        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
+        errors = dict(self.errors)
+        if timed_out:
+            errors |= dict.fromkeys(self.waiting_on, timed_out)
         if not errors:
             return None
-        return SyncError(self.failure.replace("{what}", "; ".join(f"{r}: {e}" for r, e in sorted(errors.items()))))
+        return SyncError(self.message.replace("{what}", "; ".join(f"{r}: {e}" for r, e in sorted(errors.items()))))

@@ -21,44 +21,46 @@ class WeightGroup:
     def __init__(self, registry: RunnerRegistry) -> None:
         self.registry = registry
         self.members: dict[str, int] = {}
-        """Runner -> incarnation."""
-        self._invitation: tuple[str, dict[str, int], Awaited] = "", {}, Awaited("", set())
-        """Last invitation: the group's id, the invited runners and incarnations, the answers."""
+        """Incarnation of each runner in the group."""
+        self._group_id = ""
+        """Id of the last group to which runners were invited."""
+        self._invited: dict[str, int] = {}
+        """Incarnation of each runner that was invited to it."""
+        self._answers = Awaited("", set())
 
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Return True if exactly the members serve, and none of them is loading weights."""
         serving = {r.name: r.incarnation for r in self.registry.ready()}
-        busy = any(r.loading is not None for r in self.registry.ready())
-        return bool(serving) and serving == self.members and not busy
+        is_loading = any(r.loading is not None for r in self.registry.ready())
+        return bool(serving) and serving == self.members and not is_loading
 
     def join(self, request_id: str, command: JoinWeightGroup) -> Awaited:
-        """Invite every runner to a new group. Raises SyncError unless all `command.engines` engines serve."""
+        """Invite every runner to a new group, and return the wait for their answers. Raises SyncError unless all
+        `command.engines` engines serve."""
         serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
         self.members = {}
-        invited = {r.name: r.incarnation for r in serving}
-        awaited = Awaited("no group to send weights was formed ({what}); engines keep their weights", {*invited})
-        self._invitation = request_id, invited, awaited
-        for number, runner in enumerate(serving):
+        self._group_id, self._invited = request_id, {r.name: r.incarnation for r in serving}
+        self._answers = Awaited(
+            "no group to send weights was formed ({what}); engines keep their weights", {*self._invited})
+        for index, runner in enumerate(serving):
+            first_rank, world_size = 1 + index * command.workers, 1 + len(serving) * command.workers  # 0: the trainer
             message = JoinGroup(
-                runner.incarnation, request_id, command.address, command.port, 1 + number * command.workers,
-                1 + len(serving) * command.workers,
-            )
+                runner.incarnation, request_id, command.address, command.port, first_rank, world_size)
             self.registry.send_later(runner.address, message)
-        return awaited
+        return self._answers
 
     def on_join_result(self, message: GroupJoinResult) -> None:
-        """Note that a runner joined, or could not join."""
-        group_id, invited, awaited = self._invitation
-        if group_id != message.id or invited.get(message.name) != message.incarnation:
+        """Note that a runner joined, or could not join; the group has members once all have joined."""
+        if self._group_id != message.id or self._invited.get(message.name) != message.incarnation:
             return
-        awaited.done(message.name, message.error)
-        if not awaited.waiting_on and not awaited.errors:
-            self.members = invited
+        self._answers.done(message.name, message.error)
+        if not self._answers.waiting_on and not self._answers.errors:
+            self.members = self._invited
 
     def on_left(self, name: str, reason: str) -> None:
         """Give the group up if a member ended, or left after a failed transfer."""
         if name in self.members:
             self.members = {}
-        self._invitation[2].done(name, reason)
+        self._answers.done(name, reason)

@@ -33,7 +33,7 @@ class Rolling:
     """Minimum number of engines that go on serving."""
     take_out: Callable[[Callable[[], None]], None]
     """Takes an engine out of rotation, then calls its argument, which sends the order to load."""
-    alive: Iterable[str]
+    living_runners: Iterable[str]
     """Runners that had a process when this coordinator started."""
 
 
@@ -47,12 +47,12 @@ class WeightLoading:
         """Waits for all runners to load a version, with the version."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
-        self._unknown = set[str]() if rolling is None else set(rolling.alive)
+        self._unreported = set[str]() if rolling is None else set(rolling.living_runners)
         """Living runners that have not reported their status to this coordinator yet."""
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Note the version that a new life of a runner is loading."""
+        """Note the version that a new life of a runner is loading, so that a rolling update counts it."""
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
@@ -63,12 +63,12 @@ class WeightLoading:
         life = self.live.lives.get((message.name, message.incarnation))
         if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
             return ""
-        behind = message.state == "ready" and message.model_version != self.live.weights.version
-        return life.reason if behind else ""
+        has_old_weights = message.state == "ready" and message.model_version != self.live.weights.version
+        return life.reason if has_old_weights else ""
 
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the current weights if its status lacks them."""
-        self._unknown.discard(runner.name)
+        """Have a runner load the current weights if its status lacks them; make up for lost orders and answers."""
+        self._unreported.discard(runner.name)
         if runner.life.model != "rollout":
             return
         for awaited, version in self.waiters.items():
@@ -86,33 +86,31 @@ class WeightLoading:
                 self.load(runner)
             else:
                 runner.could_not_load = None  # it may try again
-        self.roll()
+        self.continue_rolling()
 
     def on_death(self, name: str, reason: str) -> None:
         """Stop waiting for a runner whose life ended."""
-        self._unknown.discard(name)
+        self._unreported.discard(name)
         for awaited in self.waiters:
             awaited.done(name)
         self.group.on_left(name, reason)
-        self.roll()
+        self.continue_rolling()
 
     def forget(self) -> None:
         """Forget all runners until each reports its status again."""
-        self._unknown |= {r.name for r in self.registry.runners.values() if not r.state.gone}
+        self._unreported |= {r.name for r in self.registry.runners.values() if not r.state.gone}
         self.group = WeightGroup(self.registry)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(
-        self, version: int, path: str, method: str = "checkpoint", again: bool = False
+        self, version: int, path: str, method: str = "checkpoint", *, again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Publish weights, if `weight_decisions.py` allows it, and have every runner load them.
-
-        Also returns True if the trainer sends them; else runners load them from `path`.
-        """
-        serving = [r.name for r in self.registry.ready() if r.model_version == version]
+        """Publish weights and have every runner load them; return the wait for that. Raises SyncError. The second value
+        is True if the trainer sends the weights to the engines; else runners load them from `path`."""
+        serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
-        self.live.record(*weights.publish(self.live.weights, new, serving, again=again))
-        from_group = method == "nccl" and self.group.whole()
+        self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))
+        from_group = method == "nccl" and self.group.is_whole()
         awaited = Awaited(
             f"version {version} was not loaded everywhere ({{what}}). It is now the current one, but these engines "
             "keep their weights: sync it again, or a newer one",
@@ -124,30 +122,32 @@ class WeightLoading:
                 awaited.waiting_on.add(runner.name)
                 runner.could_not_load = None
                 if self._rolling is None or from_group:  # a transfer needs all of the group at once
-                    self.load(runner, from_group)
-        self.roll()
+                    self.load(runner, from_group=from_group)
+        self.continue_rolling()
         return awaited, from_group
 
-    def roll(self) -> None:
-        """Continue a rolling update: have engines load that are not needed for requests now."""
+    def continue_rolling(self) -> None:
+        """Continue a rolling update, if there is one: have engines load that are not needed for requests now."""
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
         for runner in self.registry.ready():
-            lacks = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
-            if lacks and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
+            must_load = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
+            if must_load and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
                 self.load(runner)
         engines = [
-            rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
-            r.could_not_load == version)
+            rolling_update.EngineStatus(
+                r.name, has_version=r.model_version == version, is_loading=r.loading is not None,
+                has_failed=r.could_not_load == version)
             for r in self.registry.staying()
             if r.life.served
         ]
-        for name in rolling_update.next_to_load(engines, self._rolling.keep, all_known=not self._unknown):
+        for name in rolling_update.next_to_load(engines, self._rolling.keep, all_reported=not self._unreported):
             self.load(self.registry.runners[name])
 
-    def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
-        """Order a runner to load the current version, unless it is loading it already."""
+    def load(self, runner: RunnerRecord, *, from_group: bool = False) -> None:
+        """Order a runner to load the current version, unless it is loading it already. `from_group` means that the
+        trainer sends the weights."""
         current = self.live.weights
         if runner.loading == current.version:
             return
@@ -155,7 +155,7 @@ class WeightLoading:
         message = LoadWeights(runner.incarnation, current.version, current.path, from_group)
         send = lambda: self.registry.sender.send(runner.address, message)  # noqa: E731
         rolling = self._rolling
-        self.live.then(send if rolling is None else lambda: rolling.take_out(send))
+        self.live.when_durable(send if rolling is None else lambda: rolling.take_out(send))
 
     def on_load_result(self, message: WeightsLoadResult) -> None:
         """Record that a runner loaded a version, or that it could not and keeps its weights."""
@@ -163,10 +163,10 @@ class WeightLoading:
         if runner is None or runner.incarnation != message.incarnation:
             return
         current = self.live.weights
-        gone = current.in_memory_only and not Path(current.path).is_dir()
+        path_gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
-        self.registry.changed(runner.name)
-        self.live.record(*weights.load_result(runner.life, message, current, place_gone=gone))
+        self.registry.mark_changed(runner.name)
+        self.live.record(*weights.load_result(runner.life, message, current, path_gone=path_gone))
         if message.error is None:
             runner.model_version, runner.could_not_load = message.version, None
         else:
@@ -177,4 +177,4 @@ class WeightLoading:
                 awaited.done(message.name, message.error)
         if message.version < current.version and self._rolling is None:
             self.load(runner)
-        self.roll()
+        self.continue_rolling()

@@ -31,15 +31,14 @@ class TrainerHandlers:
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
-        returned: Callable[[int], None],
+        on_trainer_restarted: Callable[[int], None],
     ) -> None:
-        """Make the handlers.
-
-        `returned` is called with the checkpoint's step when a trainer restarts from it and will repeat later steps.
-        """
-        self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
-        self.retained = config.store.retention
-        self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
+        """`on_trainer_restarted` is called with a checkpoint's step: a trainer begins again there, and repeats later
+        steps."""
+        self.live, self.router, self.actor, self.retention = live, router, actor, retention
+        self.on_trainer_restarted = on_trainer_restarted
+        self.retained_steps = config.store.retention
+        self._waiting_requests: dict[str, CommandRequest[GetNextBatch]] = {}
         """Requests that wait for the next batch, by id."""
         self._must_read_again: dict[str, bool] = {}
         """Requests whose next batch a thread is looking up, by id; True if a batch came after the lookup began."""
@@ -57,38 +56,42 @@ class TrainerHandlers:
         timeout = request.command.timeout
         if timeout is not None:  # the client stops waiting then too
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
-        self._waiting[request.id] = request
-        self._find_next(request)
+        self._waiting_requests[request.id] = request
+        self._read_next(request)
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
-        self._waiting.pop(request.id, None)
+        """Stop waiting for a request, which is answered or whose client is gone."""
+        self._waiting_requests.pop(request.id, None)
         self.actor.cancel(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
         """Answer requests that wait for a finalized train batch after their position."""
-        for request in list(self._waiting.values()):
-            self._find_next(request)
+        for request in list(self._waiting_requests.values()):
+            self._read_next(request)
 
-    def _find_next(self, request: CommandRequest[GetNextBatch]) -> None:
+    def _read_next(self, request: CommandRequest[GetNextBatch]) -> None:
+        """Have a thread look up the next batch, again if it does so now."""
         if request.id in self._must_read_again:
             self._must_read_again[request.id] = True  # the current read may miss the newest batch
             return
         self._must_read_again[request.id] = False
         log, after = self.live.log, request.command.after
-        self.live.ask(lambda: next_delivered(log, after), lambda batch: self._after_read(request, batch))
+        self.live.run_in_thread(lambda: next_delivered(log, after), lambda result: self._on_read(request, result))
 
-    def _after_read(self, request: CommandRequest[GetNextBatch], batch: tuple[BatchId, int] | Exception | None) -> None:
+    def _on_read(self, request: CommandRequest[GetNextBatch], result: tuple[BatchId, int] | Exception | None) -> None:
+        """Answer a request with the batch and position that were read; None: go on waiting."""
         must_read_again = self._must_read_again.pop(request.id)
-        if request.id not in self._waiting:
+        if request.id not in self._waiting_requests:
             return
-        if isinstance(batch, Exception):
+        if isinstance(result, Exception):
             self._forget(request)
-            self.router.answer(request, error=batch)
-        elif batch is not None:
+            self.router.answer(request, error=result)
+        elif result is not None:
             self._forget(request)
-            self.router.answer(request, DeliveredBatch(batch_id=batch[0], position=batch[1]))
+            batch_id, position = result
+            self.router.answer(request, DeliveredBatch(batch_id=batch_id, position=position))
         elif must_read_again:
-            self._find_next(request)
+            self._read_next(request)
 
     # --- used batches, and batches to use again ---------------------------------------------------------------------
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
@@ -102,7 +105,7 @@ class TrainerHandlers:
         if batch.trained_step != step or self._redelivered_since_trained(batch_id):
             trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
             self.live.record_batch(batch_id, [trained])
-            self.live.then(self.retention.wake)
+            self.live.when_durable(self.retention.wake)
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
@@ -118,7 +121,7 @@ class TrainerHandlers:
         if freed_batches:
             raise PayloadNotFound(
                 f"batches {freed_batches} were trained after step {step}, and their experiences were freed: "
-                f"store.retention is {self.retained} steps. Resume from a later checkpoint",
+                f"store.retention is {self.retained_steps} steps. Resume from a later checkpoint",
                 batches=freed_batches,
             )
         event = ev.ExperiencesRedelivered(step=step, batches=batches)
@@ -127,10 +130,11 @@ class TrainerHandlers:
         )
         if batches and not is_recorded:
             live.record(event)
-        self.returned(step)
+        self.on_trainer_restarted(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
+        """Return True if a trainer that resumed got a batch again since it was trained. May raise NotRead."""
         log = self.live.log
         return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
@@ -150,6 +154,7 @@ def _resume_data(
 
 
 def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
+    """Return True if the log has a redelivery of a batch behind the batch's last BatchTrained."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches

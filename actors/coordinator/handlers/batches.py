@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trinity_es.actors.commands import (
@@ -52,7 +53,6 @@ class Waiter:
     """Client that waits for a batch."""
 
     request: CommandRequest[FinalizeBatch]
-    batch_id: BatchId
     grace_over: bool = False
     """Whether `wait_after_min` has passed since the batch had enough tasks."""
 
@@ -95,57 +95,52 @@ class BatchHandlers:
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit(self, request: CommandRequest[SubmitBatch]) -> None:
+        """Record a batch with its tasks, the position in their tasksets, and the earlier tasks that it continues."""
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = submitted_tasks(self.live, parcel)
-        earlier = [self.live.find(cut.batch_id) for cut in command.continues or ()]
-        continues = [
-            cut_tasks.continued(cut.task, of, cut.cut_task)
-            for cut, of in zip(command.continues or (), earlier, strict=True)
+        earlier_batches = [self.live.find(cut.batch_id) for cut in command.continues or ()]
+        continued_tasks = [
+            cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
+            for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
         ]
         events = batches.submit(
-            self.live.find(batch_id),
-            batch_id=batch_id,
-            batch_type=command.batch_type,
+            self.live.find(batch_id), batch_id=batch_id, batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
-            tasks=tasks if parcel.digest is None else None,
-            tasks_digest=parcel.digest,
-            min_wait_num=command.min_wait_num,
-            max_attempts=1 + self.config.explorer.max_retry_times,
+            tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
+            min_wait_num=command.min_wait_num, max_attempts=1 + self.config.explorer.max_retry_times,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
-            detailed_stats=self.config.monitor.detailed_stats,
-            submission=request.id,
-            continues=continues,
+            detailed_stats=self.config.monitor.detailed_stats, submission=request.id, continues=continued_tasks,
         )
         if events:
             self.live.record_batch(batch_id, events)
-            for task, of in zip(continues, earlier, strict=True):
-                self.live.record_batch(batch_id, cut_tasks.kept(task, of, self.live.batches[batch_id]))
+            for task, earlier in zip(continued_tasks, earlier_batches, strict=True):
+                self.live.record_batch(batch_id, cut_tasks.kept_attempts(task, earlier, self.live.batches[batch_id]))
             self.live.keep_tasks(batch_id, parcels)
-            self._advance(batch_id, command.cursor)
+            self._record_cursors(batch_id, command.cursor)
             for source in command.sources or ():
                 self.live.record(ev.TasksetResolved(batch_id=batch_id, source=source))
         self.router.reply(request)
 
     def add(self, request: CommandRequest[AddTasks]) -> None:
+        """Add tasks to an open train batch; answer with the number of the first one."""
         command, batch_id = request.command, request.command.batch_id
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train")
+        advice = "submit the tasks in a batch of their own"
+        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
         events = batches.add(
-            batch,
-            repeat_times=[task.get("repeat_times", 1) for task in tasks],
-            tasks=tasks if command.tasks.digest is None else None,
-            tasks_digest=command.tasks.digest,
-            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
-            request=request.id,
+            batch, repeat_times=[task.get("repeat_times", 1) for task in tasks],
+            tasks=tasks if command.tasks.digest is None else None, tasks_digest=command.tasks.digest,
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner, request=request.id,
         )
         if events:
             self.live.record_batch(batch_id, events)
-            self.live.keep_tasks(batch_id, parcels, more=True)
-            self._advance(batch_id, command.cursor)
+            self.live.keep_tasks(batch_id, parcels, are_added=True)
+            self._record_cursors(batch_id, command.cursor)
         self.router.reply(request, batch.additions[request.id])
 
-    def _advance(self, batch_id: BatchId, cursors: Sequence[Cursor] | None) -> None:
+    def _record_cursors(self, batch_id: BatchId, cursors: Sequence[Cursor] | None) -> None:
+        """Record how far the tasksets were read for a batch."""
         for cursor in cursors or ():
             advanced = ev.TasksetAdvanced(
                 batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
@@ -166,69 +161,73 @@ class BatchHandlers:
         if timeout is not None:
             self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
         others = [w for w in self.waiters.get(batch_id, []) if w.request.id != request.id]
-        self.waiters[batch_id] = [*others, Waiter(request, batch_id)]
+        self.waiters[batch_id] = [*others, Waiter(request)]
         self.check_finalize([batch_id])
 
     def _timed_out(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
+        """Answer with FinalizeTimeout, unless the batch has ended or is in the pipeline."""
         waiters = self.waiters.get(batch_id, [])
         batch = self.live.batches.get(batch_id)
         if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read again
             self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
             return
         if batch is None or batch.state is BatchLifecycleState.FINALIZING:
-            return  # it has ended or is in the pipeline, so its answer follows
+            return  # its answer follows
         self.waiters[batch_id] = [w for w in waiters if w.request.id != request.id]
-        done, of = batch.completed_task_count, batch.expected_task_count
-        error = FinalizeTimeout(
-            f"batch {batch_id!r}: {done} of {of} tasks done after {request.command.timeout} s; nothing is lost, "
+        done, expected = batch.completed_task_count, batch.expected_task_count
+        self.router.reply(request, error=FinalizeTimeout(
+            f"batch {batch_id!r}: {done} of {expected} tasks done after {request.command.timeout} s; nothing is lost, "
             "finalize it again to go on waiting",
-            done=done,
-            expected=of,
-        )
-        self.router.reply(request, error=error)
+            done=done, expected=expected,
+        ))
 
     def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
         """Begin to finalize the batches that have enough settled tasks and a waiting client.
 
         `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
         """
-        sync, bound = self.config.synchronizer, self.config.explorer.max_staleness
-        cutting, most = sync.in_flight == "cut", None if bound is None else bound // sync.steps_ahead
+        may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batch.has_enough:
-                continue
-            if cutting and cut_tasks.must_end(batch, most):
+            if not batch.has_enough or self.must_end(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
-            cuts = cutting and batch.batch_type == "train" and batch.open_task_count > 0
-            if cuts and kept is None:
+            cuts_tasks = may_cut and batch.batch_type == "train" and batch.open_task_count > 0
+            if cuts_tasks and kept is None:
                 self.journals.cut(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
                 continue
             self.dispatcher.revoke(batch)
-            partial = self.config.explorer.over_rollout.return_partial_tasks
+            return_partial = self.config.explorer.over_rollout.return_partial_tasks
             groups = max(w.request.command.groups or 0 for w in waiters)
-            events = batches.start_finalizing(batch, partial, groups, cut=cuts)
-            self.live.record_batch(batch_id, [*(kept if kept and cuts else ()), *events])
+            events = batches.start_finalizing(batch, return_partial=return_partial, groups=groups, cut=cuts_tasks)
+            self.live.record_batch(batch_id, [*(kept if kept and cuts_tasks else ()), *events])
             if batch_id in self.live.batches:  # a train batch: FINALIZING
-                self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
+                self.live.when_durable(partial(self.start_pipeline, batch))
             else:
-                self._ended(batch_id)
+                self._on_ended(batch_id)
+
+    def must_end(self, batch: BatchState) -> bool:
+        """Return True if the batch has to wait for a task that was cut as often as is good for it."""
+        sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
+        max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
+        return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
-        def over() -> None:
+        """Have a batch that has enough tasks finalized after this time, unless its timer runs already."""
+
+        def end_grace() -> None:
             for waiter in self.waiters.get(batch_id, []):
                 waiter.grace_over = True
             self.check_finalize([batch_id])
 
         name = f"grace:{batch_stream(batch_id)}"
         if not self.actor.has_timer(name):
-            self.actor.after(seconds, name, over)
+            self.actor.after(seconds, name, end_grace)
 
     def start_pipeline(self, batch: BatchState) -> None:
         """Run the experiences of settled tasks through the pipeline.
@@ -237,12 +236,13 @@ class BatchHandlers:
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
-            refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result), refer=True,
-            limit=self._staleness_limit(), groups=batch.groups,
+            refs, lambda result: self._on_pipeline_done(batch.batch_id, batch.submission, result), may_refer=True,
+            limit=self._staleness_limit(), min_groups=batch.groups,
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
     def _staleness_limit(self) -> StalenessLimit | None:
+        """Return the limit of `explorer.max_staleness` as of now; None if there is none."""
         maximum = self.config.explorer.max_staleness
         if maximum is None:
             return None
@@ -250,20 +250,21 @@ class BatchHandlers:
         return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
-        """Run a pipeline, or pass on the error if it has ended coordinators before."""
+        """Run a pipeline; if coordinators ended while they ran this one (`key`), pass on an error instead."""
 
         def done(result: PipelineDone | BaseException) -> None:
-            self.in_hand.end_job(key)
+            self.in_hand.end_pipeline(key)
             job.done(result)
 
         try:
-            self.in_hand.take_job(key)
+            self.in_hand.take_pipeline(key)
         except PipelineError as e:
             job.done(e)
         else:
             self.pipeline.run(replace(job, done=done))
 
-    def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
+    def _on_pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
+        """Record the pipeline's result, or why the batch stays open, and answer the waiting clients."""
         batch = self.live.batches.get(batch_id)
         if batch is None or batch.submission != submission or batch.state is not BatchLifecycleState.FINALIZING:
             return  # aborted meanwhile
@@ -275,7 +276,7 @@ class BatchHandlers:
             self._answer_waiters(batch_id, None, error)
             return
         if result.usable < batch.groups:
-            missing = batches.groups_missing(batch, result.lost, result.usable)
+            missing = batches.groups_missing(batch, result.lost_counts, result.usable)
             self.live.record_batch(batch_id, [missing])
             self._answer_waiters(batch_id, None, _too_few(batch_id, missing))
             return
@@ -286,32 +287,37 @@ class BatchHandlers:
         try:
             self.live.record_batch(batch_id, events)
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
-            self._pipeline_done(batch_id, submission, e)
+            self._on_pipeline_done(batch_id, submission, e)
             return
-        self._ended(batch_id)
+        self._on_ended(batch_id)
 
-    def _ended(self, batch_id: BatchId) -> None:
-        self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
-        self.dynamic_timeout.ended(self.live.ended[batch_id])
-        self.live.then(self.outputs.wake)
+    def _on_ended(self, batch_id: BatchId) -> None:
+        """Answer the clients that wait for a batch that has just ended, and do what follows from its end."""
+        batch = self.live.ended_batches[batch_id]
+        self._answer_waiters(batch_id, batch.final_result, None)
+        self.dynamic_timeout.record_batch(batch)
+        self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
+        """Answer all clients that wait for a batch, with the value or the error, and end its timers."""
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
             self.actor.cancel(f"finalize:{waiter.request.id}")
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:
+        """Abort an open batch and stop its runs; clients that wait for it get its result so far."""
         command, batch_id = request.command, request.command.batch_id
         batch = self.live.batches.get(batch_id)
         events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
             self.dispatcher.revoke(batch)  # with its current units; runners hear of it once it is durable
             self.live.record_batch(batch_id, events)
-            self._ended(batch_id)
+            self._on_ended(batch_id)
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
+        """Have ended tasks of an open batch run again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
@@ -332,11 +338,8 @@ class BatchHandlers:
                 self.router.reply(request, error=result)
                 return
             processed = ev.ExperiencesProcessed(
-                pipeline_metrics=result.metrics,
-                experiences=result.refs,
-                selected=result.selected,
-                dropped=result.dropped,
-                request=request.id,
+                pipeline_metrics=result.metrics, experiences=result.refs, selected=result.selected,
+                dropped=result.dropped, request=request.id,
             )
             try:
                 self.live.record(processed)
@@ -344,12 +347,13 @@ class BatchHandlers:
                 self.router.reply(request, error=e)
                 return
             self.router.reply(request, result.metrics)
-            self.live.then(self.outputs.wake)
+            self.live.when_durable(self.outputs.wake)
 
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
 
 
 def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
+    """Return the error for a client that asked for more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
         "groups",
@@ -358,8 +362,10 @@ def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
 
 
 def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:
-    """Add the `redo` command for the tasks whose payload is lost."""
+    """Return the error of a lost payload with the `redo` command for the tasks that have it."""
     digest = error.details.get("digest")
-    lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
-    way = f"; run its tasks again with `trinity-es redo {batch.batch_id} {' '.join(lost)}`" if lost else ""
-    return type(error)(error.message + way, **error.details)
+    numbers = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
+    if not numbers:
+        return error
+    advice = f"; run its tasks again with `trinity-es redo {batch.batch_id} {' '.join(numbers)}`"
+    return type(error)(error.message + advice, **error.details)

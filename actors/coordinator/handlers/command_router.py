@@ -46,10 +46,8 @@ class Handled(NamedTuple):
 def handled(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
 ) -> Handled:
-    """Return a row of the router's table, in which the type checker matches handler and command.
-
-    `again` is called with the id of a waiting request when its client asks again.
-    """
+    """Return a row of the router's table, in which the type checker matches handler and command. `again` is called with
+    the id of a waiting request when its client asks again."""
     return Handled(command, handler, again)
 
 
@@ -57,13 +55,16 @@ class CommandRouter:
     """Table of handlers, and memory of answers."""
 
     def __init__(
-        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], in_hand: RequestsInHand
+        self, live: LiveState, actor: MessageSender, log_end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`end` returns the mark of the last acknowledged event; `in_hand` has the requests that ended coordinators."""
-        self._live, self._actor, self._end, self._in_hand = live, actor, end, in_hand
+        """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that ended
+        coordinators."""
+        self._live, self._actor, self._log_end, self._in_hand = live, actor, log_end, in_hand
         self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
+        """Answer of each request that came, by id, the oldest first; None while it has none."""
         self._senders: dict[str, Any] = {}
+        """Address of each client that waits for an answer, by the request's id."""
         self._undone: dict[str, CommandRequest[Any]] = {}
         """Requests to handle again, since their turns were undone because of another one."""
 
@@ -73,8 +74,9 @@ class CommandRouter:
             if other := self._handlers.get(row.command):
                 raise TypeError(f"{row.command.__name__} has two handlers: {other.handler} and {row.handler}")
             self._handlers[row.command] = row
-        if missing := [command.__name__ for command in COMMANDS.values() if command not in self._handlers]:
-            raise TypeError(f"no handler for {', '.join(missing)}: add one in coordinator/handlers/")
+        missing_names = [command.__name__ for command in COMMANDS.values() if command not in self._handlers]
+        if missing_names:
+            raise TypeError(f"no handler for {', '.join(missing_names)}: add one in coordinator/handlers/")
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
@@ -104,33 +106,34 @@ class CommandRouter:
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
         """Handle a request; if the handler has to read first, handle it again from its start after the read."""
-        self._live.turn.failed.append(lambda error: self.lost(request, error))
+        self._live.turn.failure_calls.append(lambda error: self.lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)].handler
-        written, self._live.fetch = len(self._live.turn.writes), fetched
+        write_count = len(self._live.turn.writes)
+        self._live.fetch = fetched
         try:
             self._in_hand.take(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # the name `missing` ends with this block
-            if len(self._live.turn.writes) > written:
+            if len(self._live.turn.writes) > write_count:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
                 self._in_hand.blame(request, error)
                 raise error from None  # it would record again with each new start
             self._in_hand.put_aside(request)
-            self._live.turn.failed.pop()  # nothing of it can fail
+            self._live.turn.failure_calls.pop()  # nothing of it can fail
 
             def done(result: Any) -> None:
                 fetched.put(key, result)
                 self._handle(request, fetched)
 
-            self._live.ask(missing.read, done)
+            self._live.run_in_thread(missing.read, done)
         except Exception as e:
-            if len(self._live.turn.writes) > written:
+            if len(self._live.turn.writes) > write_count:
                 self._in_hand.blame(request, e)
                 raise  # memory may be ahead of the log
-            plain = isinstance(e, TrinityError | ValueError)
-            message = f"request {name!r} can't be used: {type(e).__name__}: {e}"
-            self.reply(request, error=e if plain else DataError(message))
+            if not isinstance(e, TrinityError | ValueError):
+                e = DataError(f"request {name!r} can't be used: {type(e).__name__}: {e}")
+            self.reply(request, error=e)
         finally:
             self._live.fetch = read_now
 
@@ -142,8 +145,9 @@ class CommandRouter:
             self.answer(request, error=error)
 
     def handle_undone_again(self) -> None:
-        undone, self._undone = self._undone, {}
-        for request in undone.values():
+        """Handle the undone requests again, if their clients still wait."""
+        requests, self._undone = self._undone, {}
+        for request in requests.values():
             if request.id in self._senders:
                 self._handle(request, Fetch())
 
@@ -152,8 +156,8 @@ class CommandRouter:
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
         """Answer once this turn is durable, or with the error if it can't be written."""
-        self._live.then(lambda: self.answer(request, value, error))
-        self._live.turn.failed.append(lambda lost: self.lost(request, lost))
+        self._live.when_durable(lambda: self.answer(request, value, error))
+        self._live.turn.failure_calls.append(lambda lost: self.lost(request, lost))
 
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
@@ -164,26 +168,29 @@ class CommandRouter:
             data = orjson.dumps(value)
         except TypeError as e:
             data, failure = b"null", error_to_dict(DataError(f"the answer can't be sent: {e}"))
-        if len(data) <= (STATUS_LIMIT if isinstance(request.command, GetStatus) else LIMIT):
-            self._answered(Reply(request.id, Parcel(data), failure))
+        limit = STATUS_LIMIT if isinstance(request.command, GetStatus) else LIMIT
+        if len(data) <= limit:
+            self._answer_with(Reply(request.id, Parcel(data), failure))
             return
 
-        def stored(digest: str | Exception) -> None:
+        def on_stored(digest: str | Exception) -> None:
             if isinstance(digest, Exception):
-                self._answered(Reply(request.id, Parcel(b"null"), error_to_dict(digest)))
+                self._answer_with(Reply(request.id, Parcel(b"null"), error_to_dict(digest)))
             else:
-                self._answered(Reply(request.id, Parcel(None, digest), failure))
+                self._answer_with(Reply(request.id, Parcel(None, digest), failure))
 
-        self._live.ask(lambda: self._live.payloads.put(data), stored)
+        self._live.run_in_thread(lambda: self._live.payloads.put(data), on_stored)
 
-    def _answered(self, reply: Reply) -> None:
+    def _answer_with(self, reply: Reply) -> None:
+        """Remember a reply, and send it to the client if it waits."""
         self._answers[reply.id] = reply
         self._deliver(reply)
 
     def _deliver(self, reply: Reply) -> None:
+        """Send a reply to the client if it waits, with the current end of the log."""
         sender = self._senders.pop(reply.id, None)
         if sender is not None:
-            self._actor.send(sender, replace(reply, end=self._end()))
+            self._actor.send(sender, replace(reply, end=self._log_end()))
 
     def give_up(self, error: TrinityError) -> None:
         """Answer every waiting client with this error."""

@@ -79,10 +79,10 @@ class LimitedDecay(LinearDecay):
 
     def __init__(self, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0) -> None:
         super().__init__(decay)
-        self.limit, self.sigma = use_count_limit, sigma
+        self.use_count_limit, self.sigma = use_count_limit, sigma
 
     def __call__(self, candidate: Candidate) -> float | None:  # type: ignore[override]  # None: over the limit
-        if 0 < self.limit <= candidate.use_count:
+        if 0 < self.use_count_limit <= candidate.use_count:
             return None
         seed = f"{candidate.batch_id!r}/{candidate.first}/{candidate.use_count}"
         return super().__call__(candidate) + random.Random(seed).gauss(0.0, 1.0) * self.sigma
@@ -149,16 +149,17 @@ def choose(
 
 
 def _rank(priority: Priority, candidate: Candidate) -> float | None:
+    """Return a candidate's rank; None if it must not be taken. Raises PipelineError if that is neither."""
     try:
-        rank = priority(candidate)
-        if rank is None:
+        returned = priority(candidate)
+        if returned is None:
             return None
-        number = float(rank)
+        rank = float(returned)
     except Exception as e:  # priority functions are users' code
         raise PipelineError(f"priority_fn failed for {candidate}: {type(e).__name__}: {e}") from e
-    if math.isnan(number):
+    if math.isnan(rank):
         raise PipelineError(f"priority_fn gave NaN for {candidate}: return a number, or None")
-    return number
+    return rank
 
 
 def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
@@ -177,18 +178,19 @@ class ExperienceQueue:
     ) -> None:
         """`config` is `buffer.queue`; `clock` returns unix seconds."""
         self._priority = priority_of(config.priority_fn, config.priority_fn_args)
-        self._rules: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
+        self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
-        self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
+        self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
         self._heard_at: dict[str, float] = {}
         """When the client of each waiting request last sent it, unix seconds."""
-        self._unused = 0
+        self._unused_count = 0
         """Number of experiences that had left the queue untaken at the last warning."""
 
     def handlers(self) -> list[Handled]:
         return [handled(TakeExperiences, self.take, again=self.on_repeated_request)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
+        """Answer with as many experiences as requested, now or when the queue has them."""
         timeout = request.command.timeout
         items = self._live.queue.requests.get(request.id)
         if items is not None:  # an earlier coordinator did it, and its answer was lost
@@ -199,25 +201,26 @@ class ExperienceQueue:
             unread, room = dict(queue.unread), queue.capacity - queue.size
             add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
-            self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
-        self._waiting[request.id], self._heard_at[request.id] = request, self._clock()
+            self._actor.after(timeout, f"take:{request.id}", lambda: self._on_timeout(request))
+        self._waiting_requests[request.id] = request
+        self._heard_at[request.id] = self._clock()
         self.check()
 
     def on_repeated_request(self, request_id: str) -> None:
         """Note that the client of a waiting request is alive."""
-        if request_id in self._waiting:
+        if request_id in self._waiting_requests:
             self._heard_at[request_id] = self._clock()
             self.check()
 
     def check(self) -> None:
-        """Serve the waiting requests that the queue can serve by now."""
+        """Serve the waiting requests that the queue can serve by now; warn of experiences that left it untaken."""
         now = self._clock()
-        for request in list(self._waiting.values()):
+        for request in list(self._waiting_requests.values()):
             if now - self._heard_at[request.id] > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
-                items = choose(self._live.queue, n, now, priority=self._priority, **self._rules)
+                items = choose(self._live.queue, n, now, priority=self._priority, **self._limits)
             except PipelineError as e:
                 self._forget(request)
                 self._router.reply(request, error=e)
@@ -227,23 +230,25 @@ class ExperienceQueue:
                 taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
                 self._live.record(taken)
                 self._answer_with_items(request, items)
-        if self._waiting and self._rules["cooldown"] > 0:
+        if self._waiting_requests and self._limits["cooldown"] > 0:
             self._wait_for_cooldown(now)
-        if self._live.queue.unused > self._unused:
-            self._unused = self._live.queue.unused
+        if self._live.queue.unused > self._unused_count:
+            self._unused_count = self._live.queue.unused
             if self._live.queue.requests:  # the queue is in use
-                _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
+                _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused_count)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        cooldown, soonest = self._rules["cooldown"], math.inf
+        """Check again when the first of the experiences that were taken too recently may be taken again."""
+        cooldown, max_use_count = self._limits["cooldown"], self._limits["max_use_count"]
+        pause = math.inf
         for delivery in self._live.queue.deliveries.values():
-            cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)
-            if cooling.any():
-                soonest = min(soonest, float(delivery.taken_at[cooling].min()) + cooldown - now)
-        if math.isfinite(soonest):
-            self._actor.after(max(0.01, soonest), "take:cooldown", self.check)
+            is_cooling = (delivery.use_counts < max_use_count) & (delivery.taken_at + cooldown > now)
+            if is_cooling.any():
+                pause = min(pause, float(delivery.taken_at[is_cooling].min()) + cooldown - now)
+        if math.isfinite(pause):
+            self._actor.after(max(0.01, pause), "take:cooldown", self.check)
 
-    def returned(self, step: int) -> None:
+    def on_trainer_restarted(self, step: int) -> None:
         """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
@@ -253,20 +258,22 @@ class ExperienceQueue:
     def status(self) -> dict[str, int]:
         """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
-        available_count = available(state, self._clock(), **self._rules)
-        return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting)}
+        available_count = available(state, self._clock(), **self._limits)
+        return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting_requests)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
-        self._waiting.pop(request.id, None)
+        """Stop waiting for a request, which gets its answer now."""
+        self._waiting_requests.pop(request.id, None)
         self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
-    def _timed_out(self, request: CommandRequest[TakeExperiences]) -> None:
-        if request.id not in self._waiting:
+    def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
+        """Answer a request that still waits with TakeTimeout."""
+        if request.id not in self._waiting_requests:
             return
         self._forget(request)
         n, timeout = request.command.n, request.command.timeout
-        available_count = available(self._live.queue, self._clock(), **self._rules)
+        available_count = available(self._live.queue, self._clock(), **self._limits)
         self._router.reply(request, error=TakeTimeout(
             f"{available_count} of {n} experiences could be taken after {timeout} s, so none was: take fewer or ask "
             "again",
@@ -274,12 +281,11 @@ class ExperienceQueue:
         ))
 
     def _answer_with_items(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
+        """Answer with the places of these items' experiences, or with the error if they were freed."""
         try:
-            value = [self._location(item) for item in items]
+            self._router.reply(request, [self._location(item) for item in items])
         except PayloadNotFound as e:
             self._router.reply(request, error=e)
-            return
-        self._router.reply(request, value)
 
     def _location(self, item: ev.TakenItem) -> TakenExperiences:
         """Return where an item's experiences lie; read it from the log if the batch has left the queue."""
@@ -297,6 +303,7 @@ class ExperienceQueue:
 
 
 def _delivered_refs(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
+    """Return the payloads that the BatchFinalized at this version of a batch's stream delivered."""
     for recorded in log.read(stream=stream, types=["BatchFinalized"]):
         if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
             return recorded.event.experiences

@@ -12,7 +12,7 @@ from trinity_es.events.store.log import EventLog
 
 __all__ = ["processed_before", "submitted_tasks"]
 
-REMEMBERED_REQUESTS = 1000
+MAX_SEARCHED_EVENTS = 1000
 """Maximum number of events searched for the result of an earlier coordinator."""
 
 
@@ -26,8 +26,9 @@ def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any
         tasks = check_tasks(unpack(parcel, live.payloads))
         return tasks, [pack(task, live.payloads) for task in tasks]
 
-    small = parcel.inline is not None and len(parcel.inline) <= LIMIT
-    result: tuple[list[dict[str, Any]], list[Parcel]] = read() if small else live.fetch("tasks", read)
+    if parcel.inline is not None and len(parcel.inline) <= LIMIT:
+        return read()
+    result: tuple[list[dict[str, Any]], list[Parcel]] = live.fetch("tasks", read)
     return result
 
 
@@ -36,7 +37,7 @@ def processed_before(log: EventLog, request_id: str) -> dict[str, float] | None:
 
     A client that lost an answer asks again within minutes, so the newest events suffice.
     """
-    for recorded in log.rare(["ExperiencesProcessed"], descending=True, limit=REMEMBERED_REQUESTS):
+    for recorded in log.rare(["ExperiencesProcessed"], descending=True, limit=MAX_SEARCHED_EVENTS):
         event = recorded.event
         if isinstance(event, ev.ExperiencesProcessed) and event.request == request_id:
             return event.pipeline_metrics

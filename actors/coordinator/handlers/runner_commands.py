@@ -26,7 +26,7 @@ __all__ = ["RunnerHandlers"]
 
 ANSWER_SECONDS = 1.0
 """Time for runners to report their state."""
-AGAIN_SECONDS = 2.0
+REPEAT_SECONDS = 2.0
 """Interval between two requests to the guardian."""
 SILENT_SECONDS = 20.0
 """Time after which a silent runner gets the question again, since by then the first one must be lost."""
@@ -36,10 +36,11 @@ States = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class _Question:
-    """Question to runners: their names, the silent ones, and a callback for the answers."""
+    """Question to runners about their states."""
 
     names: list[str]
-    waiting: set[str]
+    silent_names: set[str]
+    """Runners that were asked and have not answered."""
     done: Callable[[States], None]
     answers: States = field(default_factory=dict)
 
@@ -51,9 +52,11 @@ class RunnerHandlers:
     ) -> None:
         self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
         self._questions: dict[str, _Question] = {}
-        self._question_times: dict[tuple[str, int], float] = {}
+        """Open questions by id."""
+        self._asked_at: dict[tuple[str, int], float] = {}
         """Time of the unanswered question to each life of a runner."""
         self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], ReplaceRunner]] = {}
+        """Requests for restarts and what they ask the guardian, by the request's id."""
 
     def handlers(self) -> list[Handled]:
         return [handled(commands.RestartRunner, self.restart), handled(GetRunnerStates, self.states)]
@@ -69,10 +72,11 @@ class RunnerHandlers:
         self._ask_guardian(request.id)
 
     def _ask_guardian(self, request_id: str) -> None:
+        """Ask the runner's guardian for the restart, again and again until the next life has begun."""
         if request_id in self._restarts:
-            order = self._restarts[request_id][1]
+            _, order = self._restarts[request_id]
             self.actor.send(self.guardian_of(order.name), order)
-            self.actor.after(AGAIN_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
+            self.actor.after(REPEAT_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
 
     def check_restarts(self) -> None:
         """Answer the restarts whose runner has a new life."""
@@ -91,48 +95,52 @@ class RunnerHandlers:
         self.ask(runners, lambda states: self.router.answer(request, states))
 
     def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
-        """Ask runners for their states; call `done` with them after `ANSWER_SECONDS` at the latest."""
-        number = uuid.uuid4().hex
+        """Ask runners for their states; call `done` with them after `ANSWER_SECONDS` at the latest. A runner that was
+        asked a short time ago is not asked again: its answer serves this question too."""
+        question_id = uuid.uuid4().hex
         question = _Question(list(names), set(), done)
         for name in question.names:
             runner = self.registry.runners[name]
             if runner.address is not None and not runner.state.gone and runner.state is not RunnerState.RETIRED:
-                question.waiting.add(name)
+                question.silent_names.add(name)
                 life = name, runner.incarnation
-                if self.actor.now() - self._question_times.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
-                    self._question_times[life] = self.actor.now()
+                if self.actor.now() - self._asked_at.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
+                    self._asked_at[life] = self.actor.now()
                     self.actor.send(runner.address, QueryActivity(runner.incarnation))
-        self._questions[number] = question
-        if question.waiting:
-            self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._finish(number))
+        self._questions[question_id] = question
+        if question.silent_names:
+            self.actor.after(ANSWER_SECONDS, f"states:{question_id}", lambda: self._finish(question_id))
         else:
-            self._finish(number)
+            self._finish(question_id)
 
     def on_activity(self, message: RunnerActivity) -> None:
-        self._question_times.pop((message.name, message.incarnation), None)
-        for number, question in list(self._questions.items()):
-            if message.name in question.waiting:
-                question.waiting.discard(message.name)
+        """Take a runner's state as the answer to all questions that wait for it."""
+        self._asked_at.pop((message.name, message.incarnation), None)
+        for question_id, question in list(self._questions.items()):
+            if message.name in question.silent_names:
+                question.silent_names.discard(message.name)
                 question.answers[message.name] = message.state
-                if not question.waiting:
-                    self.actor.cancel(f"states:{number}")
-                    self._finish(number)
+                if not question.silent_names:
+                    self.actor.cancel(f"states:{question_id}")
+                    self._finish(question_id)
 
-    def _finish(self, number: str) -> None:
-        question = self._questions.pop(number)
-        present = question.answers.keys() | self.registry.runners.keys()  # a reload forgets runners
-        names = [n for n in question.names if n in present]
+    def _finish(self, question_id: str) -> None:
+        """Pass on the answers to a question, with the recorded states of the runners that are silent."""
+        question = self._questions.pop(question_id)
+        known_names = question.answers.keys() | self.registry.runners.keys()  # a reload forgets runners
+        names = [n for n in question.names if n in known_names]
         question.done({name: question.answers.get(name) or self._recorded_state(name) for name in names})
 
     def _recorded_state(self, name: str) -> dict[str, Any]:
-        r = self.registry.runners[name]
-        load = self.registry.live.in_flight.loads
+        """Return a runner's state as far as the coordinator knows it, as plain JSON."""
+        runner = self.registry.runners[name]
+        loads = self.registry.live.in_flight.loads
         return runner_state(
-            None, runner=name, incarnation=r.incarnation, model=r.life.model, state=r.state,
-            model_version=r.model_version, units=load.get((name, r.incarnation), 0),
+            None, runner=name, incarnation=runner.incarnation, model=runner.life.model, state=runner.state,
+            model_version=runner.model_version, units=loads.get((name, runner.incarnation), 0),
         )
 
     def report(self, interval: float, write: Callable[[str], None]) -> None:
-        """Write a table of what all runners do, every `interval` seconds."""
+        """Pass a table of what all runners do to `write`, every `interval` seconds."""
         self.actor.after(interval, "runner states", lambda: self.report(interval, write))
         self.ask(sorted(self.registry.runners), lambda states: write(table(states)))

@@ -44,12 +44,12 @@ P = TypeVar("P")
 
 @dataclass(slots=True)
 class Poll(Generic[P]):
-    """Wait for a batch (None: for all) until its progress meets a condition."""
+    """Client that waits until the progress of a batch (None: of all) meets a condition."""
 
     request: CommandRequest[Command[P]]
     batch_id: BatchId | None
     progress: Callable[[], P]
-    met: Callable[[P], bool]
+    is_enough: Callable[[P], bool]
 
 
 class SchedulerHandlers:
@@ -75,6 +75,7 @@ class SchedulerHandlers:
         ]
 
     def _scheduled_batches(self) -> list[BatchState]:
+        """Return the open batches of schedulers, by id."""
         scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
@@ -83,11 +84,12 @@ class SchedulerHandlers:
         return collect_decisions.open_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
+        """Record events of a batch, and its end if all its tasks are taken or dropped by now."""
         self._live.record_batch(batch.batch_id, events)
-        end_events = collect_decisions.over(batch)
+        end_events = collect_decisions.end_if_done(batch)
         self._live.record_batch(batch.batch_id, end_events)
         if end_events:
-            self._dynamic_timeout.ended(batch)
+            self._dynamic_timeout.record_batch(batch)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
@@ -95,64 +97,64 @@ class SchedulerHandlers:
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
         events = collect_decisions.schedule(
-            self._live.find(batch_id),
-            batch_id=batch_id,
+            self._live.find(batch_id), batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
-            tasks=tasks if parcel.digest is None else None,
-            tasks_digest=parcel.digest,
+            tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
             max_attempts=1 + self._explorer.max_retry_times,
-            runs_per_unit=self._explorer.max_repeat_times_per_runner,
-            request=request.id,
+            runs_per_unit=self._explorer.max_repeat_times_per_runner, request=request.id,
         )
         if events:
             self._live.record_batch(batch_id, events)
-            self._live.keep_tasks(batch_id, parcels, more=isinstance(events[-1], ev.TasksAdded))
+            self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))
         batch = self._live.find(batch_id)
         self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def poll(self, request: CommandRequest[PollBatch]) -> None:
-        """Answer with a batch's progress, now or when there is enough."""
+        """Answer with a batch's progress: when it has enough results, has ended, or is paused and runs nothing."""
         command = request.command
         batch = self._open_batch(command.batch_id)
         if batch is not None and command.resume:
             self._live.record_batch(command.batch_id, collect_decisions.resume(batch))
 
-        def met(progress: BatchProgress) -> bool:
-            enough = progress["ready"] >= command.at_least or progress["open"] == 0
-            return enough or (progress["paused"] and (command.resume or progress["running"] == 0))
+        def is_enough(progress: BatchProgress) -> bool:
+            if progress["ready"] >= command.at_least or progress["open"] == 0:
+                return True
+            return progress["paused"] and (command.resume or progress["running"] == 0)
 
-        poll = Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met)
-        self._answer_when_met(poll, command.seconds)
+        poll = Poll(request, command.batch_id, lambda: self._progress(command.batch_id), is_enough)
+        self._answer_when_enough(poll, command.seconds)
 
     def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
         """Answer with the progress of all scheduled batches, now or when a task is settled."""
-        settled = request.command.settled
+        settled_before = request.command.settled
 
-        def met(progress: StoreProgress) -> bool:
-            return progress["open"] == 0 or progress["settled"] != settled
+        def is_enough(progress: StoreProgress) -> bool:
+            return progress["open"] == 0 or progress["settled"] != settled_before
 
-        self._answer_when_met(Poll(request, None, self._progress_of_all, met), request.command.seconds)
+        self._answer_when_enough(Poll(request, None, self._progress_of_all, is_enough), request.command.seconds)
 
-    def _answer_when_met(self, poll: Poll[P], seconds: float) -> None:
+    def _answer_when_enough(self, poll: Poll[P], seconds: float) -> None:
+        """Answer a poll now if its progress is enough; else when it is, or when `seconds` are over."""
         progress = poll.progress()
-        if seconds <= 0 or poll.met(progress):
+        if seconds <= 0 or poll.is_enough(progress):
             self._router.reply(poll.request, progress)
             return
         self._polls[poll.request.id] = poll
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
     def check(self, batch_ids: Iterable[BatchId]) -> None:
-        """Answer the polls of these batches whose condition is met."""
+        """Answer the polls of these batches whose progress is enough by now."""
         if not self._polls:
             return
-        touched = set(batch_ids)
+        changed_ids = set(batch_ids)
         for poll in list(self._polls.values()):
-            if (poll.batch_id is None or poll.batch_id in touched) and poll.met(poll.progress()):
+            if (poll.batch_id is None or poll.batch_id in changed_ids) and poll.is_enough(poll.progress()):
                 self._answer(poll)
 
     def _answer(self, poll: Poll[P]) -> None:
+        """Answer a poll with the current progress, unless it was answered before."""
         if self._polls.pop(poll.request.id, None) is not None:
             self._actor.cancel(f"poll:{poll.request.id}")
             self._router.reply(poll.request, poll.progress())
@@ -165,6 +167,7 @@ class SchedulerHandlers:
         )
 
     def _progress(self, batch_id: BatchId) -> BatchProgress:
+        """Return a batch's progress; that of an ended batch has no open and no ready task."""
         batch = self._live.batches.get(batch_id)
         if batch is None or batch.batch_type != "collect":
             return BatchProgress(open=0, ready=0, running=0, paused=False, submission="")
@@ -177,15 +180,16 @@ class SchedulerHandlers:
     def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
         """Drop the unsettled tasks of one batch or of all, and stop their runs."""
         batch_id, reason = request.command.batch_id, request.command.reason
-        selected = self._scheduled_batches() if batch_id is None else [self._open_batch(batch_id)]
+        batches = self._scheduled_batches()
+        if batch_id is not None:
+            batch = self._open_batch(batch_id)
+            batches = [] if batch is None else [batch]
         return_partial = request.command.return_partial
         if return_partial is None:
             return_partial = self._explorer.over_rollout.return_partial_tasks
-        for batch in selected:
-            events = [] if batch is None else collect_decisions.drop_rest(
-                batch, reason=reason, return_partial=return_partial
-            )
-            if batch is not None and events:
+        for batch in batches:
+            events = collect_decisions.drop_rest(batch, reason=reason, return_partial=return_partial)
+            if events:
                 self._dispatcher.revoke(batch)
                 self._record_and_end(batch, events)
         self._router.reply(request)

@@ -28,7 +28,7 @@ from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, InvalidEve
 from trinity_es.events.experience import Experience
 from trinity_es.projections.tables import serve_answers
 
-__all__ = ["BATCH", "AnswerHandlers", "rewarded"]
+__all__ = ["BATCH", "AnswerHandlers", "put_rewards"]
 
 BATCH = "serve"
 """Batch id of every experience of the proxy."""
@@ -43,11 +43,12 @@ class AnswerHandlers:
         self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
         self._deliveries: deque[CommandRequest[DeliverAnswers]] = deque()
         """Requests for deliveries; the first is in progress."""
-        self._round = 0
+        self._delivery_count = 0
         """Number of deliveries that have ended."""
-        self._rewarding: set[str] = set()
-        """Messages whose reward is being written, so they wait for the next delivery."""
-        self._delivering: frozenset[str] = frozenset()
+        self._ids_being_rewarded: set[str] = set()
+        """Ids of messages whose reward is being written, so they wait for the next delivery."""
+        self._ids_in_delivery: frozenset[str] = frozenset()
+        """Ids of messages in the delivery that is in progress."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -58,45 +59,48 @@ class AnswerHandlers:
         ]
 
     def record(self, request: CommandRequest[RecordAnswers]) -> None:
+        """Record answers that the proxy gave; answer with the number of those that were not recorded before."""
         answers = request.command.answers
-        recorded = self._find([a.message for a in answers])
-        new = [a for a in answers if a.message not in recorded]  # the reply for the others was lost
-        if new:
-            self._live.record(ev.AnswersRecorded(answers=new))
-        self._router.reply(request, len(new))
+        recorded_states = self._find([a.message for a in answers])
+        new_answers = [a for a in answers if a.message not in recorded_states]  # the reply for the others was lost
+        if new_answers:
+            self._live.record(ev.AnswersRecorded(answers=new_answers))
+        self._router.reply(request, len(new_answers))
 
     def reward(self, request: CommandRequest[RewardAnswers]) -> None:
         """Reward answers: all of them, or none. Raises AnswerNotFound, AnswerDelivered."""
         command = request.command
-        messages = list(dict.fromkeys(command.messages))
-        event = ev.AnswersRewarded(messages=messages, reward=command.reward, task=command.task, run=command.run)
-        states = self._find(messages)
-        missing = [m for m in messages if m not in states]
-        if missing:
-            raise AnswerNotFound(f"no answer has the message id {', '.join(missing[:5])}", messages=missing)
-        new = [m for m in messages if (states[m].reward, states[m].task, states[m].run)
-               != (event.reward, event.task, event.run)]
-        gone = [m for m in new if states[m].delivered or m in self._delivering]
-        if gone:
+        message_ids = list(dict.fromkeys(command.messages))
+        event = ev.AnswersRewarded(messages=message_ids, reward=command.reward, task=command.task, run=command.run)
+        states = self._find(message_ids)
+        unknown_ids = [i for i in message_ids if i not in states]
+        if unknown_ids:
+            raise AnswerNotFound(f"no answer has the message id {', '.join(unknown_ids[:5])}", messages=unknown_ids)
+        changed_ids = [i for i in message_ids if (states[i].reward, states[i].task, states[i].run)
+                       != (event.reward, event.task, event.run)]
+        delivered_ids = [i for i in changed_ids if states[i].delivered or i in self._ids_in_delivery]
+        if delivered_ids:
             raise AnswerDelivered(
-                f"{', '.join(gone[:5])} went to the pipeline already with another reward, which stays", messages=gone
+                f"{', '.join(delivered_ids[:5])} went to the pipeline already with another reward, which stays",
+                messages=delivered_ids,
             )
-        if new:
+        if changed_ids:
             self._live.record(event)
-            self._rewarding.update(new)
-            self._live.then(lambda: self._rewarding.difference_update(new))
-            self._live.turn.failed.append(lambda _: self._rewarding.difference_update(new))
-        self._router.reply(request, len(messages))
+            self._ids_being_rewarded.update(changed_ids)
+            self._live.when_durable(lambda: self._ids_being_rewarded.difference_update(changed_ids))
+            self._live.turn.failure_calls.append(lambda _: self._ids_being_rewarded.difference_update(changed_ids))
+        self._router.reply(request, len(message_ids))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
-        """Take all rewarded answers through the pipeline, one delivery at a time."""
+        """Take all rewarded answers through the pipeline, once the deliveries before this one have ended."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
-            self._deliver_next()
+            self._start_delivery()
 
-    def _deliver_next(self) -> None:
+    def _start_delivery(self) -> None:
+        """Have a thread read which answers the first request delivers, then run the pipeline."""
         request, log = self._deliveries[0], self._live.log
-        self._live.ask(
+        self._live.run_in_thread(
             lambda: (processed_before(log, request.id), log.query(serve_answers.to_deliver)),
             lambda result: self._run_pipeline(request, result),
         )
@@ -105,84 +109,88 @@ class AnswerHandlers:
         self, request: CommandRequest[DeliverAnswers],
         result: tuple[dict[str, float] | None, list[serve_answers.AnswerState]] | Exception,
     ) -> None:
+        """Run the pipeline on the rewarded answers that were read; end the delivery if there is nothing to do. `result`
+        has the metrics of this request if an earlier coordinator did it (else None), and the answers."""
         if isinstance(result, Exception):
-            self._delivered(request, None, result)
+            self._end_delivery(request, None, result)
             return
-        done_before, ready = result[0], [a for a in result[1] if a.message not in self._rewarding]
-        if done_before is not None or not ready:
-            self._delivered(request, DeliveredAnswers(count=0, metrics=done_before or {}))
+        earlier_metrics, answers = result[0], [a for a in result[1] if a.message not in self._ids_being_rewarded]
+        if earlier_metrics is not None or not answers:
+            self._end_delivery(request, DeliveredAnswers(count=0, metrics=earlier_metrics or {}))
             return
-        self._delivering = frozenset(a.message for a in ready)
-        refs = [a.payload for a in ready if a.payload is not None]
-        by_message = {a.message: a for a in ready}
+        answer_by_id = {a.message: a for a in answers}
+        self._ids_in_delivery = frozenset(answer_by_id)
         self._run_job("the answers that are rewarded", PipelineJob(
-            refs,
-            lambda result: self._pipeline_done(request, result),
-            prepare=lambda experiences: rewarded(experiences, by_message),
+            [a.payload for a in answers if a.payload is not None],
+            lambda result: self._on_pipeline_done(request, result),
+            prepare=lambda experiences: put_rewards(experiences, answer_by_id),
         ))
 
-    def _pipeline_done(self, request: CommandRequest[DeliverAnswers], result: PipelineDone | BaseException) -> None:
-        messages = sorted(self._delivering)
+    def _on_pipeline_done(self, request: CommandRequest[DeliverAnswers], result: PipelineDone | BaseException) -> None:
+        """Record what the pipeline delivered, and end the delivery."""
+        message_ids = sorted(self._ids_in_delivery)
         if isinstance(result, BaseException):
-            self._delivered(request, None, result)
+            self._end_delivery(request, None, result)
             return
         processed = ev.ExperiencesProcessed(
             pipeline_metrics=result.metrics, experiences=result.refs, selected=result.selected,
             dropped=result.dropped, request=request.id,
         )
         try:
-            self._live.record(processed, ev.AnswersDelivered(messages=messages, request=request.id))
+            self._live.record(processed, ev.AnswersDelivered(messages=message_ids, request=request.id))
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
-            self._delivered(request, None, e)
+            self._end_delivery(request, None, e)
             return
-        self._live.then(self._outputs.wake)
-        self._delivered(request, DeliveredAnswers(count=len(messages), metrics=result.metrics))
+        self._live.when_durable(self._outputs.wake)
+        self._end_delivery(request, DeliveredAnswers(count=len(message_ids), metrics=result.metrics))
 
-    def _delivered(
+    def _end_delivery(
         self, request: CommandRequest[DeliverAnswers], value: DeliveredAnswers | None,
         error: BaseException | None = None,
     ) -> None:
         """Answer, and start the next delivery once this is durable, since the table shows it only then."""
         self._router.reply(request, value, error)
 
-        def over() -> None:
-            self._delivering, self._round = frozenset(), self._round + 1
+        def start_next() -> None:
+            self._ids_in_delivery = frozenset()
+            self._delivery_count += 1
             self._deliveries.popleft()
             if self._deliveries:
-                self._deliver_next()
+                self._start_delivery()
 
-        def lost(error: Exception) -> None:
-            self._delivering = frozenset()
+        def fail_all(error: Exception) -> None:
+            self._ids_in_delivery = frozenset()
             while self._deliveries:
                 self._router.lost(self._deliveries.popleft(), error)
 
-        self._live.then(over)
-        self._live.turn.failed.append(lost)
+        self._live.when_durable(start_next)
+        self._live.turn.failure_calls.append(fail_all)
 
-    def _find(self, messages: list[str]) -> dict[str, serve_answers.AnswerState]:
+    def _find(self, message_ids: list[str]) -> dict[str, serve_answers.AnswerState]:
+        """Return the states of the recorded answers with these message ids. May raise NotRead."""
         # A read from before the end of the last delivery may show an answer as not delivered.
-        log, key = self._live.log, ("answers", self._round, *messages)
+        log, key = self._live.log, ("answers", self._delivery_count, *message_ids)
         states: dict[str, serve_answers.AnswerState] = self._live.fetch(
-            key, lambda: log.query(lambda connection: serve_answers.find(connection, messages))
+            key, lambda: log.query(lambda connection: serve_answers.find(connection, message_ids))
         )
         return states
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
+        """Answer with the numbers of answers by state."""
         log = self._live.log
         self._router.answer(request, self._live.fetch("answers", lambda: log.query(serve_answers.counts)))
 
 
-def rewarded(experiences: list[Experience], by_message: dict[str, serve_answers.AnswerState]) -> None:
-    """Put the posted rewards into the proxy's experiences, by `info["message_id"]`.
-
-    The answers of one run become its steps, in order.
-    """
-    steps: dict[tuple[str, int], dict[str, int]] = {}
-    for answer in by_message.values():
-        messages = steps.setdefault((answer.task or answer.message, answer.run or 0), {})
-        messages[answer.message] = len(messages)
+def put_rewards(experiences: list[Experience], answer_by_id: dict[str, serve_answers.AnswerState]) -> None:
+    """Put the posted rewards into the proxy's experiences, by `info["message_id"]`, and set their task, run and step.
+    The answers of one run become its steps, in order."""
+    steps_by_run: dict[tuple[str, int], dict[str, int]] = {}
+    for answer in answer_by_id.values():
+        steps = steps_by_run.setdefault((answer.task or answer.message, answer.run or 0), {})
+        steps[answer.message] = len(steps)
     for experience in experiences:
-        answer = by_message[experience.info["message_id"]]
+        answer = answer_by_id[experience.info["message_id"]]
+        experience.reward = answer.reward
         eid = experience.eid
-        experience.reward, eid.task, eid.run = answer.reward, answer.task or answer.message, answer.run or 0
-        eid.step = steps[eid.task, eid.run][answer.message]
+        eid.task, eid.run = answer.task or answer.message, answer.run or 0
+        eid.step = steps_by_run[eid.task, eid.run][answer.message]

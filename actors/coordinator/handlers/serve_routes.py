@@ -29,7 +29,7 @@ class _Proxy:
     """Proxy and its last poll."""
 
     url: str
-    table: int = -1
+    table_number: int = -1
     """Number of the table that it has."""
     polled_at: float = 0.0
     open_poll: CommandRequest[GetRoutes] | None = None
@@ -41,9 +41,9 @@ class RouteHandlers:
     def __init__(self, registry: RunnerRegistry, router: Responder, actor: TimerHost) -> None:
         self._registry, self._router, self._actor = registry, router, actor
         self._table: list[EngineRoute] = []
-        self._number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
+        self._table_number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
-        self._leaving: list[tuple[int, Callable[[], None]]] = []
+        self._waiting_loads: list[tuple[int, Callable[[], None]]] = []
         """Loads of engines, each with the number of the first table without the engine."""
 
     def handlers(self) -> list[Handled]:
@@ -53,26 +53,27 @@ class RouteHandlers:
         """Answer a poll with the table: at once if the proxy has an older one, else when it changes."""
         command = request.command
         proxy = self._proxies.setdefault(command.proxy, _Proxy(command.url))
-        self.look()
-        proxy.table, proxy.polled_at, proxy.open_poll = command.knows, self._actor.now(), request
+        self.update()
+        proxy.table_number, proxy.polled_at, proxy.open_poll = command.knows, self._actor.now(), request
         self._actor.after(POLL_SECONDS, f"routes:{command.proxy}", lambda: self._answer(proxy))
-        if proxy.table != self._number:
+        if proxy.table_number != self._table_number:
             self._answer(proxy)
         self._start_loads()
 
     def _answer(self, proxy: _Proxy) -> None:
+        """Answer a proxy's open poll, if it has one, with the current table."""
         request, proxy.open_poll = proxy.open_poll, None
         if request is not None:
             self._actor.cancel(f"routes:{request.command.proxy}")
-            self._router.answer(request, RouteTable(number=self._number, engines=self._table))
+            self._router.answer(request, RouteTable(number=self._table_number, engines=self._table))
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Send the proxies, at the end of a turn, a table that has changed."""
         if not self._proxies:
             return
         table = [_route(r) for r in self._registry.staying() if r.life.served]
         if table != self._table:
-            self._table, self._number = table, self._number + 1
+            self._table, self._table_number = table, self._table_number + 1
             for proxy in self._proxies.values():
                 self._answer(proxy)
 
@@ -83,24 +84,27 @@ class RouteHandlers:
 
     def take_out(self, load: Callable[[], None]) -> None:
         """Call `load` once no proxy sends new requests to a runner that was marked as loading."""
-        self.look()
-        number = self._number
-        self._leaving.append((number, load))
+        self.update()
+        number = self._table_number
+        self._waiting_loads.append((number, load))
         self._actor.after(TAKEN_OUT_SECONDS, f"taken out:{number}", lambda: self._start_loads(number))
         self._start_loads()
 
-    def _start_loads(self, overdue: int = -1) -> None:
-        """Start the loads of engines that no proxy's table has, or that left the table long enough ago."""
+    def _start_loads(self, overdue_number: int = -1) -> None:
+        """Start the loads of engines that no living proxy's table has; forget proxies that are gone. Loads up to the
+        table with `overdue_number` start even if a proxy has an older table."""
         now = self._actor.now()
         self._proxies = {name: p for name, p in self._proxies.items() if now - p.polled_at < GONE_SECONDS}
-        oldest = min((p.table for p in self._proxies.values()), default=self._number)
-        due = [load for number, load in self._leaving if number <= max(oldest, overdue)]
-        self._leaving = [(number, load) for number, load in self._leaving if number > max(oldest, overdue)]
-        for load in due:
+        oldest_number = min((p.table_number for p in self._proxies.values()), default=self._table_number)
+        last_due = max(oldest_number, overdue_number)
+        due_loads = [load for number, load in self._waiting_loads if number <= last_due]
+        self._waiting_loads = [(number, load) for number, load in self._waiting_loads if number > last_due]
+        for load in due_loads:
             load()
 
 
 def _route(runner: RunnerRecord) -> EngineRoute:
+    """Return a runner's row in the table; an engine that loads, or lacks adapters, gets no requests."""
     return EngineRoute(
         runner=runner.name, incarnation=runner.incarnation, endpoint=runner.endpoint,
         model_version=runner.model_version, serving=runner.loading is None and runner.has_adapters,

@@ -25,24 +25,28 @@ class MachineHandlers:
         return [handled(ScaleServers, self.scale), handled(DrainHost, self.drain)]
 
     def scale(self, request: CommandRequest[ScaleServers]) -> None:
+        """Add and remove external servers; answer with all of them. Raises DataError."""
         command = request.command
         if not self.servers.enabled:
             raise DataError("this run has no servers that can come and go: set explorer.rollout_model.engine_type "
                             "to http")
-        self.servers.scale(_urls("add", command.add), _urls("remove", command.remove))
+        self.servers.scale(_checked_urls("add", command.add), _checked_urls("remove", command.remove))
         self.router.reply(request, ScaledServers(servers=[*self.servers.status()]))  # type: ignore[list-item]
 
     def drain(self, request: CommandRequest[DrainHost]) -> None:
+        """Give a host no new units, so that it can leave; answer with the number that it still has."""
         name, fleet = request.command.host, self.hosts()
-        joined = {} if fleet is None else {host.name: host for host in fleet.there()}
-        if fleet is None or name not in joined:
-            names = ", ".join(sorted(joined)) or "none besides the head's own"
+        hosts_by_name = {} if fleet is None else {host.name: host for host in fleet.present()}
+        if fleet is None or name not in hosts_by_name:
+            names = ", ".join(sorted(hosts_by_name)) or "none besides the head's own"
             raise HostNotFound(f"no host {name!r} takes part: there is {names}")
         fleet.drain(name, request.command.reason)
-        self.router.reply(request, DrainingHost(host=name, epoch=joined[name].epoch, units=fleet.units_of(name)))
+        epoch, units = hosts_by_name[name].epoch, fleet.unit_count(name)
+        self.router.reply(request, DrainingHost(host=name, epoch=epoch, units=units))
 
 
-def _urls(field: str, urls: list[str]) -> list[str]:
+def _checked_urls(field: str, urls: list[str]) -> list[str]:
+    """Return the URLs in their normal form. Raises DataError, which names the command's field, for a wrong one."""
     try:
         return [checked_url(url) for url in urls]
     except ValueError as e:

@@ -48,11 +48,12 @@ class LoadHandlers:
     def sync_weights(self, request: CommandRequest[SyncWeights]) -> None:
         """Publish weights, and answer when every runner has them."""
         command = request.command
-        awaited, from_group = self.weights.publish(command.version, command.path, command.method, command.again)
+        awaited, from_group = self.weights.publish(
+            command.version, command.path, command.method, again=command.again)
 
         def answer() -> SyncedWeights:
-            have = self._runners(lambda r: r.model_version == command.version)
-            return SyncedWeights(version=command.version, runners=have, from_group=from_group)
+            runners = self._runners_that(lambda r: r.model_version == command.version)
+            return SyncedWeights(version=command.version, runners=runners, from_group=from_group)
 
         self._wait(request, awaited, answer)
 
@@ -65,8 +66,8 @@ class LoadHandlers:
         ))
 
         def answer() -> SyncedAdapter:
-            have = self._runners(lambda r: r.adapters.get(command.adapter) == command.version)
-            return SyncedAdapter(adapter=command.adapter, version=command.version, runners=have)
+            runners = self._runners_that(lambda r: r.adapters.get(command.adapter) == command.version)
+            return SyncedAdapter(adapter=command.adapter, version=command.version, runners=runners)
 
         self._wait(request, awaited, answer)
 
@@ -76,7 +77,8 @@ class LoadHandlers:
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        self.router.answer(request, self.weights.group.whole())
+        """Answer whether the trainer's group is whole, so that it can send weights."""
+        self.router.answer(request, self.weights.group.is_whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:
         """Invite every runner into the trainer's group, and answer when all have joined."""
@@ -87,10 +89,11 @@ class LoadHandlers:
         self._wait(request, awaited, lambda: joined)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
-    def _runners(self, has: Callable[[RunnerRecord], bool]) -> list[str]:
-        return sorted(r.name for r in self.weights.registry.rollout() if has(r))
+    def _runners_that(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
+        return sorted(r.name for r in self.weights.registry.rollout() if fulfil(r))
 
     def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
+        """Answer a request when its runners are done, or with an error after its timeout."""
         timeout = request.command.timeout
         self._waiting[request.id] = request, awaited, answer
         self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
@@ -102,6 +105,7 @@ class LoadHandlers:
                 self._end(request_id)
 
     def _end(self, request_id: str, timed_out: str = "") -> None:
+        """Answer a request and end its wait; `timed_out` is the error for each runner that has not answered."""
         request, awaited, answer = self._waiting.pop(request_id)
         self.actor.cancel(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):

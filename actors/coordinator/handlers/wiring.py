@@ -47,37 +47,38 @@ class Handlers:
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
         actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
-        end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
+        log_end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`end` returns the mark of the last acknowledged event. `alive` are runners with a process. `trouble` returns
-        why the log can't be written now, and `refuses` True if writing requests fail meanwhile instead of waiting.
+        """`log_end` returns the mark of the last acknowledged event. `alive` are runners with a process. `trouble`
+        returns why the log can't be written now, and `refuses` True if writing requests fail meanwhile instead of
+        waiting. `hosts` returns the hosts that joined, or None if this head takes none.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
         dynamic_timeout = DynamicTimeout(config.explorer, live)
-        self.router = router = CommandRouter(live, actor, end, in_hand)
+        self.router = router = CommandRouter(live, actor, log_end, in_hand)
         self.routes = RouteHandlers(registry, router, actor)
         rolling = None
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
-        store, journaling = config.store, config.explorer.progress.seconds > 0
-        self.journals = LostJournals(
-            live, functools.partial(open_journals, store.url, durability=store.durability) if journaling else None,
-            registry.living,
-        )
-        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end, self.journals.holds)
+        open_store = None
+        if config.explorer.progress.seconds > 0:
+            open_store = functools.partial(open_journals, config.store.url, durability=config.store.durability)
+        self.journals = LostJournals(live, open_store, registry.living)
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, log_end, self.journals.is_unread)
         lora = config.rollout.lora
-        most = 0 if lora is None else lora.max_adapters
-        external = config.rollout.engine_type == "http"
+        max_adapters = 0 if lora is None else lora.max_adapters
+        on_servers = config.rollout.engine_type == "http"
         weights = WeightLoading(registry, rolling)
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
-        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=external, models=models)
-        self.leases = LeaseFleet(registry, actor, releases)
+        self.fleet = RunnerLifecycle(
+            registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
+        self.leases = LeaseFleet(registry, actor, releases, self.journals.is_unread)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
-        self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.returned)
+        self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)
         self.batches = BatchHandlers(
             config, live, dispatcher, pipeline, in_hand, outputs, router, actor, dynamic_timeout=dynamic_timeout,
             journals=self.journals,
@@ -86,61 +87,50 @@ class Handlers:
         self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
-        settings = config.rollout.servers if external else None
+        settings = config.rollout.servers if on_servers else None
         self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
         self.live, self.outputs, self.hosts = live, outputs, hosts
         self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
-        kinds = (
+        parts = (
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
         )
-        router.connect([handled(GetStatus, self.status), *(row for kind in kinds for row in kind.handlers())])
+        router.connect([handled(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
     def check(self) -> None:
         """Answer, at the end of a turn, the requests that it completes."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
-        if not self.live.ended.keys().isdisjoint(self.live.turn.batches):
-            self.live.then(self.trainer.check_next_batch)
+        has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
+        if has_ended_one:
+            self.live.when_durable(self.trainer.check_next_batch)
             self.queue.check()
         self.loads.check()
         self.runners.check_restarts()
-        self.journals.look(self.live.turn.batches)
+        self.journals.read_lost(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
         """Answer at once from memory, since users need `status` most while the log can't be written."""
         batches = [
             {
-                "batch_id": b.batch_id,
-                "batch_type": b.batch_type,
-                "state": b.state.value,
-                "tasks": b.expected_task_count,
-                "settled": b.completed_task_count,
-                "running_units": len(b.flights),
-                "pending_units": len(b.pending),
-                "failed_attempts": b.failed_attempts,
+                "batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state.value,
+                "tasks": b.expected_task_count, "settled": b.completed_task_count, "running_units": len(b.flights),
+                "pending_units": len(b.pending), "failed_attempts": b.failed_attempts,
                 "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
+                "must_end": self.batches.must_end(b),
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]
+        hosts = self.hosts()
         self.router.answer(
             request,
             {
                 "weights_version": self.live.weights.version,
                 "adapters": {name: e.version for name, e in current_adapters(self.live.adapters).items()},
-                "batches": batches,
-                "runners": self.fleet.registry.status(),
-                "clock": self.fleet.registry.clock(),
-                "recovered": self.batches.recovered,
-                "outputs": self.outputs.status(),
-                "queue": self.queue.status(),
-                "epoch": self.epoch,
-                "trouble": self.trouble(),
-                "refuses": self.refuses(),
-                "proxies": self.routes.urls(),
-                "servers": self.servers.status(),
-                "server_list": self.servers.trouble,
-                "leases": self.leases.status(),
-                "hosts": [] if (hosts := self.hosts()) is None else hosts.status(),
+                "batches": batches, "runners": self.fleet.registry.status(), "clock": self.fleet.registry.clock(),
+                "recovered": self.batches.recovered, "outputs": self.outputs.status(), "queue": self.queue.status(),
+                "epoch": self.epoch, "trouble": self.trouble(), "refuses": self.refuses(),
+                "proxies": self.routes.urls(), "servers": self.servers.status(), "server_list": self.servers.trouble,
+                "leases": self.leases.status(), "hosts": [] if hosts is None else hosts.status(),
             },
         )

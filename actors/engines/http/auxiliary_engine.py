@@ -49,7 +49,7 @@ class RemoteEngine:
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Replace the engines: runner -> URL. A new URL means a new engine."""
+        """Replace the engines; `endpoints` has a URL for each runner. A new URL of a runner means a new engine."""
         self.pool.update({"runner": name, "incarnation": 0, "endpoint": url} for name, url in endpoints.items())
 
     def endpoint(self, task: str | None) -> Endpoint:
@@ -75,31 +75,31 @@ class RemoteEngine:
         """Raise SyncError: an auxiliary model keeps its weights."""
         raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
 
-    async def generate(
-        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt: str | list[int], sampling: Sampling, task: str | None = None) -> list[Completion]:
         """Generate like `Engine.generate`; wait while no engine can be reached."""
-        tokens = min(sampling.max_tokens, self.max_model_len or sampling.max_tokens)
-        entries = 1 + sampling.top_logprobs if sampling.logprobs else 0
-        most = largest_answer(prompt=len(prompt), answers=sampling.n, tokens=tokens, entries=entries)
-        answer = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, most)
+        max_bytes = largest_answer(
+            prompt_tokens=len(prompt), answers=sampling.n,
+            max_tokens=min(sampling.max_tokens, self.max_model_len or sampling.max_tokens),
+            logprobs_per_token=1 + sampling.top_logprobs if sampling.logprobs else 0,
+        )
+        answer = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, max_bytes)
         return [Completion(**c) for c in answer["completions"]]
 
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
+        """Yield the whole answer as one part, after `generate`."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
-    async def logprobs(
-        self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
-    ) -> list[float]:
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, task: str | None = None) -> list[float]:
         """Compute like `Engine.logprobs`; wait while no engine can be reached."""
-        most = largest_answer(prompt=len(token_ids), of_prompt=1)
-        answer = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task, most)
-        return list(answer["logprobs"])
+        body = {"token_ids": list(token_ids), "temperature": temperature}
+        max_bytes = largest_answer(prompt_tokens=len(token_ids), logprobs_per_prompt_token=1)
+        return list((await self._ask("logprobs", body, task, max_bytes))["logprobs"])
 
-    async def _ask(self, route: str, body: dict[str, Any], task: str | None, most: int) -> dict[str, Any]:
+    async def _ask(self, route: str, body: dict[str, Any], task: str | None, max_bytes: int) -> dict[str, Any]:
+        """Return the JSON that an engine of the pool answers, if need be another one. Raises EngineError."""
         data = json.dumps(body).encode()
         if self._http is None:
             self._http = http_client(
@@ -108,12 +108,13 @@ class RemoteEngine:
         http = self._http
 
         async def ask(engine: Backend) -> dict[str, Any]:
+            """Return this engine's answer, and take its load and model version from it."""
             self.pool.remember(_keys(task), engine)
-            answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(most))
+            answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(max_bytes))
             result = self._result(answer, engine.runner)
-            engine.others, engine.reported_at = max(0, result["load"] - engine.busy), self._clock()
+            engine.other_count, engine.reported_at = max(0, result["load"] - engine.open_count), self._clock()
             self.model_version = result["model_version"]
-            engine.answered += 1
+            engine.answer_count += 1
             return result
 
         try:
@@ -124,10 +125,11 @@ class RemoteEngine:
             ) from e
 
     def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
+        """Return the JSON of a successful answer. Raises EngineFailed if the engine ended, EngineError for others."""
         status = answer.status_code
         try:
             result: dict[str, Any] = json.loads(answer.content)
-            if "load" in result:
+            if "load" in result:  # every success has it, no error
                 return result
             message = str(result["error"]["message"])
         except (ValueError, TypeError, LookupError):
@@ -135,11 +137,13 @@ class RemoteEngine:
         if status == 503:
             raise EngineFailed(message, lost=True)
         if status in (400, 413, 422, 500):
-            raise EngineError(message, **({} if status == 500 else {"refused": True}))
+            details = {} if status == 500 else {"refused": True}
+            raise EngineError(message, **details)
         raise EngineError(f"{runner} of the auxiliary model {self.name!r} answered {status}: {message}")
 
 
 def _keys(task: str | None) -> list[str]:
+    """Return the pool's keys for requests of a task: a request of no task has none, and goes to any engine."""
     return [] if task is None else [task]
 
 

@@ -32,19 +32,21 @@ _ENTRY_BYTES, _EVENT_BYTES, _ID_BYTES = 256, 1024, 16
 
 
 def largest_answer(
-    *, prompt: int, answers: int = 1, tokens: int = 0, entries: int = 0, of_prompt: int = 0, events: bool = False
+    *, prompt_tokens: int, answers: int = 1, max_tokens: int = 0, logprobs_per_token: int = 0,
+    logprobs_per_prompt_token: int = 0, streamed: bool = False,
 ) -> int:
-    """Return the most bytes of JSON that `answers` answers to a prompt of `prompt` tokens can take.
+    """Return the maximum bytes of JSON that this many answers to a prompt can take.
 
-    `tokens`: maximum per answer; `entries`, `of_prompt`: number of logprobs per token of an answer, and of the prompt;
-    `events`: each token may come in a stream event of its own.
+    `max_tokens` is for each answer; `streamed`: each token may come in a stream event of its own.
     """
-    each = (1 + entries) * _ENTRY_BYTES + events * _EVENT_BYTES
-    return answers * (tokens * each + prompt * (_ID_BYTES + of_prompt * _ENTRY_BYTES)) + LOOK_BYTES
+    token_bytes = (1 + logprobs_per_token) * _ENTRY_BYTES + streamed * _EVENT_BYTES
+    prompt_token_bytes = _ID_BYTES + logprobs_per_prompt_token * _ENTRY_BYTES
+    return answers * (max_tokens * token_bytes + prompt_tokens * prompt_token_bytes) + LOOK_BYTES
 
 
-def up_to(most: int) -> dict[str, int]:
-    return {"most_bytes": most}
+def up_to(max_bytes: int) -> dict[str, int]:
+    """Return the request's `extensions` that limit the body of its answer to `max_bytes`."""
+    return {"max_bytes": max_bytes}
 
 
 def http_client(
@@ -53,9 +55,10 @@ def http_client(
 ) -> httpx.AsyncClient:
     """Return a client without a limit of connections, for the event loop of its first request.
 
-    `connect`, `read`: timeouts in seconds; `trust_env`: use the environment's proxies; `transport`: for tests. Requests
-    raise httpx's ConnectError or ConnectTimeout if the server saw nothing of the request, and other TransportErrors if
-    it may have. They raise EngineError for an answer that is compressed, or larger than its limit (else LOOK_BYTES).
+    `connect`, `read`: timeouts in seconds; `keep`: seconds for which an idle connection is kept; `trust_env`: use the
+    environment's proxies; `transport`: for tests. Requests raise httpx's ConnectError or ConnectTimeout if the server
+    saw nothing of the request, and another TransportError if it may have seen it. They raise EngineError for an answer
+    that is compressed, or larger than the limit that the request set by `up_to` (LOOK_BYTES if it set none).
     """
     import httpx
 
@@ -67,28 +70,31 @@ def http_client(
 
 
 def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+    """Return this transport with EngineErrors for answers that are compressed or too large."""
     import httpx
 
-    class Counted(httpx.AsyncByteStream):
-        def __init__(self, body: httpx.AsyncByteStream, most: int, server: str) -> None:
-            self._body, self._most, self._server = body, most, server
+    class LimitedBody(httpx.AsyncByteStream):
+        def __init__(self, body: httpx.AsyncByteStream, max_bytes: int, server: str) -> None:
+            self._body, self._max_bytes, self._server = body, max_bytes, server
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
+            """Yield the body's parts. Raises EngineError once they are longer than the limit."""
             size = 0
             async for part in self._body:
                 size += len(part)
-                if size > self._most:
+                if size > self._max_bytes:
                     raise EngineError(
-                        f"{self._server} answers with more than {self._most:,} bytes, more than its answer to this "
-                        "request can take: see what serves there"
+                        f"{self._server} answers with more than {self._max_bytes:,} bytes, more than its answer to "
+                        "this request can take: see what serves there"
                     )
                 yield part
 
         async def aclose(self) -> None:
             await self._body.aclose()
 
-    class Limited(httpx.AsyncBaseTransport):
+    class LimitedTransport(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            """Send a request. Raises EngineError for a compressed answer; reading its body may raise it, too."""
             answer = await transport.handle_async_request(request)
             server = f"{request.url.scheme}://{request.url.netloc.decode()}{request.url.path}"
             encoding = answer.headers.get("content-encoding", "identity")
@@ -99,37 +105,40 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
                     "compression off there, or in the proxy before it"
                 )
             assert isinstance(answer.stream, httpx.AsyncByteStream)
-            most = request.extensions.get("most_bytes", LOOK_BYTES)
-            most = most if answer.status_code < 300 else min(most, LOOK_BYTES)
-            answer.stream = Counted(answer.stream, most, server)
+            max_bytes = request.extensions.get("max_bytes", LOOK_BYTES)
+            if answer.status_code >= 300:  # an error needs no more, whatever the answer's limit
+                max_bytes = min(max_bytes, LOOK_BYTES)
+            answer.stream = LimitedBody(answer.stream, max_bytes, server)
             return answer
 
         async def aclose(self) -> None:
             await transport.aclose()
 
-    return Limited()
+    return LimitedTransport()
 
 
 @contextmanager
 def _as_httpx(request: httpx.Request) -> Iterator[None]:
+    """Context that raises an error of aiohttp's as the error of httpx's with the same meaning."""
     import aiohttp
     import httpx
 
     try:
         yield
     except (aiohttp.ClientError, OSError) as e:
-        for theirs, ours in (
+        for aiohttp_error, httpx_error in (
             (aiohttp.ConnectionTimeoutError, httpx.ConnectTimeout), (aiohttp.ServerTimeoutError, httpx.ReadTimeout),
             (aiohttp.ClientConnectorError, httpx.ConnectError), (aiohttp.InvalidURL, httpx.UnsupportedProtocol),
             (aiohttp.NonHttpUrlClientError, httpx.UnsupportedProtocol),
             ((aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError),
              httpx.RemoteProtocolError), (Exception, httpx.ReadError),
         ):
-            if isinstance(e, theirs):
-                raise ours(str(e) or type(e).__name__, request=request) from e
+            if isinstance(e, aiohttp_error):
+                raise httpx_error(str(e) or type(e).__name__, request=request) from e
 
 
 def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport:
+    """Return a transport for httpx that sends requests by an aiohttp session, which the first request opens."""
     import aiohttp
     import httpx
 
@@ -148,6 +157,7 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
     proxies = getproxies() if trust_env else {}
 
     def proxy_for(url: httpx.URL) -> str | None:
+        """Return the URL of the environment's proxy for a request; None if the request goes directly to its server."""
         proxy = proxies.get(url.scheme) or proxies.get("all")
         if not proxy or is_loopback(url.host) or proxy_bypass(url.host):
             return None

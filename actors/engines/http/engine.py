@@ -30,17 +30,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
+from trinity_es.actors.engines.http import vllm_requests
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
-from trinity_es.actors.engines.http.vllm_requests import (
-    OTHERS,
-    Answer,
-    TextCutter,
-    answers,
-    body,
-    most_bytes,
-    prompt_logprobs,
-    route,
-)
+from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import prompt_ids
@@ -53,13 +45,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SILENT_SECONDS = 30.0
-"""How long a silent server, a busy one say, is still taken for alive."""
-REFUSED_LOOKS = 2
-"""Number of refused connections in a row after which the server is taken for gone."""
-TRY_SECONDS = 30.0
+"""How long a server may be silent, since it is busy say, before it counts as gone."""
+MAX_REFUSALS = 2
+"""Number of refused connections in a row after which the server counts as gone."""
+TEST_SECONDS = 30.0
 """Timeout of the test request to a server that failed another one."""
-BRAKE_SECONDS = 0.1, 10.0
-"""First and longest pause after failed requests in a row, which doubles: a failing server must not attract requests."""
+FAILURE_PAUSE_SECONDS = 0.1, 10.0
+"""First and longest pause after failed requests in a row; it doubles. A failing server must not attract requests."""
 _TEST_SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 """Sampling of the test request, as plain as possible."""
 STOP_SECONDS = 8.0
@@ -80,34 +72,37 @@ class HTTPEngine(ServerWeights):
         options = config.options
         if not options.get("url"):
             raise ConfigError("an engine of type http needs the url of its server")
-        variable = options.get("key_variable", "")
-        key = os.environ.get(variable, "")
-        super().__init__(config, VLLMServer(options["url"], key=key, key_variable=variable))
-        self.version = ""
+        key_variable = options.get("key_variable", "")
+        key = os.environ.get(key_variable, "")
+        super().__init__(config, VLLMServer(options["url"], key=key, key_variable=key_variable))
+        self.version = self.runs_wait = ""
         self.dead: str | None = _NOT_STARTED
-        self._processed = True
+        self._logprobs_are_processed = True
         """Logprobs are of the sampled distribution, for any sampling."""
-        self._watching: asyncio.Task[None] | None = None
-        self._testing: asyncio.Task[bool] | None = None
-        self._looking, self._looks, self._proven = asyncio.Lock(), 0, 0
-        """For `_confirm`: lock, number of checks begun, and number of the newest successful one."""
-        self.runs_wait = ""
-        self._answered, self._failed = 0.0, 0
-        """Time of the last answer or stream event, and number of failed requests since a whole answer."""
+        self._watch_task: asyncio.Task[None] | None = None
+        self._test_task: asyncio.Task[bool] | None = None
+        self._check_lock = asyncio.Lock()
+        self._begun_checks = self._newest_success = 0
+        """For `_confirm`: count of the checks begun, which numbers them, and number of the newest successful one."""
+        self._last_answer_at = 0.0
+        """Monotonic time of the last answer or stream event."""
+        self._failure_count = 0
+        """Failed requests since the last whole answer."""
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
+        """Return the tokenizer of the config's model, if possible without an import of torch."""
         from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and its memory
 
         model = resolve_model(config.model_path)
         try:
-            tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+            return PreTrainedTokenizerFast.from_pretrained(model)  # type: ignore[no-any-return]
         except Exception:  # it may raise anything for a model without tokenizer.json
-            tokenizer = auto_tokenizer(model)
-        return tokenizer
+            return auto_tokenizer(model)
 
     async def _check_tokenizer(self) -> None:
+        """Have `tokenizer` give the server's ids of a probe, if need be by another class. Raises EngineError."""
         ids = await self.server.tokenize(_PROBE)
         if ids is None or ids == list(self.tokenizer.encode(_PROBE)):
             return
@@ -125,14 +120,14 @@ class HTTPEngine(ServerWeights):
         return longest and min(longest, self.config.max_model_len or longest)
 
     async def start(self) -> None:
-        """Wait for the server and have it serve the initial version. Raises ConfigError, EngineError."""
+        """Wait for the server and have it serve the initial version. Raises ConfigError or EngineError."""
         try:
-            loading = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
-            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
-            self.tokenizer = await loading
+            tokenizer_task = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
+            self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
+            self.tokenizer = await tokenizer_task
             while not await self._connect():  # an external server may go away at any time
                 await asyncio.sleep(WATCH_SECONDS)
-            self._watching = asyncio.create_task(self._watch())
+            self._watch_task = asyncio.create_task(self._watch())
         except BaseException:
             await self.stop()
             raise
@@ -145,67 +140,69 @@ class HTTPEngine(ServerWeights):
             await self._read_facts()
             await self._first_weights()
             self.dead = None
-            self._open.set()
+            self._gate.set()
             await self._first_test()
         except EngineError as e:
             if not isinstance(e, ServerGone) and not e.details.get("dead"):
-                raise
+                raise  # the server is there, and can't be used
             if str(e) != self.waits_for:
                 _log.warning("connecting to %s failed: %s", self.server.url, e)
             self.waits_for = str(e)
             self.dead, self._label = _NOT_STARTED, None
             self._died.clear()
-            self._open.clear()
+            self._gate.clear()
             return False
         return True
 
     async def _first_test(self) -> None:
-        """Test the server, and report waits meanwhile. Raises EngineError; ServerGone if it went away."""
-        trying = asyncio.create_task(self._gives_processed_logprobs())
+        """Set the test request and try it, and report waits meanwhile. Raises ServerGone if the server went away."""
+        self._vocabulary = vocabulary(self._model, self.tokenizer)
+        self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
+        test = asyncio.create_task(self._gives_processed_logprobs())
         try:
-            while not (await asyncio.wait({trying}, timeout=WATCH_SECONDS))[0]:
-                if ill := await self.server.unhealthy():
-                    raise ServerGone(ill)
+            while not (await asyncio.wait({test}, timeout=WATCH_SECONDS))[0]:
+                if problem := await self.server.unhealthy():
+                    raise ServerGone(problem)
                 await self._update_waits()
-            self._processed, self.waits_for = trying.result(), ""
+            self._logprobs_are_processed, self.waits_for = test.result(), ""
         finally:
-            trying.cancel()
+            test.cancel()
 
     async def stop(self) -> None:
         """Disconnect from the server, after a change of weights if that ends soon. Idempotent."""
         if self._changes and self.dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
-        for task in (self._watching, self._testing):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, (self._watch_task, self._test_task)):
+            task.cancel()
         await self.server.close()
 
     def _die(self, reason: str) -> None:
+        """End the engine: requests that wait, and all later ones, raise EngineError with this reason."""
         if self.dead in (None, _NOT_STARTED):  # the first reason counts
             self.dead = reason
-        self._open.set()
+        self._gate.set()
         self._died.set()
 
     # --- supervision ------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
-        """End the engine when its server ended or is another one."""
-        heard, refused = time.monotonic(), 0
+        """Check the server every WATCH_SECONDS; end the engine when the server ended or is another one."""
+        heard_at, refusals = time.monotonic(), 0
         while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
             try:
-                if ill := await self.server.unhealthy():
-                    problem = EngineError(ill, dead=True)
+                if defect := await self.server.unhealthy():
+                    problem = EngineError(defect, dead=True)
                 await self._check_identity()  # checks nothing while its weights change
                 await self._update_waits()
             except Exception as e:
                 problem = problem or e
-            if problem is None or self._restarting:  # `_restart` watches it
-                heard, refused = time.monotonic(), 0
+            if problem is None or self._is_restarting:  # `_restart` watches it
+                heard_at, refusals = time.monotonic(), 0
             elif isinstance(problem, ServerGone):
-                refused += unreached(problem)
-                if refused >= REFUSED_LOOKS or time.monotonic() - heard > SILENT_SECONDS:
+                refusals += unreached(problem)
+                if refusals >= MAX_REFUSALS or time.monotonic() - heard_at > SILENT_SECONDS:
                     self._die(str(problem))
             elif isinstance(problem, EngineError) and problem.details.get("dead"):
                 self._die(str(problem))
@@ -214,66 +211,72 @@ class HTTPEngine(ServerWeights):
 
     async def _update_waits(self) -> None:
         """Update `waits_for` and `runs_wait`; the pause of this engine's own change of weights does not count."""
-        url, loads = self.server.url, self._server_facts().loads
-        paused = loads and not self._changing and await self.server.rejects() and not self._changing
-        pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
-        self.runs_wait = f"its requests wait for {pause}" if paused else ""
-        if not self._restarting:
-            unanswered = "" if self._changing else self.server.unanswered(self._answered)
-            self.waits_for = pause if paused else unanswered
+        url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
+        is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
+        end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
+        self.runs_wait = f"its requests wait for {end_of_pause}" if is_paused else ""
+        if not self._is_restarting:
+            unanswered = "" if self._is_changing else self.server.unanswered(self._last_answer_at)
+            self.waits_for = end_of_pause if is_paused else unanswered
 
     async def _check_identity(self) -> None:
         """End the engine if the server restarted or has weights that this engine did not load."""
         label = self._label
-        if self._changing:
+        if self._is_changing:
             return
         if label is not None:
-            found = await self.server.label()
-            if found != label and label == self._label and not self._changing:
-                self._die(f"it restarted, or something else changed its weights (they are labelled {found!r})")
-        elif (now := await self.server.started()) != self._process and not self._changing:
-            self._die(f"it restarted (its process was started at {now or '?'}, not {self._process})")
+            server_label = await self.server.label()
+            # This engine may have begun a change of weights meanwhile, and given them another label.
+            if server_label != label and label == self._label and not self._is_changing:
+                self._die(f"it restarted, or something else changed its weights (they are labelled {server_label!r})")
+            return
+        started = await self.server.started()
+        if started != self._process_start and not self._is_changing:
+            self._die(f"it restarted (its process was started at {started or '?'}, not {self._process_start})")
 
     async def _confirm(self) -> None:
         """Check the server's identity after an answer: one check for all that wait, begun after their answers came."""
-        before = self._looks
-        async with self._looking:
-            if self._proven <= before:
-                self._looks = number = self._looks + 1
+        earlier_checks = self._begun_checks
+        async with self._check_lock:
+            if self._newest_success <= earlier_checks:  # none that began after this answer has succeeded
+                self._begun_checks = number = self._begun_checks + 1
                 await self._check_identity()
-                self._proven = number
+                self._newest_success = number
         self._require_alive()
 
     async def _test(self) -> bool:
         """Test a server that failed a request, once for all that wait; return False if that was inconclusive."""
-        if self._watching is None:  # during the first contact, whose caller reports the failure
+        if self._watch_task is None:  # during the first contact, whose caller reports the failure
             return True
-        if self._testing is None or self._testing.done():
-            self._testing = asyncio.create_task(self._run_test())
-        conclusive = await asyncio.shield(self._testing)
+        if self._test_task is None or self._test_task.done():
+            self._test_task = asyncio.create_task(self._run_test())
+        conclusive = await asyncio.shield(self._test_task)
         self._require_alive()
         return conclusive
 
     async def _run_test(self) -> bool:
-        begun = time.monotonic()
-        path, request, most = self._request(self._test_prompt, _TEST_SAMPLING)
+        """Send the request of the first contact again; end the engine if it fails. Returns False if inconclusive."""
+        begun_at = time.monotonic()
+        path, body, max_bytes = self._request(self._test_prompt, _TEST_SAMPLING)
         try:
-            response = await self.server.ask("POST", path, request, seconds=TRY_SECONDS, max_bytes=most)
+            response = await self.server.ask("POST", path, body, seconds=TEST_SECONDS, max_bytes=max_bytes)
             self._answers(response, _TEST_SAMPLING, self._test_prompt)
             await self._check_identity()
         except EngineError as e:
             status = e.details.get("status")
-            silent = isinstance(e, ServerGone) and status is None  # `_watch` judges silence
-            works = self._answered > begun - sum(BUSY_SECONDS) or self.server.works_since(begun)
-            if silent or (status in BUSY and (works or await self.server.rejects())):
+            if isinstance(e, ServerGone) and status is None:  # a silent server: `_watch` judges it
+                return False
+            works = self._last_answer_at > begun_at - sum(BUSY_SECONDS) or self.server.works_since(begun_at)
+            if status in BUSY and (works or await self.server.rejects()):
                 return False
             self._die(f"it fails a request that it answered at first: {e}")
         return True
 
     async def _pause_after_failure(self) -> None:
-        self._failed += 1
-        first, longest = BRAKE_SECONDS
-        await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
+        """Count a failed request, and wait the longer the more requests in a row have failed."""
+        self._failure_count += 1
+        first, longest = FAILURE_PAUSE_SECONDS
+        await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failure_count - 1, 10))))
 
     def _require_alive(self) -> None:
         if self.dead is not None:
@@ -284,21 +287,23 @@ class HTTPEngine(ServerWeights):
         """Return `sampling.n` completions. Raises EngineError with the details `refused` or `dead`, as VLLMEngine."""
         ids = await self._ids(prompt)
         self._check_logprobs(sampling)
-        copies = sampling.n if sampling.temperature == 0.0 else 1
-        if copies > 1:  # vLLM refuses n > 1 at temperature 0
-            sampling = replace(sampling, n=1)
+        copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
+        sampling = replace(sampling, n=sampling.n if copies == 1 else 1)
 
         def read(response: Any, version: int) -> list[Completion]:
-            made = self._answers(response, sampling, ids)
-            texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
-            spans = [self._version_spans(a, len(a.ids), version) for a in made]
-            return [a.completion(ids, text, own) for a, text, own in zip(made, texts, spans, strict=True)]
+            parsed = self._answers(response, sampling, ids)
+            texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
+            return [
+                answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
+                for answer, text in zip(parsed, texts, strict=True)
+            ]
 
         return await self._result(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         sampling = replace(sampling, n=1)
-        ids, spans = await self._ids(prompt), self._server_facts().spans
+        ids = await self._ids(prompt)
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
         async with (
@@ -310,7 +315,7 @@ class HTTPEngine(ServerWeights):
                     event = await self._unless_dead(anext(events))
                 except StopAsyncIteration:
                     raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
-                self._answered = time.monotonic()
+                self._last_answer_at = time.monotonic()
                 for answer in self._answers(event, sampling, ids, whole=False):
                     count += len(answer.ids)
                     if count > sampling.max_tokens:
@@ -319,18 +324,18 @@ class HTTPEngine(ServerWeights):
                     if not answer.finish_reason:
                         yield answer.completion(ids, text)
                         continue
-                    if not spans:
+                    if not self._server_facts().labels_tokens:
                         await self._unless_dead(self._confirm())
-                    made = answer.completion(ids, text, self._version_spans(answer, count, version))
-                    self._failed = 0
-                    yield made
+                    spans = self._version_spans(answer, count, version)
+                    self._failure_count = 0
+                    yield answer.completion(ids, text, spans)
                     return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Return the logprob of each of `token_ids[1:]`. Refused above 2 million values if the temperature is not 1."""
         ids = await self._ids(token_ids)
-        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        whole = whole_distribution(len(ids), size, temperature, _MAX_DISTRIBUTION)
+        token_count = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
+        needs_all = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
@@ -338,33 +343,34 @@ class HTTPEngine(ServerWeights):
         def read(response: Any, version: int) -> list[float]:
             for answer in self._answers(response, sampling, ids):
                 self._version_spans(answer, len(answer.ids), version)
-            return prompt_logprobs(
-                response, ids, temperature, spans=self._server_facts().spans, server=self._server_name()
+            return vllm_requests.prompt_logprobs(
+                response, ids, temperature, spans=self._server_facts().labels_tokens, server=self._server_name()
             )
 
-        return await self._result(ids, sampling, read, of_prompt=-1 if whole else 0)
+        return await self._result(ids, sampling, read, of_prompt=-1 if needs_all else 0)
 
     async def _result(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
-        """Send a request; return the result of `read` for the response and the version served at the request."""
+        """Send a request and return `read(response, version)`; `version` is the one served when the request began."""
         async with self._request_slot() as version:
             request = self._request(ids, sampling, prompt_logprobs=of_prompt)
             response = await self._unless_dead(self.server.tokens(*request))
-            if not self._server_facts().spans:
+            if not self._server_facts().labels_tokens:
                 await self._unless_dead(self._confirm())
             result = read(response, version)
-        self._answered, self._failed = time.monotonic(), 0
+        self._last_answer_at, self._failure_count = time.monotonic(), 0
         return result
 
     def _request(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
+        """Return path and JSON of a request (with `body`'s arguments `more`), and the maximum bytes of its answer."""
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
-        request = body(ids, sampling, spans=facts.spans, model=facts.model, room=room, **more)
-        return route(facts.spans), request, most_bytes(request, self._vocabulary)
+        body = vllm_requests.body(ids, sampling, spans=facts.labels_tokens, model=facts.model, room=room, **more)
+        return vllm_requests.route(facts.labels_tokens), body, vllm_requests.most_bytes(body, self._vocabulary)
 
     def _answers(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
-        return answers(
-            response, sampling, spans=self._server_facts().spans, vocabulary=self._vocabulary, whole=whole,
+        return vllm_requests.answers(
+            response, sampling, spans=self._server_facts().labels_tokens, vocabulary=self._vocabulary, whole=whole,
             server=self._server_name(), prompt=prompt,
         )
 
@@ -374,8 +380,11 @@ class HTTPEngine(ServerWeights):
 
     @contextlib.asynccontextmanager
     async def _request_slot(self) -> AsyncIterator[int]:
-        """Count a request as open, after a change of weights that excludes requests; give the version served."""
-        await self._open.wait()
+        """Context of a request, entered when none is held back; it gives the model version served.
+
+        A request that fails ends the engine if its server is gone or broken, else pauses. Raises EngineError.
+        """
+        await self._gate.wait()
         self._require_alive()
         self._open_requests += 1
         try:
@@ -383,7 +392,7 @@ class HTTPEngine(ServerWeights):
         except ServerGone as e:
             try:
                 await self._check_identity()
-            except EngineError as failure:  # `_watch` judges silence: it may be busy
+            except EngineError as failure:  # a silent server may be busy: `_watch` judges that
                 if unreached(failure):
                     self._die(str(e))
             self._require_alive()
@@ -401,6 +410,7 @@ class HTTPEngine(ServerWeights):
             self._open_requests -= 1
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"
         return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)
@@ -410,29 +420,31 @@ class HTTPEngine(ServerWeights):
         """Return a whole answer's version spans; `version` is that of answers without labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
-        if not self._server_facts().spans:
+        if not self._server_facts().labels_tokens:
             return ((version, 0, count),) if count else ()
-        strange = sorted({label for label, _, _ in answer.labels} - self._labels.keys())
-        if strange:
-            self._die(f"it answered with weights that this engine did not give it (labelled {strange[0]!r})")
+        foreign_labels = sorted({label for label, _, _ in answer.labels} - self._labels.keys())
+        if foreign_labels:
+            self._die(f"it answered with weights that this engine did not give it (labelled {foreign_labels[0]!r})")
             self._require_alive()
         ends = [0, *(end for _, _, end in answer.labels)]
-        if ends != sorted(ends) or ends != [*(start for _, start, _ in answer.labels), count]:
-            raise EngineError(f"{self._server_name()} does not say which weights made each of {count} tokens{OTHERS}")
+        starts = [*(start for _, start, _ in answer.labels), count]
+        if ends != sorted(ends) or ends != starts:  # each span begins where the one before it ends
+            raise EngineError(f"{self._server_name()} does not say which weights made each of {count} tokens"
+                              f"{vllm_requests.OTHERS}")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
     def _check_logprobs(self, s: Sampling) -> None:
-        plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
-        plain = plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
-        if s.logprobs and not self._processed and not (plain and s.repetition_penalty == 1.0):
+        """Raise EngineError if the server would give this sampling logprobs of another distribution."""
+        is_plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
+        is_plain = is_plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
+        is_plain = is_plain and s.repetition_penalty == 1.0
+        if s.logprobs and not self._logprobs_are_processed and not is_plain:
             raise EngineError(
                 f"{self.server.url} gives logprobs before temperature, top_p and the like, not those of the sampled "
                 "distribution: start it with --logprobs-mode processed_logprobs", refused=True,
             )
 
     async def _gives_processed_logprobs(self) -> bool:
-        """Return True if a token that alone may be sampled gets logprob 0. It sets vocabulary and test prompt too."""
-        self._vocabulary = vocabulary(self._model, self.tokenizer)
-        self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
-        [made] = await self.generate(self._test_prompt, replace(_TEST_SAMPLING, top_k=1))
-        return all(abs(value) < 1e-6 for value in made.logprobs or ())
+        """Return True if a token that alone may be sampled (top_k 1) gets logprob 0."""
+        [completion] = await self.generate(self._test_prompt, replace(_TEST_SAMPLING, top_k=1))
+        return all(abs(value) < 1e-6 for value in completion.logprobs or ())

@@ -23,9 +23,10 @@ SLACK_REQUESTS = 8
 """Number of requests by which an engine may exceed the least loaded one before a task leaves it."""
 REPORT_SECONDS = 5.0
 """How long a reported load counts: else an engine that was busy once would get no request and never report again."""
-AGAIN_SECONDS = 0.5
-REMEMBERED = 16384
-MOST_LOST = 2
+SHUN_SECONDS = 0.5
+"""How long an engine that did not answer gets no requests."""
+MAX_HOMES = 16384
+MAX_LOST = 2
 """Maximum number of engines that may end during one request, since the request itself may end them."""
 
 T = TypeVar("T")
@@ -56,17 +57,17 @@ class Backend:
     endpoint: str
     model_version: int = 0
     serving: bool = True
-    busy: int = 0
+    open_count: int = 0
     """Open requests of this pool's owner."""
-    others: int = 0
+    other_count: int = 0
     """Requests of other callers, as last reported at the time `reported_at`."""
     reported_at: float = -math.inf
-    away_until: float = -math.inf
-    answered: int = 0
-    failed: int = 0
+    shunned_until: float = -math.inf
+    answer_count: int = 0
+    failure_count: int = 0
 
     def load(self, now: float) -> int:
-        return self.busy + (self.others if now - self.reported_at < REPORT_SECONDS else 0)
+        return self.open_count + (self.other_count if now - self.reported_at < REPORT_SECONDS else 0)
 
 
 class EnginePool:
@@ -74,20 +75,20 @@ class EnginePool:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._engines: dict[str, Backend] = {}
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        self._changed = asyncio.Event()
+        self._engines: dict[str, Backend] = {}  # by runner
+        self._homes: OrderedDict[str, str] = OrderedDict()  # runner by key of a task or conversation
+        self._changed = asyncio.Event()  # set, and replaced by a new one, at each `update`
 
     def update(self, table: Iterable[Mapping[str, Any]]) -> None:
         """Replace the table of engines. An engine that is missing from it does not serve."""
         for engine in self._engines.values():
             engine.serving = False
         for row in table:
-            new = Backend(**row)
-            current = self._engines.setdefault(new.runner, new)
-            if (current.incarnation, current.endpoint) != (new.incarnation, new.endpoint):
-                current = self._engines[new.runner] = new
-            current.model_version, current.serving = new.model_version, new.serving
+            listed = Backend(**row)
+            engine = self._engines.setdefault(listed.runner, listed)
+            if (engine.incarnation, engine.endpoint) != (listed.incarnation, listed.endpoint):
+                engine = self._engines[listed.runner] = listed
+            engine.model_version, engine.serving = listed.model_version, listed.serving
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -101,38 +102,45 @@ class EnginePool:
         loaded engines a hash of the key decides, the same for every caller. Without a key it is the engine with the
         fewest answers, so that they take turns.
         """
-        now = self._clock()
-        fit = [e for e in self._engines.values() if e.serving and e.endpoint and e.away_until <= now]
-        fit = [e for e in fit if e.runner not in avoid] or fit
-        if not fit:
+        keys, now = list(keys), self._clock()
+        candidates = [e for e in self._engines.values() if e.serving and e.endpoint and e.shunned_until <= now]
+        candidates = [e for e in candidates if e.runner not in avoid] or candidates
+        if not candidates:
             return None
-        least, keys = min(e.load(now) for e in fit), list(keys)
+        least_load = min(e.load(now) for e in candidates)
         home = next((self._homes[key] for key in keys if key in self._homes), None)
-        for engine in fit:
-            if engine.runner == home and engine.load(now) <= least + max(SLACK_REQUESTS, least):
+        for engine in candidates:
+            if engine.runner == home and engine.load(now) <= least_load + max(SLACK_REQUESTS, least_load):
                 return engine
-        free = [e for e in fit if e.load(now) == least]
+        least_loaded = [e for e in candidates if e.load(now) == least_load]
         if not keys:
-            return min(free, key=lambda e: (e.answered, e.runner))
-        return max(free, key=lambda e: hashlib.blake2b(f"{keys[0]}\0{e.runner}".encode(), digest_size=8).digest())
+            return min(least_loaded, key=lambda e: (e.answer_count, e.runner))
+        return max(
+            least_loaded, key=lambda e: hashlib.blake2b(f"{keys[0]}\0{e.runner}".encode(), digest_size=8).digest()
+        )
 
     def remember(self, keys: Iterable[str], engine: Backend) -> None:
+        """Make an engine the home of these keys, and forget the keys beyond MAX_HOMES that were used longest ago."""
         for key in keys:
             self._homes[key] = engine.runner
             self._homes.move_to_end(key)
-        while len(self._homes) > REMEMBERED:
+        while len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)
 
-    def shun(self, engine: Backend, seconds: float = AGAIN_SECONDS) -> None:
+    def shun(self, engine: Backend, seconds: float = SHUN_SECONDS) -> None:
         """Send no requests for a while to an engine that did not answer."""
-        engine.away_until = self._clock() + seconds
+        engine.shunned_until = self._clock() + seconds
 
     async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Backend | None:
+        """Return the engine that `choose` returns, once there is one; None if there is none within `seconds`."""
         keys, until = list(keys), self._clock() + seconds
-        while (chosen := self.choose(keys, avoid)) is None and (left := until - self._clock()) > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, AGAIN_SECONDS / 2))  # a shunned one may be back
-        return chosen
+        while (engine := self.choose(keys, avoid)) is None:
+            seconds_left = until - self._clock()
+            if seconds_left <= 0:
+                return None
+            with contextlib.suppress(TimeoutError):  # `_changed` does not show that a shunned engine may be used again
+                await asyncio.wait_for(self._changed.wait(), min(seconds_left, SHUN_SECONDS / 2))
+        return engine
 
     async def ask(
         self, call: Callable[[Backend], Coroutine[Any, Any, T]], keys: Iterable[str] = (), *,
@@ -141,27 +149,30 @@ class EnginePool:
         """Return the result of `call` on an engine, retried on another one if it fails.
 
         `call` raises httpx's TransportError, EOFError or EngineFailed if the engine could not answer. Raises NoEngine
-        after `attempts` failures, after MOST_LOST engines ended, or after `seconds` without an engine.
+        after `attempts` failures, after MAX_LOST engines ended, or after `seconds` without an engine.
         """
         import httpx
 
-        until, last, lost = self._clock() + seconds, "no engine serves", 0
-        tried: list[str] = []
-        while lost < MOST_LOST and len(tried) < attempts:
-            engine = await self.wait(keys, until - self._clock(), tried)
+        until, problem = self._clock() + seconds, "no engine serves"
+        tried_runners: list[str] = []
+        lost_count = 0
+        while lost_count < MAX_LOST and len(tried_runners) < attempts:
+            engine = await self.wait(keys, until - self._clock(), tried_runners)
             if engine is None:
                 break
-            engine.busy += 1
+            engine.open_count += 1
             try:
                 return await call(engine)
             except (httpx.TransportError, EngineFailed, EOFError) as e:
-                last = f"{engine.runner}: {str(e) or type(e).__name__}"
-                engine.failed += 1
+                problem = f"{engine.runner}: {str(e) or type(e).__name__}"
+                engine.failure_count += 1
                 if isinstance(e, httpx.TransportError) or getattr(e, "lost", False):
                     self.shun(engine)
-                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):
-                    tried.append(engine.runner)
-                    lost += getattr(e, "lost", True)
+                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):  # with those it saw no request
+                    tried_runners.append(engine.runner)
+                    lost_count += getattr(e, "lost", True)
             finally:
-                engine.busy -= 1
-        raise NoEngine(f"no engine could answer ({len(tried)} attempts): {last}" if lost < MOST_LOST else last, lost)
+                engine.open_count -= 1
+        if lost_count < MAX_LOST:
+            problem = f"no engine could answer ({len(tried_runners)} attempts): {problem}"
+        raise NoEngine(problem, lost_count)

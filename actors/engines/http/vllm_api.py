@@ -65,11 +65,11 @@ class ServerFacts:
     max_model_len: int
     version: str
     """Version of vLLM; empty if it does not say."""
-    spans: bool
+    labels_tokens: bool
     """Answers say which weights made which token (`/inference/v1/generate`, with `--enable-scale-out`)."""
-    loads: bool
+    loads_weights: bool
     """It loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
-    extension: bool
+    has_extension: bool
     """Its workers have trinity_es's `WorkerExtension`."""
     on_cpu: bool
 
@@ -87,9 +87,11 @@ class VLLMServer:
         self.url, self._key, self._key_variable, self._transport = url.rstrip("/"), key, key_variable, transport
         self._http: httpx.AsyncClient | None = None
         self._closed = False
-        self._begun: dict[object, float] = {}
+        self._start_times: dict[object, float] = {}
+        """Monotonic start times of the open requests for tokens; each request has an object as its key."""
 
     def _client(self) -> httpx.AsyncClient:
+        """Return the HTTP client, made at the first request. Raises ServerGone after `close`."""
         if self._closed:
             raise ServerGone(f"the connection to {self.url} was closed: its engine was stopped")
         if self._http is None:
@@ -100,6 +102,7 @@ class VLLMServer:
         return self._http
 
     async def close(self) -> None:
+        """Close the connections; every later request raises ServerGone."""
         self._closed = True
         http, self._http = self._http, None
         if http is not None:
@@ -134,7 +137,8 @@ class VLLMServer:
         answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
         self._check(answer, path)
         value = self._read(answer, lambda value: value) if answer.content else None
-        results = (value.get("results") or [] if isinstance(value, dict) else [])
+        # The body of a status 200 may still report a failure, of the request or of a worker.
+        results = value.get("results") if isinstance(value, dict) else None
         for part in (value, *(results if isinstance(results, list) else ())):
             if isinstance(part, dict) and (part.get("error") or part.get("success") is False):
                 raise EngineError(f"{self.url}{path} answered {answer.status_code}, and says that it failed: "
@@ -153,23 +157,25 @@ class VLLMServer:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
+        """Context in which a request for tokens counts as open."""
         request = object()
-        self._begun[request] = time.monotonic()
+        self._start_times[request] = time.monotonic()
         try:
             yield
         finally:
-            del self._begun[request]
+            del self._start_times[request]
 
     def works_since(self, moment: float) -> bool:
         """Return True if the server has had a request for tokens since before `moment`: a busy one rejects at once."""
-        return any(begun < moment for begun in self._begun.values())
+        return any(start_time < moment for start_time in self._start_times.values())
 
-    def unanswered(self, answered: float) -> str:
-        """Return in words since when requests for tokens got no answer; empty if not long (`answered`: the last)."""
-        silent = time.monotonic() - max(answered, min(self._begun.values(), default=math.inf))
-        if silent < UNANSWERED_SECONDS:
+    def unanswered(self, last_answer_at: float) -> str:
+        """Return in words since when requests for tokens got no answer; empty if for less than UNANSWERED_SECONDS."""
+        silent_since = max(last_answer_at, min(self._start_times.values(), default=math.inf))
+        silent_seconds = time.monotonic() - silent_since
+        if silent_seconds < UNANSWERED_SECONDS:
             return ""
-        count, since = len(self._begun), local_time(time.time() - silent)
+        count, since = len(self._start_times), local_time(time.time() - silent_seconds)
         return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
@@ -185,19 +191,21 @@ class VLLMServer:
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
-    async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait for the next of `pauses`, or while the server is paused. Raises `gone` if not busy, or none is left."""
-        if gone.details.get("status") not in BUSY:
-            raise gone
-        if await self.rejects():
+    async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
+        """Wait until a rejected request may be sent again. Raises `error` if it is none, or no pause is left."""
+        if error.details.get("status") not in BUSY:
+            raise error
+        if await self.rejects():  # it is paused
             while await self.rejects():
                 await asyncio.sleep(BUSY_SECONDS[0])
-        elif (pause := next(pauses, None)) is None:
-            raise gone
-        else:
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            return
+        pause = next(pauses, None)
+        if pause is None:
+            raise error
+        await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the events of a streamed answer, which is asked for once. Raises like `ask`."""
         import httpx
 
         try:
@@ -218,6 +226,7 @@ class VLLMServer:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
 
     def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
+        """Return what `pick` takes from the answer's JSON. Raises EngineError if the answer lacks it."""
         try:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
@@ -225,23 +234,28 @@ class VLLMServer:
             raise EngineError(f"{answer.request.url} gave an answer that no vLLM server gives: {text!r}") from e
 
     def _check(self, answer: httpx.Response, path: str) -> None:
-        status, text = answer.status_code, answer.text
+        """Raise ServerGone or EngineError if the answer's status is no success; `path` is that of the request."""
+        status = answer.status_code
         if status < 300:
             return
-        detail = self.scrubbed(_message(text))
+        detail = self.scrubbed(_message(answer.text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
             wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
             raise EngineError(f"{self.url} {wrong}, where the system is started", status=status)
-        kind = ServerGone if status in (429, 502, 503, 504) else EngineError
-        by_vllm = path in ASKED and status in (400, 413, 422) and _error(text) is not None
-        refused = {"refused": True} if by_vllm else {}
-        to = self.scrubbed(answer.headers.get("location", "")[:300])
-        why = f", which redirects to {to}: give the URL of the server itself" if to else f": {detail}" if detail else ""
-        raise kind(f"{self.url}{path} answered {status}{why}", status=status, **refused)
+        error_class = ServerGone if status in (429, 502, 503, 504) else EngineError
+        by_vllm = path in ASKED and status in (400, 413, 422) and _error(answer.text) is not None
+        details = {"refused": True} if by_vllm else {}
+        target = self.scrubbed(answer.headers.get("location", "")[:300])
+        if target:
+            detail = f", which redirects to {target}: give the URL of the server itself"
+        elif detail:
+            detail = f": {detail}"
+        raise error_class(f"{self.url}{path} answered {status}{detail}", status=status, **details)
 
     def scrubbed(self, text: str) -> str:
+        """Return a text for errors, without the server's key."""
         return text.replace(self._key, "***") if self._key else text
 
     # --- identity and abilities -------------------------------------------------------------------------------------
@@ -258,10 +272,10 @@ class VLLMServer:
         """Return what the server reports of itself. Raises EngineError if it is no vLLM."""
         served = await self.ask("GET", "/v1/models", seconds=LOOK_SECONDS)
         try:
-            [first, *_] = [m for m in served["data"] if not m.get("parent")]
-            model, room = str(first["id"]), int(first["max_model_len"])
+            [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
+            model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
-            raise EngineError(f"{self.url} is no vLLM server: /v1/models tells no model with max_model_len") from e
+            raise EngineError(f"{self.url} is no vLLM server: /v1/models has no model with a max_model_len") from e
         version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])
@@ -276,9 +290,9 @@ class VLLMServer:
         extension = (config.get("parallel_config") or {}).get("worker_extension_cls") or ""
         device = (config.get("device_config") or {}).get("device") or ""
         return ServerFacts(
-            model=model, root=str(first.get("root") or ""), max_model_len=room, version=version,
-            spans=label is not None and probe.status_code in (400, 422), loads=label is not None,
-            extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
+            model=model, root=str(first.get("root") or ""), max_model_len=max_model_len, version=version,
+            labels_tokens=label is not None and probe.status_code in (400, 422), loads_weights=label is not None,
+            has_extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
         )
 
     async def label(self) -> str | None:
@@ -287,10 +301,10 @@ class VLLMServer:
         if answer.status_code in (404, 405):
             return None
         self._check(answer, "/weight_info")
-        return self._read(answer, lambda told: str(told["weight_version"]))
+        return self._read(answer, lambda body: str(body["weight_version"]))
 
     async def started(self) -> str:
-        """Return its process's start time from its metrics; empty if they have none (`--api-server-count`)."""
+        """Return its process's start time (Unix) from its metrics; empty if they have none (`--api-server-count`)."""
         answer = await self.request("GET", "/metrics", seconds=LOOK_SECONDS)
         for line in answer.text.splitlines() if answer.status_code == 200 else ():
             if line.startswith("process_start_time_seconds "):
@@ -302,7 +316,7 @@ class VLLMServer:
         answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
         if answer.status_code != 200:
             return None
-        return self._read(answer, lambda told: [int(token) for token in told["tokens"]])
+        return self._read(answer, lambda body: [int(token) for token in body["tokens"]])
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
@@ -316,12 +330,13 @@ class VLLMServer:
         await self.ask("POST", "/resume")
 
     async def paused(self) -> bool:
+        """Return True if the server's generation is paused. Raises EngineError if it can't say."""
         answer = await self.request("GET", "/is_paused", seconds=LOOK_SECONDS)
         self._check(answer, "/is_paused")
-        return self._read(answer, lambda told: bool(told["is_paused"]))
+        return self._read(answer, lambda body: bool(body["is_paused"]))
 
     async def rejects(self) -> bool:
-        """Return True if it says that it is paused; False if it can't say.
+        """Return True if the server says that it is paused; False if it is not, or can't say.
 
         Older releases hold requests that arrive in a pause. vLLM 0.33 answers 503 to them after a pause of mode abort
         or wait, until it is resumed.
@@ -342,7 +357,7 @@ def _named(error: BaseException) -> str:
 
 
 def _error(text: str) -> str | None:
-    """Return the message of an error of vLLM's; None if the body is of a proxy before it."""
+    """Return the message in an error's body if vLLM wrote that body; None if a proxy before it did."""
     try:
         message = json.loads(text)["error"]["message"]
         return message if isinstance(message, str) else None
@@ -351,4 +366,5 @@ def _error(text: str) -> str | None:
 
 
 def _message(text: str) -> str:
+    """Return the message in an error's body, or the body itself, in one line of 300 characters at most."""
     return " ".join((_error(text) or text).split())[:300]

@@ -53,6 +53,7 @@ class Answer:
 
 
 def route(spans: bool) -> str:
+    """Return the route to send requests to; `spans` (of `ServerFacts`): the server has the one for token ids."""
     return ASKED[0 if spans else 1]
 
 
@@ -60,33 +61,38 @@ def body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return the request's JSON. `room`: tokens left in the context; `prompt_logprobs`: vLLM's field with this name."""
-    shared: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
-    shared |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
+    """Return the JSON of a request to `route(spans)`.
+
+    `room`: tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
+    """
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
+    params |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
     if sampling.logprobs:
-        shared["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
+        params["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
     if sampling.stop:
-        shared["stop"] = list(sampling.stop)
+        params["stop"] = list(sampling.stop)
     if sampling.json_schema:
         any_object = orjson.loads(sampling.json_schema) == {}
-        shared["structured_outputs"] = {"json_object": True} if any_object else {"json": sampling.json_schema}
+        params["structured_outputs"] = {"json_object": True} if any_object else {"json": sampling.json_schema}
     if prompt_logprobs is not None:
-        shared["prompt_logprobs"] = prompt_logprobs
+        params["prompt_logprobs"] = prompt_logprobs
     if spans:
-        return {"model": model, "token_ids": list(ids), "sampling_params": shared, "stream": stream}
+        return {"model": model, "token_ids": list(ids), "sampling_params": params, "stream": stream}
     return {
         "model": model, "prompt": list(ids), "stream": stream, "return_token_ids": True,
-        "return_tokens_as_token_ids": True, **shared,
+        "return_tokens_as_token_ids": True, **params,
     }
 
 
-def most_bytes(asked: Mapping[str, Any], vocabulary: int) -> int:
-    """Return the most bytes that the answer to a request from `body` can take. `vocabulary`: number of token ids."""
-    shared = asked.get("sampling_params", asked)
+def most_bytes(request: Mapping[str, Any], vocabulary: int) -> int:
+    """Return the maximum bytes of the answer to a request from `body`. `vocabulary`: number of token ids."""
+    params = request.get("sampling_params", request)
     return largest_answer(
-        prompt=len(asked.get("token_ids") or asked["prompt"]), answers=shared["n"], tokens=shared["max_tokens"],
-        entries=shared["logprobs"] + 2 if "logprobs" in shared else 0,  # the token's own comes beside the likeliest
-        of_prompt={None: 0, -1: vocabulary + 1}.get(shared.get("prompt_logprobs"), 2), events=asked["stream"],
+        prompt_tokens=len(request.get("token_ids") or request["prompt"]), answers=params["n"],
+        max_tokens=params["max_tokens"], streamed=request["stream"],
+        # the sampled token's own logprob comes beside those of the likeliest
+        logprobs_per_token=params["logprobs"] + 2 if "logprobs" in params else 0,
+        logprobs_per_prompt_token={None: 0, -1: vocabulary + 1}.get(params.get("prompt_logprobs"), 2),
     )
 
 
@@ -94,34 +100,40 @@ def answers(
     response: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server",
     prompt: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Return the answers of a response, or of an event of a stream (not `whole`), by index.
+    """Return the answers of a response, in the order of their index. Not `whole`: it is an event of a stream.
 
-    `vocabulary`: number of the model's token ids; `server`: its URL, for errors; `prompt`: the ids that were sent, to
-    compare if the answer repeats them. Raises EngineError for an answer that can't be read or is impossible.
+    `spans`: it comes from the route for token ids; `vocabulary`: number of the model's token ids; `server`: its URL,
+    for errors; `prompt`: the ids that were sent, to compare if the response repeats them. Raises EngineError for a
+    response that can't be read or is impossible.
     """
     try:
         choices = sorted(response["choices"], key=lambda choice: _integer(choice["index"]))
-        numbers = [choice["index"] for choice in choices]
-        if numbers != list(range(sampling.n)) and (whole or numbers not in ([], [0])):
-            raise ValueError(f"the answer has the choices {numbers!r:.80}, not {sampling.n} numbered from 0")
+        indexes = [choice["index"] for choice in choices]
+        is_part = not whole and indexes in ([], [0])  # a stream has one answer, and events without one
+        if not is_part and indexes != list(range(sampling.n)):
+            raise ValueError(f"the answer has the choices {indexes!r:.80}, not {sampling.n} numbered from 0")
         parsed = [_answer(choice, sampling, spans) for choice in choices]
         for answer, choice in zip(parsed, choices, strict=True):
             _check(answer, sampling, vocabulary, whole)
-            if prompt is not None and (to := choice.get("prompt_token_ids")) is not None and to != list(prompt):
-                raise ValueError(f"the answer is to another prompt, of {len(to)} tokens; {len(prompt)} were sent")
+            repeated = choice.get("prompt_token_ids")
+            if prompt is not None and repeated is not None and repeated != list(prompt):
+                raise ValueError(f"the answer is to another prompt, of {len(repeated)} tokens; {len(prompt)} were sent")
     except UNREADABLE as e:
         raise EngineError(f"{server} gave an answer that can't be read ({_defect(e, response)})") from e
     return parsed
 
 
 def _defect(error: BaseException, response: Any) -> str:
+    """Return in words what is wrong with a response that raised one of UNREADABLE when it was read."""
     if not isinstance(error, KeyError):
         return f"{type(error).__name__}: {error}"
-    text = f", and says {str(response)[:200]!r}" if error.args == ("choices",) else ""
-    return f"the answer has no {error.args[0]}{text}{'' if text else OTHERS}"
+    if error.args == ("choices",):  # it is no answer at all: its own text says most
+        return f"the answer has no choices, and says {str(response)[:200]!r}"
+    return f"the answer has no {error.args[0]}{OTHERS}"
 
 
 def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
+    """Return one choice of a response as an `Answer`. Raises one of UNREADABLE if its form is wrong."""
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if tokens is None and reason is None:
         raise ValueError("the answer has no token_ids")
@@ -129,10 +141,10 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     logprobs, top = None, None
     if sampling.logprobs:
         rows = _token_rows(choice, ids) if spans else _completion_rows(choice, ids)
-        logprobs = [own for own, _ in rows]
+        logprobs = [logprob for logprob, _ in rows]
         if sampling.top_logprobs:
-            ordered = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
-            top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ordered]
+            ranked_rows = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
+            top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ranked_rows]
     if reason is not None and reason not in _ENDS:
         raise ValueError(f"its finish_reason is {reason!r:.80}")
     stop = choice.get("stop_reason")
@@ -145,6 +157,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
 
 
 def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
+    """Raise ValueError for an answer that the model can't have given. `whole`: it is no piece of a stream."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
         raise ValueError("it has no tokens" if answer.finish_reason else "it has no finish_reason")
     if len(answer.ids) > sampling.max_tokens:
@@ -161,6 +174,7 @@ def _integer(value: Any) -> int:
 
 
 def _logprob(value: Any, above: float = -math.inf) -> float:
+    """Return a logprob of a response as a float. Raises ValueError unless it is above `above`, and 0 at most."""
     try:
         logprob = float(value)
     except (TypeError, ValueError):
@@ -171,7 +185,7 @@ def _logprob(value: Any, above: float = -math.inf) -> float:
 
 
 def _sampled_logprob(value: Any) -> float:
-    return _logprob(value, _FLOOR)
+    return _logprob(value, above=_FLOOR)
 
 
 Rows = list[tuple[float, list[tuple[int, float]]]]
@@ -179,6 +193,7 @@ Rows = list[tuple[float, list[tuple[int, float]]]]
 
 
 def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
+    """Return the logprobs of a choice from the route for token ids. Raises ValueError if they aren't those of `ids`."""
     content = (choice.get("logprobs") or {}).get("content") or []
     rows: Rows = []
     _require_one_each("logprobs.content", content, choice, ids)
@@ -191,6 +206,7 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 
 
 def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
+    """Return the logprobs of a choice from `/v1/completions`. Raises ValueError if they are not those of `ids`."""
     logprobs = choice.get("logprobs") or {}
     rows: Rows = []
     columns = [logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
@@ -204,6 +220,7 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 
 
 def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any], ids: list[int]) -> None:
+    """Raise ValueError unless this field of a choice has an entry for each of its token ids."""
     if entries and not choice.get("token_ids"):
         raise ValueError(f"the answer has no token_ids{OTHERS}")
     if len(entries) != len(ids):
@@ -211,6 +228,7 @@ def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any]
 
 
 def _token_id(name: str) -> int:
+    """Return the id in a token's name, such as `token_id:7`, which vLLM writes instead of the token's text."""
     try:
         return int(name.removeprefix("token_id:"))
     except ValueError:
@@ -224,14 +242,14 @@ def prompt_logprobs(
 ) -> list[float]:
     """Return the logprob of each token of the prompt but the first; needs those of all tokens if temperature != 1."""
     try:
-        response = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
-        rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in response[1:]]
-        own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
+        entries = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
+        rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in entries[1:]]
+        logprobs = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
     except UNREADABLE as e:
         raise EngineError(f"{server} gave no logprobs of the prompt ({_defect(e, response)})") from e
     if temperature == 1.0:
-        return own
-    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, own, strict=True)]
+        return logprobs
+    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, logprobs, strict=True)]
 
 
 class TextCutter:
@@ -239,20 +257,22 @@ class TextCutter:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._decode = tokenizer.decode
-        self._held = max((len(s) for s in stops), default=1) - 1
+        self._held_length = max((len(s) for s in stops), default=1) - 1
+        """Number of last characters to hold back, since a stop text may begin in them."""
         self._ids: list[int] = []
-        self._given = 0
+        self._returned_length = 0
 
     def add(self, ids: Sequence[int], stop: str = "", *, last: bool) -> str:
         """Return the text that these further ids add. Text that may still change or become a stop text is held back."""
         self._ids += ids
         text = self._text(self._ids)
         if stop:  # min_tokens may have allowed an earlier one, so look for the one that the last token completed
-            at = text.find(stop, max(0, len(self._text(self._ids[:-1])) - len(stop) + 1))
-            text = text if at < 0 else text[:at]
-        end = len(text) if last else max(self._given, len(text.rstrip("\ufffd")) - self._held)
-        new, self._given = text[self._given : end], max(self._given, end)
-        return new
+            position = text.find(stop, max(0, len(self._text(self._ids[:-1])) - len(stop) + 1))
+            text = text if position < 0 else text[:position]
+        begin = self._returned_length
+        end = len(text) if last else max(begin, len(text.rstrip("\ufffd")) - self._held_length)
+        self._returned_length = max(begin, end)
+        return text[begin:end]
 
     def _text(self, ids: list[int]) -> str:
         return str(self._decode(ids, skip_special_tokens=True))

@@ -53,28 +53,29 @@ class ServerWeights:
         self._restart_command = str(options.get("restart_command", ""))
         self._restart_after = float(options.get("restart_after", 60.0))
         self._restart_timeout = float(options.get("restart_timeout", 600.0))
-        self._model = self._served = resolve_model(config.model_path)
+        self._model = self._served_path = resolve_model(config.model_path)
         version, path = options.get("weights") or (0, "")
-        self._current = (version, path) if path else (config.initial_version, self._model)
+        self._current_weights = (version, path) if path else (config.initial_version, self._model)
         """Version and path of the newest weights when this engine was made: a restart loads them."""
-        self._commanded = False
+        self._started_by_command = False
         """The restart command started the server with these weights."""
         self._facts: ServerFacts | None = None
-        self._process = ""
-        self._life = uuid4().hex[:12]
+        self._process_start = ""
+        """Start time of the server's process (Unix, as text); empty if the server does not report it."""
+        self._engine_id = uuid4().hex[:12]
         self._label: str | None = None
         """Label of the weights served now; None for a server without labels."""
         self._labels: dict[str, int] = {}
-        """Labels that this engine gave -> version."""
+        """Model version by each label that this engine gave."""
         self.waits_for = ""
         """External action that this engine waits for, such as a restart; empty: it waits for nothing."""
-        self._restarting = False
-        self._shapes: dict[str, list[int]] | None = None
-        self._tied = False
-        self._swapping = asyncio.Lock()
-        self._changing = False
+        self._is_restarting = False
+        self._shapes: dict[str, list[int]] | None = None  # of the model's tensors; None: unknown
+        self._has_tied_head = False
+        self._change_lock = asyncio.Lock()
+        self._is_changing = False
         """True while the server's weights, or the server itself, are replaced."""
-        self._open = asyncio.Event()
+        self._gate = asyncio.Event()
         """Set while requests may begin."""
         self._open_requests = 0
         self._changes: set[asyncio.Task[None]] = set()
@@ -88,15 +89,15 @@ class ServerWeights:
 
     async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a call. Raises EngineError if the engine ends first."""
-        asking = asyncio.ensure_future(call)
-        death = asyncio.ensure_future(self._died.wait())
+        call_task = asyncio.ensure_future(call)
+        death_task = asyncio.ensure_future(self._died.wait())
         try:
-            await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait({call_task, death_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not call_task.done():
                 self._require_alive()
-            return asking.result()
+            return call_task.result()
         finally:
-            for task in (asking, death):
+            for task in (call_task, death_task):
                 task.cancel()
 
     def _server_facts(self) -> ServerFacts:
@@ -106,31 +107,34 @@ class ServerWeights:
     # --- the server ---------------------------------------------------------------------------------------------------
     async def _wait_until_reachable(self) -> None:
         """Wait until the server answers. After `restart_after` seconds, run the restart command once."""
-        began, commanded, reported = time.monotonic(), False, ""
+        begun_at = time.monotonic()
+        was_commanded = False
+        reported = ""
         while True:
             try:
                 problem = await self.server.unhealthy()
                 if not problem:
-                    if self.waits_for == reported:  # else it is the reason why the last attempt to connect failed
+                    if self.waits_for == reported:  # else it says why the last attempt to connect failed
                         self.waits_for = ""
                     return
             except ServerGone as e:
                 problem = str(e)
             self.waits_for = reported = problem
-            waited = time.monotonic() - began
-            if self._restart_command and not commanded and waited >= self._restart_after:
-                commanded = True
+            waited = time.monotonic() - begun_at
+            if self._restart_command and not was_commanded and waited >= self._restart_after:
+                was_commanded = True
                 _log.warning("%s: %s after %.0f s: running the restart command", self.server.url, problem, waited)
-                await self._run_restart_command(*self._current)
-                self._commanded = True
-            elif not commanded and int(waited) % 30 == 29:
+                await self._run_restart_command(*self._current_weights)
+                self._started_by_command = True
+            elif not was_commanded and int(waited) % 30 == 29:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _read_facts(self) -> None:
+        """Ask the server for its facts. Raises EngineError if it reports nothing that shows a restart."""
         facts = self._facts = await self.server.facts()
-        self._process = await self.server.started()
-        if not facts.loads and not self._process:
+        self._process_start = await self.server.started()
+        if not facts.loads_weights and not self._process_start:
             raise EngineError(
                 f"{self.server.url} gives no sign of a restart (no /weight_info, no process_start_time_seconds in "
                 f"/metrics): start it with {DEV_MODE} in its environment"
@@ -141,48 +145,55 @@ class ServerWeights:
     async def _first_weights(self) -> None:
         """Have the server serve the initial or the current version, under a label of this engine's."""
         facts = self._server_facts()
-        label = await self.server.label() if facts.loads else UNLABELLED
-        started = await self._started_with() if label == UNLABELLED else None
-        if started is not None:
-            if facts.loads:
-                await self._give_label(started[0])
+        label = await self.server.label() if facts.loads_weights else UNLABELLED
+        started_weights = await self._started_with() if label == UNLABELLED else None
+        if started_weights is not None:
+            version, path = started_weights
+            if facts.loads_weights:
+                await self._give_label(version)
                 if await self.server.paused():  # by a runner that ended before it changed a weight
                     await self.server.resume()
-            self.model_version, self._served = started
+            self.model_version, self._served_path = version, path
             return
         version, path = self.config.initial_version, self._model
-        broken, half = str(label).startswith(_BROKEN), str(label).startswith((_BROKEN, _CHANGING))
+        is_broken = str(label).startswith(_BROKEN)
+        is_half_changed = is_broken or str(label).startswith(_CHANGING)
         # If only its runner ended during the change, the load may have been fine: try again.
-        if facts.loads and (facts.extension or not half or not (broken or self._restart_command)):
-            if half and facts.extension:
+        may_load = facts.has_extension or not is_half_changed or not (is_broken or self._restart_command)
+        if facts.loads_weights and may_load:
+            if is_half_changed and facts.has_extension:
                 await self._forget_half_a_change()
             await self._load_in_place(version, path)
         elif self._restart_command:
-            version, path = self._current
+            version, path = self._current_weights
             await self._restart(version, path)
         else:
             problem = f"it serves {facts.root or 'an unknown model'}"
-            problem = "a change of its weights failed half-way" if broken else problem
+            other_way = f", or with {DEV_MODE} in its environment so that weights can be loaded into it"
+            if is_broken:
+                problem, other_way = "a change of its weights failed half-way", ""
             raise EngineError(
-                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`"
-                f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
-                ", or give explorer.rollout_model.servers.restart_command"
+                f"{self.server.url} can't be used: {problem}. Start it with `vllm serve {self._model}`{other_way}, or "
+                "give explorer.rollout_model.servers.restart_command"
             )
-        self.model_version, self._served = version, path
+        self.model_version, self._served_path = version, path
 
     async def _started_with(self) -> tuple[int, str] | None:
         """Return the version that the server was started with, and its path; None if unknown.
 
         The path alone proves nothing: two versions may be published from one path, such as the newest checkpoint.
         """
-        root, initial, current = self._server_facts().root, (self.config.initial_version, self._model), self._current
+        root = self._server_facts().root
+        initial, current = (self.config.initial_version, self._model), self._current_weights
         if current != initial and _same(root, current[1]):
-            proven = self._commanded or await asyncio.to_thread(_unchanged_since, current[1], self._process)
-            return current if proven else None
+            is_proven = self._started_by_command or await asyncio.to_thread(
+                _unchanged_since, current[1], self._process_start)
+            return current if is_proven else None
         return initial if _same(root, initial[1]) else None
 
     async def _give_label(self, version: int) -> None:
-        label = f"trinity-es/{version}/{self._life}-{len(self._labels)}"
+        """Label the server's weights as this version, and keep the label to recognize them."""
+        label = f"trinity-es/{version}/{self._engine_id}-{len(self._labels)}"
         await self._put_label(label)
         self._labels[label], self._label = version, label
 
@@ -192,14 +203,15 @@ class ServerWeights:
 
     async def _check_label(self, label: str) -> None:
         """Raise ServerGone if the server restarted, LabelLost if it did not and has another label."""
-        url, found = self.server.url, await self.server.label()
-        if self._process != (now := await self.server.started()):
-            raise ServerGone(f"{url} restarted while its weights changed ({self._process} -> {now})")
-        if found != label:
-            kind = LabelLost if self._process else ServerGone  # else it may have restarted
-            raise kind(
+        url, server_label = self.server.url, await self.server.label()
+        started = await self.server.started()
+        if self._process_start != started:
+            raise ServerGone(f"{url} restarted while its weights changed ({self._process_start} -> {started})")
+        if server_label != label:
+            error_class = LabelLost if self._process_start else ServerGone  # else it may have restarted
+            raise error_class(
                 f"{url} does not keep the label of its weights: after /update_weight_version, /weight_info says "
-                f"{found!r}. Give the URL of a single server with one API process, which no other run uses"
+                f"{server_label!r}. Give the URL of a single server with one API process, which no other run uses"
             )
 
     async def load_weights(self, version: int, path: str) -> None:
@@ -211,31 +223,32 @@ class ServerWeights:
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
         await asyncio.shield(change)
 
     async def _load(self, version: int, path: str) -> None:
-        async with self._swapping:
+        async with self._change_lock:
             self._require_alive()
             facts = self._server_facts()
             if Path(path).is_dir():
-                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
                 if problem:
                     raise SyncError(
                         f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
                     )
-            if not facts.loads and not self._restart_command:
+            if not facts.loads_weights and not self._restart_command:
                 raise SyncError(
                     f"version {version} was not loaded: {self.server.url} takes no weights. Start it with {DEV_MODE} "
                     "in its environment, or give explorer.rollout_model.servers.restart_command"
                 )
-            if facts.loads:
+            if facts.loads_weights:
                 self._refuse_stale_head(version)
             try:
                 # Answers without labels must be of one version: no request may be open during the change.
-                async with contextlib.nullcontext() if facts.spans and facts.loads else self._without_requests():
-                    self._changing = True
-                    change = self._change(version, path) if facts.loads else self._restart(version, path)
+                labels_all = facts.labels_tokens and facts.loads_weights
+                async with contextlib.nullcontext() if labels_all else self._without_requests():
+                    self._is_changing = True
+                    change = self._change(version, path) if facts.loads_weights else self._restart(version, path)
                     await self._unless_dead(change)
             except SyncError:
                 raise
@@ -243,12 +256,13 @@ class ServerWeights:
                 self._die(f"loading version {version} into it failed: {e}")
                 self._require_alive()
             finally:
-                self._changing = False
-            self.model_version, self._served = version, path
+                self._is_changing = False
+            self.model_version, self._served_path = version, path
 
     def _refuse_stale_head(self, version: int) -> None:
+        """Raise SyncError if the server is on a CPU and would keep the old head when it loads weights."""
         facts = self._server_facts()
-        if facts.on_cpu and self._tied and not facts.extension:
+        if facts.on_cpu and self._has_tied_head and not facts.has_extension:
             raise SyncError(
                 f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is "
                 "tied to its embedding. Start the server with --worker-extension-cls "
@@ -257,6 +271,7 @@ class ServerWeights:
             )
 
     async def _change(self, version: int, path: str) -> None:
+        """Load weights into the running server; if that fails, load the served ones again and raise SyncError."""
         try:
             await self._load_in_place(version, path)
         except (ServerGone, LabelLost):
@@ -264,54 +279,58 @@ class ServerWeights:
         except EngineError as e:
             try:
                 await self._forget_half_a_change()
-                await self._load_in_place(self.model_version, self._served)
-            except Exception as again:
+                await self._load_in_place(self.model_version, self._served_path)
+            except Exception as second_error:
                 with contextlib.suppress(Exception):
-                    await self.server.set_label(f"{_BROKEN}/{self._life}")
-                raise EngineError(f"{e}; and {self._served} could not be loaded again: {again}") from e
+                    await self.server.set_label(f"{_BROKEN}/{self._engine_id}")
+                raise EngineError(f"{e}; and {self._served_path} could not be loaded again: {second_error}") from e
             raise SyncError(
-                f"version {version} was not loaded: {path}: {e}; {self._served} was loaded again; still serving "
+                f"version {version} was not loaded: {path}: {e}; {self._served_path} was loaded again; still serving "
                 f"version {self.model_version}"
             ) from e
 
     async def _load_in_place(self, version: int, path: str) -> None:
+        """Have the paused server load a path, check the weights, label them and resume. Raises EngineError."""
         server, facts = self.server, self._server_facts()
-        changing = f"{_CHANGING}/{self._life}-{uuid4().hex[:8]}"
+        interim_label = f"{_CHANGING}/{self._engine_id}-{uuid4().hex[:8]}"
         await server.pause()
-        await self._put_label(changing)  # tells every later engine that these weights are unknown
+        await self._put_label(interim_label)  # tells every later engine that these weights are unknown
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
             raise EngineError(f"{server.url} says that it could not load {path}")
-        if facts.extension:
+        if facts.has_extension:
             await server.in_workers("trinity_pack_again")
             if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
                 raise EngineError("it holds NaN or infinite weights")
-        await self._check_label(changing)
+        await self._check_label(interim_label)
         await self._give_label(version)
         await server.resume()
 
     async def _forget_half_a_change(self) -> None:
-        if not self._server_facts().extension:
+        """Have the server's workers discard the remains of a failed load. Raises EngineError if they can't."""
+        if not self._server_facts().has_extension:
             raise EngineError("the server can't discard the remains of a failed load")
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:
-        self._restarting, self.waits_for = True, f"the restart command of {self.server.url}"
+        """Change the weights by the user's restart command, and label them. Raises EngineError."""
+        self._is_restarting, self.waits_for = True, f"the restart command of {self.server.url}"
         try:
             await self._run_and_wait(version, path)
         finally:
-            self._restarting, self.waits_for = False, ""
-        if self._server_facts().loads:
+            self._is_restarting, self.waits_for = False, ""
+        if self._server_facts().loads_weights:
             await self._give_label(version)
 
     async def _run_and_wait(self, version: int, path: str) -> None:
-        before = self._process
+        """Run the restart command and wait for another process of the server. Raises EngineError."""
+        old_start = self._process_start
         await self._run_restart_command(version, path)
         until = time.monotonic() + self._restart_timeout
         while True:
             try:
                 problem = await self.server.unhealthy()
-                if not problem and await self.server.started() != before:
+                if not problem and await self.server.started() != old_start:
                     await self._read_facts()
                     if not _same(self._server_facts().root, path):
                         raise EngineError(
@@ -334,14 +353,14 @@ class ServerWeights:
 
     @contextlib.asynccontextmanager
     async def _without_requests(self) -> AsyncIterator[None]:
-        """Hold new requests back inside, after all open ones have ended."""
-        self._open.clear()
+        """Context in which no request is open: it waits for the open ones to end, and holds new ones back."""
+        self._gate.clear()
         try:
             while self._open_requests:
                 await asyncio.sleep(0.02)
             yield
         finally:
-            self._open.set()
+            self._gate.set()
 
 
 async def run_command(command: str, values: Mapping[str, str], *, seconds: float) -> None:
@@ -369,6 +388,7 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
 
 
 def _same(root: str, model: str) -> bool:
+    """Return True if a server's `root` and a model are one hub id or one folder."""
     return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))
 
 

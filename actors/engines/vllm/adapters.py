@@ -30,26 +30,35 @@ from trinity_es.events.errors import EngineError, SyncError
 __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's `max_lora_rank` may have."""
 _ROOM_SECONDS = 0.1
+"""Interval between checks if a place is free."""
 _log = logging.getLogger(__name__)
 
 
 def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for adapters; {} without. The module's docstring has the reasons."""
     if lora is None:
         return {}
-    rank, room = next(r for r in _RANKS if r >= lora.max_rank), 2 * lora.max_adapters + 1
-    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": room}
+    rank = next(r for r in _RANKS if r >= lora.max_rank)
+    version_count = 2 * lora.max_adapters + 1  # an old and a new one of each, and one more while it is loaded
+    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": version_count}
     if on_cpu:
-        places = {"max_loras": room + 1, "max_cpu_loras": room + 1}
+        places = {"max_loras": version_count + 1, "max_cpu_loras": version_count + 1}
     return {"enable_lora": True, "max_lora_rank": rank, **places}
 
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
+    """One version of an adapter in vLLM."""
+
     name: str
     version: int
     request: Any
+    """Its LoRARequest: vLLM's name and number of this version."""
     uses: int = 0
+    """Number of open requests with it."""
+
 
 class AdapterServing:
     """The part of `VLLMEngine` that implements `ServesAdapters`."""
@@ -60,23 +69,23 @@ class AdapterServing:
 
     def __init__(self) -> None:
         self._current: dict[str, ServedAdapter] = {}
-        self._old: list[ServedAdapter] = []
+        self._replaced: list[ServedAdapter] = []
         """Replaced versions that requests still use."""
         self._numbers = itertools.count(1)
-        self._ordering = asyncio.Lock()
-        self._sweeping: asyncio.Task[None] | None = None
+        self._adapters_lock = asyncio.Lock()
+        self._removal_task: asyncio.Task[None] | None = None
 
     def _live_llm(self) -> Any:
         raise NotImplementedError
 
     @property
     def adapters(self) -> dict[str, int]:
-        """Adapter name -> the version that new requests get."""
+        """The version of each adapter, by name, that new requests get."""
         return {name: served.version for name, served in self._current.items()}
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Context that gives the current version of an adapter, and keeps it loaded; no adapter if the name is None."""
+        """Context that gives an adapter's current version, and keeps it loaded; None for an empty name."""
         if not name:
             yield None
             return
@@ -89,31 +98,31 @@ class AdapterServing:
             yield served
         finally:
             served.uses -= 1
-            if not served.uses and served in self._old:
-                self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+            if not served.uses and served in self._replaced:
+                self._removal_task = asyncio.get_running_loop().create_task(self._remove_unused())
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
         """Serve a new version of an adapter once there is a place; check its files again after vLLM has read them."""
         llm = self._live_llm()
         from vllm.lora.request import LoRARequest
 
-        async with self._ordering:
+        async with self._adapters_lock:
             config = llm.vllm_config.lora_config
             if config is None:
                 raise SyncError("this engine serves no adapters: set explorer.rollout_model.lora and start again")
             check = partial(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
             files = await asyncio.to_thread(check)
-            await self._sweep()
+            await self._remove_unused()
             room = config.max_loras - 1 if self._on_cpu else config.max_cpu_loras
-            while len(self._current) + len(self._old) >= room:
-                if not self._old:
+            while len(self._current) + len(self._replaced) >= room:
+                if not self._replaced:
                     raise SyncError(
                         f"there is no room for adapter {name!r} beside {', '.join(self._current)}: remove one, or "
                         "raise explorer.rollout_model.lora.max_adapters"
                     )
                 await asyncio.sleep(_ROOM_SECONDS)
                 self._live_llm()
-                await self._sweep()
+                await self._remove_unused()
             new = ServedAdapter(name, version, LoRARequest(f"{name}@{version}", next(self._numbers), path))
             try:
                 if not await llm.add_lora(new.request):
@@ -126,26 +135,29 @@ class AdapterServing:
             except Exception as e:
                 self._live_llm()
                 current = self.adapters.get(name)
-                kept = "no version of it is served" if current is None else f"still serving version {current}"
-                raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {kept}") from e
+                state = "no version of it is served" if current is None else f"still serving version {current}"
+                raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {state}") from e
             self._retire(name)
             self._current[name] = new
-            await self._sweep()
+            await self._remove_unused()
 
     async def remove_adapter(self, name: str) -> None:
-        async with self._ordering:
+        """Refuse new requests for an adapter, and remove it from vLLM once its last request ended."""
+        async with self._adapters_lock:
             self._retire(name)
-            await self._sweep()
+            await self._remove_unused()
 
     def _retire(self, name: str) -> None:
+        """Move an adapter's current version, if there is one, to the old ones."""
         served = self._current.pop(name, None)
         if served is not None:
-            self._old.append(served)
+            self._replaced.append(served)
 
-    async def _sweep(self) -> None:
-        for served in list(self._old):
-            if not served.uses and served in self._old:
-                self._old.remove(served)
+    async def _remove_unused(self) -> None:
+        """Remove the old versions without open requests from vLLM."""
+        for served in list(self._replaced):
+            if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
+                self._replaced.remove(served)
                 await self._remove(served)
 
     async def _remove(self, served: ServedAdapter) -> None:

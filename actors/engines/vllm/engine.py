@@ -88,7 +88,7 @@ _ENVIRONMENT = {
 _STARTING = "it is starting"
 CUT_OFF_SECONDS = 1.0
 """How long open requests may take to end by themselves after their engine."""
-_MOST_OFF = 0.1
+_MAX_SUM_ERROR = 0.1
 """Maximum error of a sum of probabilities that must be 1."""
 _MAX_DISTRIBUTION = 20_000_000
 """Maximum (tokens x vocabulary) that `logprobs` fetches at a temperature other than 1: about 2 GB of Python floats."""
@@ -108,15 +108,15 @@ class VLLMEngine(WeightChanges, AdapterServing):
         AdapterServing.__init__(self)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
-        self._requests: set[asyncio.Task[Any]] = set()
-        self._cut_off: set[asyncio.Task[Any]] = set()
-        self._made_by: dict[str, tuple[str, int] | None] = {}
-        """Adapter of each open request, by the request's name."""
-        self._born: list[psutil.Process] = []
+        self._request_tasks: set[asyncio.Task[Any]] = set()
+        self._cut_off_tasks: set[asyncio.Task[Any]] = set()  # cancelled by `_end`
+        self._request_adapters: dict[str, tuple[str, int] | None] = {}
+        """Name and version of each open request's adapter, by the request's name."""
+        self._processes: list[psutil.Process] = []
         self._printed: Printed | None = None
-        self._printing: list[int] = []
-        self._children_before: set[int] = set()
-        self._watching: asyncio.Task[None] | None = None
+        self._printing_pids: list[int] = []
+        self._pids_before: set[int] = set()
+        self._watch_task: asyncio.Task[None] | None = None
         self._max_model_len = 0
         self.version = ""
         self.on_load: Callable[[EngineLoad], None] | None = None
@@ -130,17 +130,17 @@ class VLLMEngine(WeightChanges, AdapterServing):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
+        """Return the tokenizer that an engine of this config has, with the chat template of its server."""
         names = ("trust_remote_code", "tokenizer_revision")
-        more = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
-        plain = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
-        tokenizer: Tokenizer = vllm_server.with_template(plain, config.server_args)
-        return tokenizer
+        options = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
+        tokenizer = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
+        return vllm_server.with_template(tokenizer, config.server_args)  # type: ignore[no-any-return]
 
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
             raise EngineError("the engine was started already")
-        self._children_before = {p.pid for p in children()}
+        self._pids_before = {p.pid for p in children()}
         self._dead = _STARTING
         printed = Printed()
         try:
@@ -148,16 +148,16 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._llm = await asyncio.to_thread(self._build)
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
-            self._born = engine_processes(self._llm, self._children_before)
+            self._processes = engine_processes(self._llm, self._pids_before)
             self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
-            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
+            self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
             self._dead = None
             await self._warm_up()
-            self._printed, self._printing = Printed(), self.pids()
-            self._watching = asyncio.create_task(self._watch())
+            self._printed, self._printing_pids = Printed(), self.pids()
+            self._watch_task = asyncio.create_task(self._watch())
             gc.freeze()  # like vLLM's server: the objects so far stay, and the garbage collector skips them
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
@@ -166,10 +166,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
             output = printed.text()
             if output:
                 _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
-            why = (points_elsewhere(e) and error_in(output)) or short(e)
-            raise EngineError(f"the engine for {self.config.model_path} did not start: {why}") from e
+            reason = (points_elsewhere(e) and error_in(output)) or short(e)
+            raise EngineError(f"the engine for {self.config.model_path} did not start: {reason}") from e
 
     def _build(self) -> Any:
+        """Return vLLM's AsyncLLM. Raises ConfigError for arguments that it does not know."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
@@ -193,8 +194,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             from vllm.config import WeightTransferConfig
 
             arguments.setdefault("weight_transfer_config", WeightTransferConfig(backend="gloo" if on_cpu else "nccl"))
-        known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
-        unknown = sorted(set(arguments) - known)
+        unknown = sorted(set(arguments) - {f.name for f in dataclasses.fields(AsyncEngineArgs)})
         if unknown:
             raise ConfigError(
                 f"vLLM's AsyncEngineArgs have no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
@@ -206,6 +206,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return with_load(AsyncLLM, AsyncEngineArgs(**arguments), self.on_load)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        """Return the arguments for vLLM's AsyncEngineArgs; those of `config.options` come last, so they win."""
         config = self.config
         dtype = config.dtype
         if dtype == "auto" and on_cpu and model_dtype(self._model) in ("float32", None):
@@ -247,17 +248,17 @@ class VLLMEngine(WeightChanges, AdapterServing):
         With only two tokens allowed, drafts are accepted and rejected in turn, and both probabilities add up to 1. vLLM
         0.32 on a CPU gives NaN there, or values several nats off.
         """
-        two = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
+        two_ids = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
         sampling = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
-        params = sampling_params(sampling, {"allowed_token_ids": two})
+        params = sampling_params(sampling, {"allowed_token_ids": two_ids})
         output, _ = await self._last_output(prompt, params)
         rows = completion_of(prompt, output.outputs[0], top=2).top_logprobs or []
         sums = [math.fsum(math.exp(p) for _, p in row) for row in rows]
-        wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # so is NaN
-        if wrong is not None:
+        wrong_sum = next((total for total in sums if not abs(total - 1.0) < _MAX_SUM_ERROR), None)  # or NaN
+        if wrong_sum is not None:
             raise ConfigError(
                 f"engine_args.speculative_config: {self.version} gives wrong logprobs with it (probabilities of all "
-                f"allowed tokens add up to {wrong:.3g}), and training would be wrong too: leave it out"
+                f"allowed tokens add up to {wrong_sum:.3g}), and training would be wrong too: leave it out"
             )
 
     async def stop(self) -> None:
@@ -265,33 +266,36 @@ class VLLMEngine(WeightChanges, AdapterServing):
         await self._end("it was stopped")
 
     async def _watch(self) -> None:
-        """Mark the engine dead if its process hangs: vLLM's takes no more requests once its input thread ended."""
-        await silence(self._llm.is_sleeping, self._swapping.locked)
+        """Mark the engine dead if its process hangs: vLLM's takes no more requests once its input thread has ended."""
+        await silence(self._llm.is_sleeping, self._weights_lock.locked)
         self._dead = self._dead or "its process lives, and has answered nothing for long"
 
     def pids(self) -> list[int]:
         """Return the live processes of this engine: EngineCore and its workers."""
-        return [p.pid for p in with_descendants(self._born or engine_processes(self._llm, self._children_before))]
+        return [p.pid for p in with_descendants(self._processes or engine_processes(self._llm, self._pids_before))]
 
     async def _end(self, reason: str) -> None:
+        """End vLLM and its processes, and then the requests that it left without an answer."""
         if self._dead in (None, _STARTING):
             self._dead = reason
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         llm, self._llm = self._llm, None
         gc.unfreeze()
-        born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])
-        processes = with_descendants(born)
+        processes = self._processes
+        if not processes and self._pids_before:
+            processes = engine_processes(llm, self._pids_before)
+        processes = with_descendants(processes)
         if llm is not None:
             with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
         await asyncio.to_thread(wait_or_kill, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
-        while self._requests - {asyncio.current_task()} and time.monotonic() < until:
+        while self._request_tasks - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for task in self._requests - {asyncio.current_task()}:  # vLLM never answers a request that came as it ended
-            self._cut_off.add(task)
+        for task in self._request_tasks - {asyncio.current_task()}:  # vLLM never answers those that came as it ended
+            self._cut_off_tasks.add(task)
             task.cancel()
 
     @property
@@ -301,11 +305,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._dead = self._ended("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
 
-    def _ended(self, why: str) -> str:
-        error = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
-        return f"its process ended ({error or why})" if error or why else "its process ended"
+    def _ended(self, reason: str) -> str:
+        error = error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
+        return f"its process ended ({error or reason})" if error or reason else "its process ended"
 
     def _live_llm(self) -> Any:
+        """Return vLLM's AsyncLLM. Raises EngineError if the engine is dead."""
         self.dead  # noqa: B018  # updates `_dead`
         if self._dead is not None:
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
@@ -320,9 +325,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """
         llm = self._live_llm()
         ids = await self._ids(prompt)
-        copies = sampling.n if sampling.temperature == 0.0 else 1
-        if copies > 1:  # vLLM refuses n > 1 at temperature 0
-            sampling = dataclasses.replace(sampling, n=1)
+        copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
+        sampling = dataclasses.replace(sampling, n=sampling.n if copies == 1 else 1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
         output, adapter = await self._last_output(ids, params, sampling.adapter, REQUEST_NAME.get())
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
@@ -330,14 +334,15 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         ids = await self._ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
             async for output, adapter in outputs:
-                [new] = output.outputs
-                part = completion_of(ids, new, sampling.top_logprobs, adapter)
-                yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
+                [part_output] = output.outputs
+                part = completion_of(ids, part_output, sampling.top_logprobs, adapter)
+                yield dataclasses.replace(part, finish_reason=part_output.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """Return log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
@@ -347,24 +352,25 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """
         ids = await self._ids(token_ids)
         vocabulary = int(self._live_llm().model_config.get_vocab_size())
-        whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
+        needs_all = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
+            max_tokens=1, temperature=0.0, prompt_logprobs=-1 if needs_all else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
         output, _ = await self._last_output(ids, params, adapter)
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
-        if not whole:
+        if not needs_all:
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 
     async def _last_output(
         self, ids: list[int], params: Any, adapter: str = "", request: str = ""
     ) -> tuple[Any, tuple[str, int] | None]:
+        """Return a request's finished output, and name and version of its adapter. Raises like `generate`."""
         last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter, request)) as outputs:
             async for output in outputs:
@@ -374,7 +380,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
         """Return the new part of each answer so far; see `KeepsProgress`."""
-        return {} if self._llm is None else partial_answers(self._llm, request, start, self._made_by.get(request))
+        adapter = self._request_adapters.get(request)
+        return {} if self._llm is None else partial_answers(self._llm, request, start, adapter)
 
     def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
         return text_of(self._live_llm().get_tokenizer(), prompt, sampling_params(Sampling()), token_ids, None)
@@ -391,45 +398,47 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._speculates and params.stop:
             raise EngineError("stop texts don't work with engine_args.speculative_config: vLLM also returns tokens "
                               "after the stop text, which would be trained on", refused=True)
-        last = None
+        output = None
         task = asyncio.current_task()
         assert task is not None
         tokens = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
         with self._using(adapter) as served:
-            self._requests.add(task)
-            made_by = None if served is None else (served.name, served.version)
+            self._request_tasks.add(task)
+            name_and_version = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
-            if not request or request in self._made_by:  # a user's engine may ask twice for one request
+            if not request or request in self._request_adapters:  # a user's engine may ask twice for one request
                 request = uuid4().hex
-            self._made_by[request] = made_by
+            self._request_adapters[request] = name_and_version
             stream: AsyncIterator[Any] = llm.generate(tokens, params, request, **more)
             try:
                 # aclosing: cancelling the caller must abort the request now, not when the generator is collected
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
-                    async for last in outputs:
-                        if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
+                    async for output in outputs:
+                        if self._dead is not None and any(o.finish_reason == "abort" for o in output.outputs):
                             raise EngineError("it was cut off by the engine's end")  # see `_as_engine_error`
-                        yield last, made_by
-                if last is None or not last.finished:
+                        yield output, name_and_version
+                if output is None or not output.finished:
                     raise RuntimeError("the request ended without an answer")
             except Exception as e:
                 raise self._as_engine_error(e) from e
             except asyncio.CancelledError as e:
-                if task not in self._cut_off:
+                if task not in self._cut_off_tasks:
                     raise
                 task.uncancel()  # `_end` cancelled it, not the caller
                 raise self._as_engine_error(RuntimeError("it was cut off by the engine's end")) from e
             finally:
-                self._made_by.pop(request, None)
-                self._requests.discard(task)
-                self._cut_off.discard(task)
+                self._request_adapters.pop(request, None)
+                self._request_tasks.discard(task)
+                self._cut_off_tasks.discard(task)
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
     def _as_engine_error(self, e: Exception) -> EngineError:
+        """Return the EngineError for a request's exception; mark the engine dead if vLLM is."""
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):

@@ -14,42 +14,35 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "Printed",
-    "children",
-    "engine_processes",
-    "error_in",
-    "points_elsewhere",
-    "silence",
-    "silent",
-    "wait_or_kill",
+    "Printed", "children", "engine_processes", "error_in", "points_elsewhere", "silence", "silent", "wait_or_kill",
     "with_descendants",
 ]
 
 _STOP_GRACE_SECONDS = 5.0
 """How long a process may take to end by itself, and again after it was killed."""
-LOOK_SECONDS = 10.0
+CHECK_SECONDS = 10.0
 SILENT_SECONDS = 600.0
 """How long a process may leave a question unanswered: much longer than one step takes on a slow CPU."""
 _log = logging.getLogger(__name__)
 
 
 async def silence(
-    ask: Callable[[], Coroutine[Any, Any, Any]], busy: Callable[[], bool], *, interval: float = LOOK_SECONDS,
+    ask: Callable[[], Coroutine[Any, Any, Any]], is_busy: Callable[[], bool], *, interval: float = CHECK_SECONDS,
     limit: float = SILENT_SECONDS,
 ) -> None:
     """Return once an engine's process has left a question unanswered for `limit` seconds.
 
-    `ask` sends a small question the same way as requests, and is answered between two steps. While `busy()`, no answer
-    is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
+    `ask` sends a small question the same way as requests, and is answered between two steps. While `is_busy()`, no
+    answer is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
     """
     while True:
-        question, looks = asyncio.ensure_future(ask()), 0
+        question, check_count = asyncio.ensure_future(ask()), 0
         while not question.done():
-            if looks * interval >= limit:
+            if check_count * interval >= limit:
                 question.cancel()
                 return
             await asyncio.wait({question}, timeout=interval)
-            looks = 0 if busy() else looks + 1
+            check_count = 0 if is_busy() else check_count + 1
         if not question.cancelled():
             question.exception()  # retrieved and ignored: the end of the process is noticed elsewhere
         await asyncio.sleep(interval)
@@ -59,14 +52,15 @@ class Printed:
     """Output of this process and its children from now on, if stderr is a file: why vLLM's processes ended."""
 
     def __init__(self) -> None:
-        self._file = ""
+        self._path = ""
         with contextlib.suppress(OSError):
             status = os.fstat(2)
             if stat.S_ISREG(status.st_mode):
-                self._file, self._begin = os.readlink("/proc/self/fd/2"), status.st_size
+                self._path, self._begin = os.readlink("/proc/self/fd/2"), status.st_size
 
     def text(self) -> str:
-        with contextlib.suppress(OSError), open(self._file, "rb") as file:
+        """Return the output since this object was made, the last _TAIL_BYTES at most; empty if stderr is no file."""
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
             file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
         return ""
@@ -81,17 +75,18 @@ _POINTER = re.compile(r"[Ss]ee (?:root cause|stack trace)")
 
 
 def points_elsewhere(error: BaseException) -> bool:
+    """Return True if an error only says that another process failed, whose output has the cause."""
     return bool(_POINTER.search(str(error)))
 
 
 def error_in(printed: str, pids: Collection[int] = ()) -> str:
-    """Return the last error that vLLM's processes (of `pids` only, if any) printed, in one line; empty: none."""
+    """Return the last error in what vLLM's processes printed, in one line; empty: none. `pids`: of these only."""
     error = ""
     for line in printed.splitlines():
         prefix = _PREFIX.match(line)
         text = line[prefix.end():] if prefix else line
-        ours = not pids or (prefix is not None and int(prefix[2]) in pids)
-        if ours and _RAISED.match(text) and not _POINTER.search(text):
+        is_ours = not pids or (prefix is not None and int(prefix[2]) in pids)
+        if is_ours and _RAISED.match(text) and not _POINTER.search(text):
             error = text.strip()[:300]
     return error
 
@@ -101,7 +96,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
-    """Return the processes that vLLM spawned: those it lists, else our children that are not in `before`."""
+    """Return the processes that vLLM spawned: those it lists, else this process's children except pids in `before`."""
     try:
         pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
     except AttributeError:
@@ -122,13 +117,14 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    alive = {}
+    """Return those of the processes that live, and all their descendants."""
+    process_by_pid = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 for p in [process, *process.children(recursive=True)]:
-                    alive[p.pid] = p
-    return list(alive.values())
+                    process_by_pid[p.pid] = p
+    return list(process_by_pid.values())
 
 
 @contextlib.contextmanager

@@ -77,11 +77,13 @@ def _with_token_names(application: Any) -> Any:
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request as `application` does, with names in the answer's body if the route is `_GENERATE`."""
         if scope.get("path") != _GENERATE:
             await application(scope, receive, send)
             return
 
-        async def named(message: Any) -> None:
+        async def send_named(message: Any) -> None:
+            """Send a message of the answer with the names added, which make the body longer than its header says."""
             if message["type"] == "http.response.start":
                 headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
                 await send({**message, "headers": headers})
@@ -89,7 +91,7 @@ def _with_token_names(application: Any) -> Any:
                 body = _ENTRY.sub(rb'{"token":"token_id:\1","token_id":\1', message.get("body", b""))
                 await send({**message, "body": body})
 
-        await application(scope, receive, named)
+        await application(scope, receive, send_named)
 
     return answer
 
@@ -100,7 +102,7 @@ class _TemplatedTokenizer:
     def __init__(self, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self.chat_template = chat_template or tokenizer.chat_template
-        self._rendering = {**variables, **({"chat_template": chat_template} if chat_template else {})}
+        self._template_arguments = {**variables, **({"chat_template": chat_template} if chat_template else {})}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -112,12 +114,13 @@ class _TemplatedTokenizer:
         return len(self._tokenizer)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        return self._tokenizer.apply_chat_template(messages, **{**self._rendering, **kwargs})
+        return self._tokenizer.apply_chat_template(messages, **{**self._template_arguments, **kwargs})
 
 
 def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tokenizer that renders chats as `vllm serve` does with `chat_template` (a file, or the template itself)
-    and `default_chat_template_kwargs`. Raises ConfigError.
+    """Return a tokenizer that renders chats with the template and variables in these options of `vllm serve`.
+
+    They are `chat_template` (a file, or the template itself) and `default_chat_template_kwargs`. Raises ConfigError.
     """
     template, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
     if not template and not variables:
@@ -134,9 +137,10 @@ def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _list_adapters(models: Any, engine: Any) -> None:
+    """Have vLLM's `/v1/models` (its handler is `models`) list the engine's adapters too, with the model as parent."""
     list_models = models.show_available_models
 
-    async def with_adapters() -> Any:
+    async def list_with_adapters() -> Any:
         listing = await list_models()
         base = listing.data[0]
         listing.data += [
@@ -144,7 +148,7 @@ def _list_adapters(models: Any, engine: Any) -> None:
         ]
         return listing
 
-    models.show_available_models = with_adapters
+    models.show_available_models = list_with_adapters
 
 
 def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
@@ -165,17 +169,18 @@ def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, 
 
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([])
-    taken = sorted(set(options) & _OURS)
-    if taken:
-        raise ConfigError(f"rollout_model.server_args.{taken[0]} is set by the runner: leave it out")
+    reserved = sorted(set(options) & _OURS)
+    if reserved:
+        raise ConfigError(f"rollout_model.server_args.{reserved[0]} is set by the runner: leave it out")
     unknown = sorted(set(options) - set(vars(args)))
     if unknown:
         raise ConfigError(f"vllm serve knows no {', '.join(unknown)}: correct explorer.rollout_model.server_args")
-    chosen = {
+    defaults = {
         "model": model, "served_model_name": [name], "enable_scale_out": True, "disable_fastapi_docs": True,
         "enable_auto_tool_choice": "tool_call_parser" in options,
     }
-    for option, value in {**{k: v for k, v in chosen.items() if hasattr(args, k)}, **options}.items():
+    defaults = {name: value for name, value in defaults.items() if hasattr(args, name)}  # older versions lack some
+    for option, value in {**defaults, **options}.items():
         setattr(args, option, value)
     reasoning = options.get("reasoning_parser")
     if reasoning and getattr(args, "structured_outputs_config", None) is not None:
@@ -204,23 +209,25 @@ class _RecordingClient:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
         if ids and not prompt.get("mm_placeholders"):
-            own, text, engine = ids, prompt.get("prompt"), self._engine
-            ids = record.exact_prompt(lambda: text or engine.tokenizer.decode(own, skip_special_tokens=False), own)
+            rendered_ids, text, engine = ids, prompt.get("prompt"), self._engine
+            ids = record.exact_prompt(
+                lambda: text or engine.tokenizer.decode(rendered_ids, skip_special_tokens=False), rendered_ids
+            )
             prompt = {**prompt, "prompt_token_ids": ids}
         changes: dict[str, Any] = missing_fields(record.unsaid, sampling_params)
-        longest, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
+        max_tokens, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
         if room < 1:  # vLLM checked its own rendering of the prompt, which may have fewer tokens
             raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
                              f"your prompt contains {len(ids)} input tokens: please reduce its length.")
         if record.longest is not None:
-            longest = changes["max_tokens"] = min(record.longest, room)
-        if "min_tokens" in record.unsaid and longest is not None:
-            changes["min_tokens"] = min(changes["min_tokens"], longest)
+            max_tokens = changes["max_tokens"] = min(record.longest, room)
+        if "min_tokens" in record.unsaid and max_tokens is not None:
+            changes["min_tokens"] = min(changes["min_tokens"], max_tokens)
         generation = None
         if record.wanted:
-            wanted = sampling_params.logprobs
+            logprobs = sampling_params.logprobs
             if not getattr(sampling_params, "logprob_token_ids", None):  # with those, vLLM adds the sampled token's
-                changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
+                changes["logprobs"] = max(logprobs or 0, 0) if logprobs != -1 else -1
             if _text_alone(sampling_params):
                 changes |= read_at_the_end(sampling_params.stop, 0)
         params = changed(sampling_params, changes)
@@ -229,44 +236,48 @@ class _RecordingClient:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
-                call = record.journaled(ids, sampling, further, _forbids(params))
+                call = record.journaled(ids, sampling, further, forbids=_stateful_option(params))
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
-            return self._kept(record, generation, call, prompt, sampling_params, params, request_id, more)
+            return self._from_journal(record, generation, call, prompt, sampling_params, params, request_id, more)
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
         answers = self._recorded(record, generation, outputs, sampling_params, params)
         if generation is None or call is None:
             return answers
         return self._journaled(generation, call, answers, request_id)
 
-    async def _kept(
-        self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, asked: Any, params: Any,
+    async def _from_journal(
+        self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, raw_params: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
-        """Answer a call that the journal has at least in part, all at once."""
+        """Yield the whole answer to a call that the journal has at least in part. `raw_params`: the client's own."""
         tokenizer = self._llm.get_tokenizer()
 
-        async def ask(ids: list[int], one: Sampling, request: str) -> list[Completion]:
-            alone = changed(params, {
-                "n": one.n, "seed": one.seed, "max_tokens": one.max_tokens, "min_tokens": one.min_tokens,
-                "output_kind": output_kind("FINAL_ONLY"), **read_at_the_end(params.stop, 0),
+        async def ask(ids: list[int], sampling: Sampling, request: str) -> list[Completion]:
+            """Return the engine's answers that the journal lacks, after the prompt `ids`."""
+            own_params = changed(params, {
+                "n": sampling.n, "seed": sampling.seed, "max_tokens": sampling.max_tokens,
+                "min_tokens": sampling.min_tokens, "output_kind": output_kind("FINAL_ONLY"),
+                **read_at_the_end(params.stop, 0),
             })
-            source = self._engine.outputs({**prompt, "prompt_token_ids": ids}, alone, record.adapter, request, **more)
+            own_prompt = {**prompt, "prompt_token_ids": ids}
+            source = self._engine.outputs(own_prompt, own_params, record.adapter, request, **more)
             async with contextlib.aclosing(source) as outputs:
                 *_, (output, adapter) = [output async for output in outputs]
-            await with_texts(tokenizer, ids, alone, output.outputs)
-            return [completion_of(ids, new, adapter=adapter) for new in output.outputs]
+            await with_texts(tokenizer, ids, own_params, output.outputs)
+            return [completion_of(ids, answer, adapter=adapter) for answer in output.outputs]
 
         try:
             generation.completions = await call.answers(ask)
         except EngineError as e:
             record.fail(e)
             raise
-        yield request_output(request_id, prompt, generation.completions, tokenizer if asked.logprobs == 0 else None)
+        names_tokens = raw_params.logprobs == 0
+        yield request_output(request_id, prompt, generation.completions, tokenizer if names_tokens else None)
 
     async def _journaled(
         self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
     ) -> AsyncGenerator[Any]:
-        """Record in the run's journal what comes, and its end before the client has it."""
+        """Yield these answers while the run's journal records them, and their end before the client has it."""
         with call.recorded(request_id) as recorded:
             try:
                 async with contextlib.aclosing(answers):
@@ -279,9 +290,14 @@ class _RecordingClient:
                 raise
 
     async def _recorded(
-        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
+        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], raw_params: Any,
+        params: Any,
     ) -> AsyncGenerator[Any]:
-        new_only = params.output_kind == output_kind("DELTA")
+        """Yield vLLM's outputs; before the last one, set `generation.completions` to the whole answers.
+
+        `raw_params`: the client's own, which may ask for the text that `params` has vLLM not make.
+        """
+        is_delta = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
         answers: dict[int, list[Completion]] = {}
         ids: list[int] = []
@@ -290,23 +306,27 @@ class _RecordingClient:
                 async for output, adapter in outputs:
                     if generation is not None:
                         ids = ids or output.prompt_token_ids or []
-                        if asked.detokenize:
+                        if raw_params.detokenize:
                             await with_texts(tokenizer, ids, params, output.outputs)
-                        for new in output.outputs:
-                            parts = answers.setdefault(int(new.index), [])
-                            if not new_only:
+                        for part in output.outputs:
+                            parts = answers.setdefault(int(part.index), [])
+                            if not is_delta:  # this output has all of the answer so far
                                 parts.clear()
-                            parts.append(completion_of([], new, adapter=adapter))
+                            parts.append(completion_of([], part, adapter=adapter))
                         if output.finished:
-                            made = [Completion.joined(answers[i]) for i in sorted(answers)]
-                            generation.completions = [replace(
-                                c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=c.text
-                                if asked.detokenize else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason),
-                            ) for c in made]
+                            whole = [Completion.joined(answers[i]) for i in sorted(answers)]
+                            texts = [
+                                c.text if raw_params.detokenize
+                                else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason) for c in whole
+                            ]
+                            generation.completions = [
+                                replace(c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=text)
+                                for c, text in zip(whole, texts, strict=True)
+                            ]
                     yield output
         except EngineError as e:
             record.fail(e)
-            if e.details.get("refused") and isinstance(e.__cause__, Exception):
+            if e.details.get("refused") and isinstance(e.__cause__, Exception):  # vLLM's own, which it answers with 400
                 raise e.__cause__ from None
             raise
 
@@ -326,18 +346,19 @@ _STATEFUL = ("bad_words", "thinking_token_budget", "extra_args", "repetition_det
 """Options with which vLLM would treat the kept part of an answer otherwise if it came as a prompt."""
 
 
-def _forbids(params: Any) -> str:
+def _stateful_option(params: Any) -> str:
+    """Return the first of `_STATEFUL` that is set; empty: none."""
     return next((name for name in _STATEFUL if getattr(params, name, None)), "")
 
 
-def _is_answerable(asked: Any) -> bool:
+def _is_answerable(raw_params: Any) -> bool:
     """Return True if the journal has all that the client asked for: tokens and their own logprobs."""
-    further = (getattr(asked, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
-    return asked.logprobs in (None, 0) and not any(further)
+    further = (getattr(raw_params, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
+    return raw_params.logprobs in (None, 0) and not any(further)
 
 
 def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
-    """Convert vLLM's SamplingParams to a `Sampling`, and a dict of the fields that it lacks."""
+    """Return vLLM's SamplingParams as a `Sampling`, and a dict of their fields that a `Sampling` does not have."""
     stop = params.stop or ()
     schema, further = "", {}
     structured = getattr(params, "structured_outputs", None)

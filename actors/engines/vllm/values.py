@@ -24,11 +24,12 @@ __all__ = [
     "request_output", "sampling_params", "text_of", "with_load", "with_texts",
 ]
 
-_DEARER = 16
+_DETOKENIZING_COST = 16
 """Cost of detokenizing a token step by step, in costs of tokenizing one."""
 
 
 def output_kind(name: str) -> Any:
+    """Return vLLM's RequestOutputKind of this name: DELTA (parts), CUMULATIVE or FINAL_ONLY (the whole answer)."""
     from vllm.sampling_params import RequestOutputKind
 
     return RequestOutputKind[name]
@@ -57,6 +58,7 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def _structured(schema: str | Mapping[str, Any]) -> Any:
+    """Return vLLM's StructuredOutputsParams for a JSON schema (text or mapping); {} allows any object."""
     from vllm.sampling_params import StructuredOutputsParams
 
     value = orjson.loads(schema) if isinstance(schema, str) else schema
@@ -82,6 +84,7 @@ def changed(params: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _top_logprobs(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
+    """Return the `count` likeliest tokens at each place with their logprobs; None if none were asked for."""
     if not count or output.logprobs is None:
         return None
     rows = (sorted(row.items(), key=lambda item: -item[1].logprob)[:count] for row in output.logprobs)
@@ -89,16 +92,18 @@ def _top_logprobs(output: Any, count: int) -> list[list[tuple[int, float]]] | No
 
 
 def _sampled_logprobs(logprobs: Any, ids: list[int]) -> list[float] | None:
-    """Return the logprob of each sampled token, which vLLM puts first at its place."""
+    """Return the logprob of each sampled token, which vLLM puts first at its place. Takes vLLM's flat form too."""
     if logprobs is None:
         return None
-    if (starts := getattr(logprobs, "start_indices", None)) is None:
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is None:
         return [float(row[token].logprob) for row, token in zip(logprobs, ids, strict=True)]
     assert [logprobs.token_ids[i] for i in starts] == ids
     return [float(logprobs.logprobs[i]) for i in starts]
 
 
 def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[str, int] | None = None) -> Completion:
+    """Return vLLM's output as a `Completion`. `top`: number of top logprobs; `adapter`: name and version."""
     ids = [int(t) for t in output.token_ids]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return Completion(
@@ -113,11 +118,12 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
+        """Return the sampled tokens' logprobs in vLLM's form: a dict for each place, by token id."""
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
-        named = SimpleNamespace
-        return [{t: named(logprob=v, rank=None, decoded_token=tokenizer.decode([t]))} for t, v in rows]
+        entry = SimpleNamespace
+        return [{t: entry(logprob=v, rank=None, decoded_token=tokenizer.decode([t]))} for t, v in rows]
 
     outputs = [
         CompletionOutput(
@@ -145,9 +151,10 @@ def partial_answers(
         labels = getattr(state, "weight_version_starts", None)
         if state is None or not labels:
             continue
-        ids, first, logprobs = state.detokenizer.output_token_ids, start.get(state.request_index, 0), None
-        if (flat := state.logprobs_processor.logprobs) is not None:
-            logprobs = _sampled_logprobs(flat[first : len(ids)], ids[first:])
+        ids, first = state.detokenizer.output_token_ids, start.get(state.request_index, 0)
+        logprobs, flat_logprobs = None, state.logprobs_processor.logprobs
+        if flat_logprobs is not None:
+            logprobs = _sampled_logprobs(flat_logprobs[first : len(ids)], ids[first:])
         ends = [*(place for _, place in labels[1:]), len(ids)]
         parts[state.request_index] = Completion(
             prompt_token_ids=list(state.prompt_token_ids or ()), token_ids=list(ids[first:]), logprobs=logprobs,
@@ -174,7 +181,7 @@ async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: li
         for output in outputs:
             output.text = text_of(tokenizer, prompt, params, output.token_ids, output.finish_reason)
 
-    await off_the_loop(sum(len(o.token_ids) for o in outputs) * _DEARER > LARGE, set_texts)
+    await off_the_loop(sum(len(o.token_ids) for o in outputs) * _DETOKENIZING_COST > LARGE, set_texts)
 
 
 def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], finish_reason: str | None) -> str:
@@ -187,13 +194,13 @@ def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], 
     return str(text.get_next_output_text(finished=True, delta=False))
 
 
-def with_load(llm_class: Any, arguments: Any, tell: Callable[[EngineLoad], None]) -> Any:
-    """Return an AsyncLLM that reports its load to `tell` after each step.
+def with_load(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], None]) -> Any:
+    """Return an AsyncLLM that calls `report` with its load after each step.
 
     vLLM gathers the scheduler's figures only together with Prometheus metrics of each token and request. If the user
     disabled those (`disable_log_stats`), only the scheduler's remain.
     """
-    llm = llm_class.from_engine_args(arguments, stat_loggers=[lambda config, index: _LoadReporter(config, tell)])
+    llm = llm_class.from_engine_args(arguments, stat_loggers=[lambda config, index: _LoadReporter(config, report)])
     if arguments.disable_log_stats:
         llm.log_stats = llm.output_processor.log_stats = False  # vLLM reads them at the first request
         llm.logger_manager.stat_loggers = llm.logger_manager.stat_loggers[:1]
@@ -201,14 +208,16 @@ def with_load(llm_class: Any, arguments: Any, tell: Callable[[EngineLoad], None]
 
 
 class _LoadReporter:
-    def __init__(self, config: Any, tell: Callable[[EngineLoad], None]) -> None:
-        self._tell, self._most_running = tell, config.scheduler_config.max_num_seqs
+    """A logger of statistics, as vLLM calls it."""
+
+    def __init__(self, config: Any, report: Callable[[EngineLoad], None]) -> None:
+        self._report, self._most_running = report, config.scheduler_config.max_num_seqs
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        """Report the figures of one step; None: vLLM logs something else."""
+        """Report the figures of one step; without `scheduler_stats` vLLM logs something else."""
         if scheduler_stats is not None:
             cache = scheduler_stats.prefix_cache_stats
-            self._tell(EngineLoad(
+            self._report(EngineLoad(
                 running=scheduler_stats.num_running_reqs, waiting=scheduler_stats.num_waiting_reqs,
                 again=cache.preempted_queries - cache.preempted_hits,
                 kv_share=scheduler_stats.kv_cache_usage, most_running=self._most_running,

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["GlooGroup", "WeightSender"]
 
 GLOO_SECONDS = 300.0
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 
 
 class GlooGroup:
@@ -24,17 +24,17 @@ class GlooGroup:
         """Wait until all ranks have joined. Raises TimeoutError, also when `given_up` is set; then the port is free."""
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-        patience = timedelta(seconds=timeout)
-        master = rank == 0
-        store = TCPStore(address, port, world_size, is_master=master, timeout=patience, wait_for_workers=False)
+        store_timeout = timedelta(seconds=timeout)
+        is_master = rank == 0
+        store = TCPStore(address, port, world_size, is_master=is_master, timeout=store_timeout, wait_for_workers=False)
         until, given_up = time.monotonic() + timeout, given_up or threading.Event()
-        if not master:
+        if not is_master:
             store.set(f"there/{rank}", "")
-        while master and not store.check([f"there/{other}" for other in range(1, world_size)]):
-            if given_up.wait(LOOK_SECONDS) or time.monotonic() > until:
+        while is_master and not store.check([f"there/{other}" for other in range(1, world_size)]):
+            if given_up.wait(CHECK_SECONDS) or time.monotonic() > until:
                 del store  # frees the port, though the error's traceback keeps this frame
                 raise TimeoutError("the engines did not join the group for weights")
-        self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, patience)
+        self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, store_timeout)
 
     def broadcast(self, tensor: Any) -> None:
         """Send a CPU tensor from rank 0, or fill it."""
@@ -59,8 +59,8 @@ class WeightSender:
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
             from vllm.distributed.utils import StatelessProcessGroup
 
-            meeting = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
-            self.group = PyNcclCommunicator(meeting, device=device)
+            rendezvous = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
+            self.group = PyNcclCommunicator(rendezvous, device=device)
         else:
             self.group = GlooGroup(address, port, 0, world_size, timeout, given_up)
 
@@ -69,6 +69,7 @@ class WeightSender:
         import torch
 
         def whole(value: Any) -> Any:
+            """Return a value as a torch tensor; of one that is sharded over processes, all shards together."""
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
             return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

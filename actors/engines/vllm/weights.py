@@ -39,16 +39,17 @@ class WeightChanges:
     model_version: int
     _llm: Any
     _dead: str | None
-    _served: str
+    _served_path: str
     """The folder of the served weights, which are loaded again if a change fails."""
 
     def __init__(self, served: str) -> None:
-        self._served = served
+        self._served_path = served
         self._shapes: dict[str, list[int]] | None = None
-        self._tied = False
-        self._swapping = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
-        self._grouped = False
+        self._has_tied_head = False
+        self._weights_lock = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+        self._in_group = False
+        """True if the workers are in a group with the trainer."""
 
     def _live_llm(self) -> Any:
         raise NotImplementedError
@@ -65,23 +66,24 @@ class WeightChanges:
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
         """Load weights from the trainer's group, and leave the group if that fails. Raises like `load_weights`."""
-        if not self._grouped:
+        if not self._in_group:
             raise SyncError(f"version {version} was not received: the engine is in no group")
         try:
             await self._change(
                 version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
             )
         except BaseException:
-            self._grouped = False  # tensors of this version may still arrive
+            self._in_group = False  # tensors of this version may still arrive
             raise
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
+        """Join the trainer's group, and leave the one before; see `ReceivesWeights`."""
         llm = self._live_llm()
         info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
-        async with self._swapping:
-            self._grouped = False
+        async with self._weights_lock:
+            self._in_group = False
             try:
                 if hasattr(llm, "shutdown_weight_transfer_engine"):  # vLLM 0.32 and later
                     await self._within(timeout, "the group before was not left", llm.shutdown_weight_transfer_engine())
@@ -92,23 +94,23 @@ class WeightChanges:
                 raise
             except Exception as e:
                 raise SyncError(f"no group with the trainer at {address}:{port}: {short(e)}") from e
-            self._grouped = True
+            self._in_group = True
 
     async def _within(self, timeout: float, problem: str, call: Any) -> Any:
-        """Return the result of a call that waits for other ranks. It can't be stopped: `timeout` ends the engine."""
-        waiting = asyncio.ensure_future(call)
-        done, _ = await asyncio.wait([waiting], timeout=timeout)
+        """Return the result of a call that waits for other ranks. It can't be stopped: at `timeout` the engine ends."""
+        task = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait([task], timeout=timeout)
         if not done:
-            waiting.cancel()
+            task.cancel()
             await self._end(f"{problem} within {timeout:g} s")
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
-        return waiting.result()
+        return task.result()
 
     async def _receive(self, path: str) -> None:
         """Have vLLM's workers receive the tensors that the folder `path` names, in the order of their names."""
         headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
         info = {
-            "names": [name for name, _ in headers], "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
+            "names": [name for name, _ in headers], "dtype_names": [torch_type(dtype) for _, (dtype, _) in headers],
             "shapes": [shape for _, (_, shape) in headers],
         }
         request = _transfer_request("WeightTransferUpdateRequest", update_info=info)
@@ -118,16 +120,18 @@ class WeightChanges:
         await self._in_workers("trinity_pack_again")
 
     async def _change(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
+        """Serve new weights by `load(path)`; the change goes on even if the caller is cancelled."""
         self._live_llm()
         change = asyncio.ensure_future(self._load(version, path, load))
-        self._background.add(change)
-        change.add_done_callback(self._background.discard)
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
         change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
         await asyncio.shield(change)
 
     async def _load(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
-        async with self._swapping:
-            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+        """Check the weights at `path`, load them by `load(path)`, and undo that if it fails."""
+        async with self._weights_lock:
+            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
             if problem:
                 raise SyncError(
                     f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
@@ -142,10 +146,10 @@ class WeightChanges:
                         raise
                     await self._restore(version, path, e)
                     raise SyncError(
-                        f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again; "
+                        f"version {version} was not loaded: {path}: {short(e)}; {self._served_path} was loaded again; "
                         f"still serving version {self.model_version}"
                     ) from e
-                self.model_version, self._served = version, path
+                self.model_version, self._served_path = version, path
                 await self._label_version()
 
     @contextlib.asynccontextmanager
@@ -174,12 +178,13 @@ class WeightChanges:
         await self._in_workers("trinity_pack_again")
 
     async def _restore(self, version: int, path: str, cause: Exception) -> None:
+        """Load the served weights again after a failed change; end the engine if that fails too."""
         try:
             await self._in_workers("trinity_forget_half_reload")
-            await self._reload(self._served)
+            await self._reload(self._served_path)
         except Exception as e:
             await self._end(
-                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served} could not be "
+                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served_path} could not be "
                 f"loaded again ({short(e)})"
             )
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
@@ -206,14 +211,14 @@ class WorkerExtension:
 
     def trinity_end_with(self, pid: int, started: str) -> bool:
         """End this process and its EngineCore soon after process `pid` ends: else both live on and hold the GPU."""
-        core = os.getppid()  # `pid` itself if the worker runs inside EngineCore
+        parent_pid = os.getppid()  # EngineCore, or process `pid` itself if the worker runs inside EngineCore
 
         def watch() -> None:
             while process_lives(pid, started):
                 time.sleep(_WATCH_SECONDS)
-            if core not in (pid, 1) and os.getppid() == core:
+            if parent_pid not in (pid, 1) and os.getppid() == parent_pid:  # it still is this process's parent
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(core, signal.SIGKILL)
+                    os.kill(parent_pid, signal.SIGKILL)
             os._exit(1)  # no cleanup: the processes that it would talk to are gone
 
         threading.Thread(target=watch, name="trinity-watch", daemon=True).start()
@@ -235,12 +240,12 @@ class WorkerExtension:
         import torch
 
         model = self.model_runner.get_model()
-        plain = (torch.float32, torch.float16, torch.bfloat16)
+        unquantised = (torch.float32, torch.float16, torch.bfloat16)
         with torch.no_grad():
-            if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in plain):
+            if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in unquantised):
                 return False
             for layer in model.modules():  # on a CPU, matrices are packed: a sum over each row shows it
-                if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in plain:
+                if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in unquantised:
                     width = getattr(layer, "input_size_per_partition", layer.input_size)
                     ones = torch.ones((1, width), dtype=layer.weight.dtype)
                     if not torch.isfinite(layer.cpu_linear(ones, layer.weight, None)).all():

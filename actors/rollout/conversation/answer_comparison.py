@@ -36,7 +36,7 @@ _TAGGED = re.compile(r"(?:\s|\0|<[^<>\0\s=]+(?:(?:\s+\w+)?=\"?\0\"?)?\s*>)*")
 _PYTHONIC = re.compile(r"(?:[\s\[\](){},=:]|\"\0?\"|'\0?'|\0|<\|\w+\|>)*")
 """Tool calls written in Python (`[weather(city="...")]`), with a NUL for each name and value."""
 
-_TRIES = 1000
+_MAX_FAILURES = 1000
 """Maximum number of braces to try that begin no JSON: an untrained model may write nothing else."""
 
 
@@ -53,6 +53,7 @@ def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
 
 
 def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
+    """Return how well a message without tool calls fits an answer's text."""
     content = message.get("content")
     if not isinstance(content, str):
         return Fit.NONE
@@ -60,15 +61,16 @@ def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
         return Fit.VERBATIM
     if content.strip() == text.strip():
         return Fit.WHOLE
-    _, mark, rest = text.rpartition("</think>")
-    return _reasoning_fit(message, text) if mark and content.strip() == rest.strip() else Fit.NONE
+    _, mark, answer = text.rpartition("</think>")
+    return _reasoning_fit(message, text) if mark and content.strip() == answer.strip() else Fit.NONE
 
 
 def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: str) -> Fit:
-    rest = text.rpartition("</think>")[2]
+    """Return how well a message with these tool calls fits an answer's text."""
+    answer = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
-    objects, between = _objects(rest)
+    objects, between = _objects(answer)
     expected = [(name, _json(arguments)) for name, arguments in calls]
     words: list[str] | None = None
     if [call for value in objects for call in _as_call(value)] == expected:
@@ -76,24 +78,26 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
     elif [_json(value) for value in objects] == [arguments for _, arguments in expected]:
         words = _without_names(between, [name for name, _ in expected])
     if words is None:
-        whole = _is_written(rest.strip().removeprefix(content), calls)
-        return _reasoning_fit(message, text) if whole else Fit.NONE
+        is_written = _is_written(answer.strip().removeprefix(content), calls)
+        return _reasoning_fit(message, text) if is_written else Fit.NONE
     if words == _words(content):
         return _reasoning_fit(message, text)
     return Fit.NONE if content else min(Fit.PART, _reasoning_fit(message, text))
 
 
 def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
+    """Return how well a message whose other parts fit fits with its reasoning: PART if it leaves the reasoning out."""
     thought, mark, _ = text.rpartition("</think>")
-    sampled = thought.strip().removeprefix("<think>").strip()
+    sampled_reasoning = thought.strip().removeprefix("<think>").strip()
     reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
-    if reasoning == sampled:
+    if reasoning == sampled_reasoning:
         return Fit.WHOLE
     return Fit.NONE if reasoning and mark else Fit.PART
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return a tool call's name and arguments, which may be JSON text. Raises ValueError if it has no name."""
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
         raise ValueError("a tool call without a name")
@@ -107,6 +111,7 @@ def _json(value: Any) -> str:
 
 
 def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
+    """Yield the tool call that a JSON object in an answer is; nothing if it is none."""
     function = value.get("function")
     value = function if isinstance(function, Mapping) else value
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -118,20 +123,24 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    objects, between, done, failed, at = list[dict[str, Any]](), list[str](), 0, 0, text.find("{")
-    while at >= 0 and failed < _TRIES:
+    """Return the JSON objects in a text, and the texts before, between and after them."""
+    objects, between = list[dict[str, Any]](), list[str]()
+    last_end = failure_count = 0
+    begin = text.find("{")
+    while begin >= 0 and failure_count < _MAX_FAILURES:
         try:
-            value, end = json.JSONDecoder().raw_decode(text, at)
+            value, end = json.JSONDecoder().raw_decode(text, begin)
         except RecursionError:  # each of the following braces would raise it too
             break
         except ValueError:
-            failed, end = failed + 1, at + 1
+            failure_count += 1
+            end = begin + 1
         else:
             objects.append(value)
-            between.append(text[done:at])
-            done = end
-        at = text.find("{", end)
-    return objects, [*between, text[done:]]
+            between.append(text[last_end:begin])
+            last_end = end
+        begin = text.find("{", end)
+    return objects, [*between, text[last_end:]]
 
 
 def _words(text: str) -> list[str]:
@@ -140,32 +149,33 @@ def _words(text: str) -> list[str]:
 
 def _without_names(between: list[str], names: list[str]) -> list[str] | None:
     """Return the words around arguments without the calls' names; None if a name is missing before its arguments."""
-    rest: list[str] = []
+    other_words: list[str] = []
     for text, name in zip(between, names, strict=False):
         words = re.findall(r"[\w-]+", _MARKS.sub(" ", text))
         if not words or words[-1] not in (name, f"function{name}"):  # a special token may have stood between both
             return None
-        rest += words[:-1]
-    return rest + _words(between[-1])
+        other_words += words[:-1]
+    return other_words + _words(between[-1])
 
 
 def _is_written(text: str, calls: list[tuple[str, Any]]) -> bool:
     """Return True if a text consists of these calls, in order, written with tags or in Python."""
     if "\0" in text:
         return False
-    parts, at = list[str](), 0
+    parts, position = list[str](), 0
     for word in (word for name, arguments in calls for word in (name, *_scalars(arguments))):
         escaped = json.dumps(word, ensure_ascii=False)[1:-1]
-        match = re.compile(rf"(?<!\w)(?:{re.escape(word)}|{re.escape(escaped)})(?!\w)").search(text, at)
+        match = re.compile(rf"(?<!\w)(?:{re.escape(word)}|{re.escape(escaped)})(?!\w)").search(text, position)
         if match is None:
             return False
-        parts.append(text[at : match.start()])
-        at = match.end()
-    skeleton = "\0".join([*parts, text[at:]])
+        parts.append(text[position : match.start()])
+        position = match.end()
+    skeleton = "\0".join([*parts, text[position:]])
     return _TAGGED.fullmatch(skeleton) is not None or _PYTHONIC.fullmatch(skeleton) is not None
 
 
 def _scalars(value: Any) -> Iterator[str]:
+    """Yield the names and single values in a call's arguments as texts, in order, without empty ones."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield str(name)

@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 _ANSWER = "Zq7"
 """An answer whose text occurs in no template."""
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +63,10 @@ class Conversing:
         return None
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Return a chat's prompt. Raises WorkflowError if the chat template, with variables `template`, refuses it."""
+        """Return the ids of a chat's prompt. Raises WorkflowError if the chat template refuses the messages.
+
+        `template`: variables for the template.
+        """
         return _flat(self._template(messages, tools, tokenize=True, **_template_arguments(messages, template)))
 
     async def prompt_of(
@@ -72,8 +75,8 @@ class Conversing:
     ) -> tuple[list[int], str | None]:
         """Return the ids of a chat's prompt and its text (None if encoding the text gives other ids).
 
-        `exact` returns the ids of a prompt's text that continues a sampled answer. Raises EngineError if the text is
-        too long for the model, and like `render`.
+        `exact` returns the ids for the prompt's text if it continues a sampled answer, else None. Raises EngineError if
+        the text is too long for the model, and like `render`.
         """
         return await off_the_loop(is_large([messages, tools]), lambda: self._prompt(messages, tools, template, exact))
 
@@ -81,11 +84,13 @@ class Conversing:
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None,
         exact: Callable[[str], list[int] | None] | None,
     ) -> tuple[list[int], str | None]:
+        """Return what `prompt_of` does, in the calling thread."""
         arguments = _template_arguments(messages, template)
         text = self._template(messages, tools, tokenize=False, **arguments)
         ids: list[int] | None = None
         if isinstance(text, str):
             refuse_too_long(self.tokenizer, text, self.context)
+        # Only with a template that is a text, the ids are sure to be those of the rendered text.
         if not isinstance(text, str) or not isinstance(getattr(self.tokenizer, "chat_template", None), str):
             ids = _flat(self._template(messages, tools, tokenize=True, **arguments))
             if not isinstance(text, str) or self.encode(text) != ids:
@@ -99,18 +104,18 @@ class Conversing:
     def marks(self) -> Marks:
         """Return the texts that the chat template writes around an answer, from short conversations that it renders."""
         question: list[Message] = [{"role": "user", "content": "q"}]
-        answered = [*question, {"role": "assistant", "content": _ANSWER}]
+        whole_chat = [*question, {"role": "assistant", "content": _ANSWER}]
         try:
-            first, asks = self._text(question, None), self._text(question, None, answer=True)
-            opened, closed, ends = self._text(answered, None).rpartition(_ANSWER)
-            later = self._text([*answered, *question], None, answer=True).partition(_ANSWER)[2]
+            chat, prompt = self._text(question, None), self._text(question, None, answer=True)
+            before, answer, after = self._text(whole_chat, None).rpartition(_ANSWER)
+            after_and_more = self._text([*whole_chat, *question], None, answer=True).partition(_ANSWER)[2]
         except WorkflowError:
             return Marks()
+        opens = before.removeprefix(prompt) if before.startswith(prompt) else ""
         return Marks(
-            asks=asks.removeprefix(first) if asks.startswith(first) else "",
-            opens=white if opened.startswith(asks) and (white := opened[len(asks) :]).isspace() else "",
-            closes=os.path.commonprefix([ends, later]) if closed else None,  # noqa: RUF071  # texts, not paths
-            ends=ends if closed else None,
+            asks=prompt.removeprefix(chat) if prompt.startswith(chat) else "", opens=opens if opens.isspace() else "",
+            closes=os.path.commonprefix([after, after_and_more]) if answer else None,  # noqa: RUF071  # texts, no paths
+            ends=after if answer else None,
         )
 
     def earlier_prompts(
@@ -140,7 +145,7 @@ class Conversing:
         """
         chat = plain_messages(messages)
         marked = self._template_mask(chat, tools)
-        tokens, mask, others = (*marked, []) if marked is not None else self._grown_mask(chat, tools)
+        tokens, mask, untrained = self._mask_by_turns(chat, tools) if marked is None else (*marked, [])
         if True not in mask and any(m.get("role") == "assistant" for m in chat):
             raise WorkflowError("the chat template gives the assistant's turns no tokens")
         first = max(mask.index(True), 1) if True in mask else 1
@@ -153,7 +158,7 @@ class Conversing:
         return Experience(
             tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=chat, tools=tools,
             prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
-            truncate_status=status, info={"untrained_turns": others} if others else {},
+            truncate_status=status, info={"untrained_turns": untrained} if untrained else {},
         )
 
     def sampled(
@@ -170,13 +175,15 @@ class Conversing:
         turns = [t for t in turn.chain() if learned is None or t in learned]
         mask = np.zeros(len(turn.tokens), dtype=bool)
         logprobs = np.zeros(len(turn.tokens), dtype=np.float32)
-        first, spans, adapters = turns[0].begin, list[list[int]](), list[list[Any]]()
+        first = turns[0].begin  # the prompt's length, from which offsets of the response count
+        spans, adapters = list[list[int]](), list[list[Any]]()
         for t in turns:
             mask[t.begin : len(t.tokens)] = True
             if t.logprobs is not None:
                 logprobs[t.begin : len(t.tokens)] = t.logprobs
+            offset = t.begin - first
             for name, all_spans in (("version_spans", spans), ("adapter_spans", adapters)):
-                all_spans += [[*of, a + t.begin - first, b + t.begin - first] for *of, a, b in t.info.get(name, ())]
+                all_spans += [[*labels, a + offset, b + offset] for *labels, a, b in t.info.get(name, ())]
         info: dict[str, Any] = {"version_spans": spans} if all(t.info.get("version_spans") for t in turns) else {}
         if adapters:
             info["adapter_spans"] = adapters
@@ -187,10 +194,11 @@ class Conversing:
         samplings = [t.info.get("sampling") for t in turns]
         if None not in samplings:
             info["sampling"] = samplings[-1]
-            if any(one != samplings[-1] for one in samplings):
+            if any(sampling != samplings[-1] for sampling in samplings):
                 info["turn_sampling"] = samplings
-        if messages is not None and (others := self._not_sampled(turn, messages, tools)):
-            info["untrained_turns"] = others
+        untrained = [] if messages is None else self._unsampled_messages(turn, messages, tools)
+        if untrained:
+            info["untrained_turns"] = untrained
         tokens = turn.tokens.tolist()
         return Experience(
             tokens=turn.tokens, prompt_length=first, action_mask=mask[first:], messages=messages, tools=tools,
@@ -198,7 +206,8 @@ class Conversing:
             logprobs=None if any(t.logprobs is None for t in turns) else logprobs[first:], info=info,
         )
 
-    def _not_sampled(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
+    def _unsampled_messages(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
+        """Return the indexes of the assistant's messages that are no answers of the sequence that ends with `turn`."""
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         chain = turn.chain()
         if len(chain) >= len(answers):
@@ -210,8 +219,9 @@ class Conversing:
             return answers[: len(answers) - len(chain)]
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
+        """Return tokens, and mask by the template's {% generation %} marks; None if it has no marks, or no use."""
         template = getattr(self.tokenizer, "chat_template", None)
-        if not isinstance(template, str) or not _MARKS.search(template):
+        if not isinstance(template, str) or not _GENERATION_MARK.search(template):
             return None
         try:
             rendered = self.tokenizer.apply_chat_template(
@@ -223,23 +233,24 @@ class Conversing:
             return None  # a slow tokenizer lacks the offsets that the mask needs
         return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
 
-    def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
+    def _mask_by_turns(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
         """Return tokens, mask, and indices of the assistant's messages that render differently in the conversation."""
         tokens = self._tokens(messages, tools)
         text = self._text(messages, tools)
-        mask, others, own = [False] * len(tokens), [], 0
+        mask = [False] * len(tokens)
+        answer_count, untrained = 0, []
         end_of_turn = getattr(self.tokenizer, "eos_token_id", None)
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            own += 1
+            answer_count += 1
             before, after = messages[:i], messages[: i + 1]
             closed = self._text(after, tools)
             opened = self._text(before, tools, answer=True) if before else self._opening(closed, message)
             # The generation prompt may hold text that the finished turn lacks ("<think>"): the turn begins after both.
-            begun = closed.startswith(opened) or (bool(before) and closed.startswith(self._text(before, tools)))
-            if not begun or not text.startswith(closed):
-                others.append(i)
+            begins = closed.startswith(opened) or (before and closed.startswith(self._text(before, tools)))
+            if not begins or not text.startswith(closed):
+                untrained.append(i)
                 continue
             # Compare tokens: two texts with a common start may differ in the token at its edge.
             opening = self._tokens(before, tools, answer=True) if before else self.encode(opened)
@@ -249,12 +260,12 @@ class Conversing:
                 # the template's text after the end of a turn (often a newline) was not generated
                 stop -= tokens[start:stop][::-1].index(end_of_turn)
             mask[start:stop] = [True] * (stop - start)
-        if others and len(others) == own:
+        if untrained and len(untrained) == answer_count:
             raise WorkflowError(
-                f"the chat template renders message {others[0]} differently inside the whole conversation: return an "
-                "experience for each turn (chat_async gives one) instead of one for all"
+                f"the chat template renders message {untrained[0]} differently inside the whole conversation: return "
+                "an experience for each turn (chat_async gives one) instead of one for all"
             )
-        return tokens, mask, others
+        return tokens, mask, untrained
 
     def _opening(self, text: str, first: Message) -> str:
         """Return the text before a first message by the assistant: templates render no empty conversation."""
@@ -269,6 +280,7 @@ class Conversing:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
 
     def _template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
+        """Return what the tokenizer's `apply_chat_template` does. Raises WorkflowError if that fails."""
         if tools is not None:
             arguments["tools"] = tools
         try:
@@ -280,13 +292,15 @@ class Conversing:
 
 
 def _template_arguments(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` for a prompt. A last message by the assistant is continued."""
     if not messages:
         raise WorkflowError("a chat needs at least one message")
-    last = messages[-1].get("role") == "assistant"
-    return {"continue_final_message" if last else "add_generation_prompt": True, **(template or {})}
+    ends_with_assistant = messages[-1].get("role") == "assistant"
+    return {"continue_final_message" if ends_with_assistant else "add_generation_prompt": True, **(template or {})}
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
+    """Return the number of ids with which both lists begin."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

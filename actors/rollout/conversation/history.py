@@ -35,9 +35,9 @@ class Usage:
     forks: int = 0
     """Prompts that began a new sequence, since the template renders earlier answers differently."""
 
-    def saw(self, *versions: int) -> None:
-        earlier = [v for v in (self.min_version, self.max_version) if v is not None]
-        self.min_version, self.max_version = min([*earlier, *versions]), max([*earlier, *versions])
+    def add_versions(self, *versions: int) -> None:
+        all_versions = [*(v for v in (self.min_version, self.max_version) if v is not None), *versions]
+        self.min_version, self.max_version = min(all_versions), max(all_versions)
 
 
 class Remembering(Conversing):
@@ -46,16 +46,21 @@ class Remembering(Conversing):
     def __init__(self) -> None:
         self.usage = Usage()
         self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
-        self._numbers = 0
+        self._request_count = 0
         self._tools: list[Any] = []
+        """The values of `tools` of this run's chats, without repetitions, the last used one last."""
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
+        """The answers to each request, by its number, until they are extracted."""
 
-    def numbered(self) -> int:
-        self._numbers += 1
-        return self._numbers - 1
+    def next_number(self) -> int:
+        self._request_count += 1
+        return self._request_count - 1
 
-    def exact_prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
-        ids = self.turns.prompt(rendered, earlier)
+    def exact_prompt(
+        self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None
+    ) -> list[int] | None:
+        """Return the ids of a chat's prompt if it continues an answer of this run; see `Turns.prompt`."""
+        ids = self.turns.prompt(rendered, earlier_prompts)
         self.usage.forks = self.turns.forks
         return ids
 
@@ -63,25 +68,27 @@ class Remembering(Conversing):
         self, number: int, answers: Sequence[tuple[Completion, Experience]], rendered: str | None = None
     ) -> list[Experience]:
         """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
-        before: dict[int, Turn | None] = {}
+        previous_turns: dict[int, Turn | None] = {}  # by `id` of the prompt, which answers to one request share
         for completion, _ in answers:
             prompt = completion.prompt_token_ids
-            if id(prompt) not in before:  # answers to one request share their prompt
-                before[id(prompt)] = self.turns.before(prompt)
+            if id(prompt) not in previous_turns:
+                previous_turns[id(prompt)] = self.turns.turn_before(prompt)
         self._history[number] = [
-            (experience, self.turns.answered(
+            (experience, self.turns.record(
                 rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
-                dict(experience.info), before[id(completion.prompt_token_ids)], completion.finish_reason == "length",
+                dict(experience.info), previous_turns[id(completion.prompt_token_ids)],
+                is_cut=completion.finish_reason == "length",
             ))
             for completion, experience in answers
         ]
         if rendered is not None and answers:
             tools = answers[0][1].tools
             self._tools = [*(other for other in self._tools if other != tools), tools]
-        self.usage.continued += any(turn is not None for turn in before.values())
+        self.usage.continued += any(turn is not None for turn in previous_turns.values())
         return [experience for _, experience in answers]
 
-    def given_out(self, clear: bool, per_request: bool) -> list[Experience]:
+    def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
+        """Return the answers so far as experiences; see `Model.extract_experience_from_history`."""
         groups = sorted(self._history.items())
         for number, group in groups:
             for experience, _ in group:
@@ -92,14 +99,15 @@ class Remembering(Conversing):
         if per_request:
             return [experience for experience, _ in answers]
         turns = {turn for _, turn in answers}
-        followed = {turn.before for turn in turns if turn.before in turns}
-        inner = followed - {turn for experience, turn in answers if experience.reward is not None}
-        experiences, free = [], set(inner)
+        followed_turns = {turn.previous for turn in turns if turn.previous in turns}
+        # Turns whose answers are trained on with a later one; an answer with its own reward stays separate.
+        inner_turns = followed_turns - {turn for experience, turn in answers if experience.reward is not None}
+        experiences, unlearned_turns = [], set(inner_turns)
         for experience, turn in answers:
-            if turn in inner:
+            if turn in inner_turns:
                 continue
-            learned = {turn, *free.intersection(turn.chain())}
-            free -= learned
+            learned = {turn, *unlearned_turns.intersection(turn.chain())}
+            unlearned_turns -= learned
             experiences.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
         return experiences
 
@@ -111,25 +119,25 @@ class Remembering(Conversing):
         sequences share is masked in the second, and a sequence without further answers is dropped. Ids after the last
         answer are cut off.
         """
-        experiences, used = list[Experience](), set[Turn]()
+        experiences, learned_turns = list[Experience](), set[Turn]()
         for tokens, answers, messages in sequences:
             if not answers:
                 continue
-            first, last = answers[-1]
-            turn = self.turns.ending(tokens[:last], first)
-            chain = {(t.begin, len(t.tokens)): t for t in turn.chain()} if turn else {}
-            for first, last in answers:
-                if (first, last) not in chain:
+            begin, end = answers[-1]
+            turn = self.turns.turn_of(tokens[:end], begin)
+            turn_at = {(t.begin, len(t.tokens)): t for t in turn.chain()} if turn else {}
+            for begin, end in answers:
+                if (begin, end) not in turn_at:
                     raise WorkflowError(
-                        f"a sequence of {len(tokens)} ids has {first} to {last - 1} as an answer, which this run did "
+                        f"a sequence of {len(tokens)} ids has {begin} to {end - 1} as an answer, which this run did "
                         "not sample there: sample all answers to train on through this run's endpoint"
                     )
-            learned = [chain[answer] for answer in answers if chain[answer] not in used]
+            learned = [turn_at[answer] for answer in answers if turn_at[answer] not in learned_turns]
             if turn is not None and learned:
-                used.update(learned)
+                learned_turns.update(learned)
                 experience = self.sampled(turn, None, None, learned)
                 experience.messages = list(messages)
-                experience.truncate_status = "response_truncated" if turn.cut else None
+                experience.truncate_status = "response_truncated" if turn.is_cut else None
                 experiences.append(experience)
         return experiences
 
@@ -138,6 +146,7 @@ class Remembering(Conversing):
         self.turns.clear()
 
     def _joined(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
+        """Return the experience of the sequence up to `turn`, with all else from `last`, that of the turn alone."""
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics
         joined.truncate_status = last.truncate_status
@@ -156,19 +165,22 @@ class Remembering(Conversing):
         return None
 
     def _answered_in(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True if a text or a prompt of an answer of this run is in a conversation, though perhaps changed."""
         prompts = {turn.rendered for turn in self.turns} - {None}
         texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
+        for message in messages:
+            content = message.get("content")
+            if message.get("role") == "assistant" and isinstance(content, str) and content.strip() in texts:
+                return True
         candidates = self._tools if tools is None else [tools]
-        return any(
-            m.get("role") == "assistant" and isinstance(m.get("content"), str) and m["content"].strip() in texts
-            for m in messages
-        ) or (bool(prompts) and any(text in prompts for t in candidates for text in self.earlier_prompts(messages, t)))
+        return bool(prompts) and any(p in prompts for t in candidates for p in self.earlier_prompts(messages, t))
 
     def _last_turn(self, messages: Sequence[Message], tools: Any) -> Turn | None:
+        """Return the turn of a conversation's last answer; None if this run did not sample the answer."""
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None
-        return self.turns.conversation(
+        return self.turns.last_turn(
             self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, answer=True),
             partial(fit, messages[last]),
         )

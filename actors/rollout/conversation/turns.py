@@ -34,6 +34,7 @@ class Marks:
     """Texts that a chat template writes around an answer."""
 
     asks: str = ""
+    """Text with which a prompt asks for an answer."""
     opens: str = ""
     """White space before a finished answer."""
     closes: str | None = None
@@ -55,21 +56,23 @@ class Turn:
     logprobs: Numbers | None
     info: Mapping[str, Any]
     """From its experience: `version_spans`, `adapter_spans` and `splices` over the answer's tokens, `sampling`."""
-    before: Turn | None
+    previous: Turn | None
     """The turn whose tokens the prompt begins with."""
-    cut: bool = False
+    is_cut: bool = False
     """The answer was cut off, by its maximum length or for lack of room."""
-    followed: bool = False
-    given: bool = False
+    is_followed: bool = False
+    """Another turn continues it."""
+    has_experience: bool = False
     """An experience was made of a conversation that ends with it."""
-    decoded: tuple[str, str] | None = None
+    decoded_texts: tuple[str, str] | None = None
     """Text of the answer's tokens with special tokens, and of all but the last token; set on first use."""
 
     def chain(self) -> list[Turn]:
-        turns, turn = [self], self.before
+        """Return the turns of the sequence that ends with this one, oldest first."""
+        turns, turn = [self], self.previous
         while turn is not None:
             turns.append(turn)
-            turn = turn.before
+            turn = turn.previous
         return turns[::-1]
 
 
@@ -83,22 +86,22 @@ class Turns:
     def __init__(
         self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str], marks: Callable[[], Marks]
     ) -> None:
-        self.encode, self.decode, self._probe = encode, decode, marks
+        self.encode, self.decode, self._read_marks = encode, decode, marks
         self._marks: Marks | None = None
         self._turns: list[Turn] = []
         self._by_length: dict[int, dict[int, list[Turn]]] = {}
         """Turns by number of tokens, and by their hash: thousands of turns have few lengths."""
-        self._forked: set[str] = set()
+        self._forked_prompts: set[str] = set()
 
     @property
     def marks(self) -> Marks:
-        self._marks = self._probe() if self._marks is None else self._marks
+        self._marks = self._read_marks() if self._marks is None else self._marks
         return self._marks
 
     @property
     def forks(self) -> int:
         """Number of prompts after an answer that the template rendered differently, or the client changed."""
-        return len(self._forked)
+        return len(self._forked_prompts)
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -109,93 +112,95 @@ class Turns:
     def clear(self) -> None:
         self._turns, self._by_length = [], {}
 
-    def prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
+    def prompt(self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
         """Return the ids of a chat's prompt if it continues a turn; None if it is a first one or a fork.
 
-        `rendered` is the prompt's text. `earlier`, if known, returns the prompts before each answer in its messages,
-        newest first, and so tells a fork from another conversation. Without it, a prompt is a fork if it begins like an
-        earlier one and opens a further answer.
+        `rendered` is the prompt's text. `earlier_prompts`, if known, returns the prompts before each answer in its
+        messages, newest first, and so tells a fork from another conversation. Without it, a prompt is a fork if it
+        begins like an earlier one and opens a further answer.
         """
         if not self._turns:
             return None
         continued = self._continued(rendered)
-        if self._forks(rendered, continued, earlier):
-            self._forked.add(rendered)
+        if self._is_fork(rendered, continued, earlier_prompts):
+            self._forked_prompts.add(rendered)
         if continued is None:
             return None
         turn, tail = continued
         return [*turn.tokens.tolist(), *self._tail_ids(turn, tail)]
 
-    def before(self, prompt: Sequence[int]) -> Turn | None:
+    def turn_before(self, prompt: Sequence[int]) -> Turn | None:
         """Return the longest turn whose exact tokens begin a prompt; of equal ones the last that none follows."""
         ids = np.asarray(prompt, dtype=np.int32)
         for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):
             turns = self._by_length[length].get(_hash(ids[:length]), ())
-            if same := [t for t in turns if np.array_equal(t.tokens, ids[:length])]:
-                return next((t for t in reversed(same) if not t.followed), same[-1])
+            equal = [t for t in turns if np.array_equal(t.tokens, ids[:length])]  # another turn may have the same hash
+            if equal:
+                return next((t for t in reversed(equal) if not t.is_followed), equal[-1])
         return None
 
-    def ending(self, tokens: Sequence[int], begin: int) -> Turn | None:
+    def turn_of(self, tokens: Sequence[int], begin: int) -> Turn | None:
         """Return the turn with exactly these tokens, sampled from `begin` on; None if there is none."""
         ids = np.asarray(tokens, dtype=np.int32)
         turns = self._by_length.get(len(ids), {}).get(_hash(ids), ())
         return next((t for t in reversed(turns) if t.begin == begin and np.array_equal(t.tokens, ids)), None)
 
-    def answered(
+    def record(
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
-        info: Mapping[str, Any] | None = None, before: Turn | None = None, cut: bool = False,
+        info: Mapping[str, Any] | None = None, previous: Turn | None = None, is_cut: bool = False,
     ) -> Turn:
-        """Record an answer and return its turn. `before` is what `before()` returned for `prompt`."""
+        """Record an answer and return its turn. `previous` is what `turn_before` returned for `prompt`."""
         ids = np.array([*prompt, *sampled], dtype=np.int32)
-        if before is not None:
-            before.followed = True
+        if previous is not None:
+            previous.is_followed = True
         turn = Turn(
             rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, info=info or {},
-            before=before, cut=cut,
+            previous=previous, is_cut=is_cut,
         )
         self._turns.append(turn)
         self._by_length.setdefault(len(ids), {}).setdefault(_hash(ids), []).append(turn)
         return turn
 
-    def conversation(self, rendered: str, prompt: str, fits: Callable[[Collection[str]], Fit]) -> Turn | None:
+    def last_turn(self, rendered: str, prompt: str, fit_of: Callable[[Collection[str]], Fit]) -> Turn | None:
         """Return the turn of a conversation's last answer, preferring one without an experience among equal texts.
 
         None if the answer was not sampled here, or the client may have shortened several answers to it.
 
-        `rendered` is the conversation up to that answer, `prompt` the prompt before it; `fits` returns how well the
+        `rendered` is the conversation up to that answer, `prompt` the prompt before it; `fit_of` returns how well the
         answer fits a turn with these texts (without and with special tokens).
         """
-        candidates = [(fits(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
+        candidates = [(fit_of(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
         best = max((fit for fit, _ in candidates), default=Fit.NONE)
         if best is Fit.NONE:
             continued = self._continued(rendered)
             return continued[0] if continued is not None and continued[1] == self.marks.ends else None
-        same = [turn for fit, turn in candidates if fit is best]
-        if best is Fit.PART and len({turn.text.strip() for turn in same}) > 1:
+        turns = [turn for fit, turn in candidates if fit is best]
+        if best is Fit.PART and len({turn.text.strip() for turn in turns}) > 1:
             return None
-        return next((turn for turn in same if not turn.given), same[-1])
+        return next((turn for turn in turns if not turn.has_experience), turns[-1])
 
     def end_of(self, turn: Turn) -> str:
         """Return the text of the token that ended an answer, which its own text lacks; empty if it was cut off."""
-        whole, before = self._decoded(turn)
-        last = whole.removeprefix(before) if whole.startswith(before) else "\ufffd"
+        whole, without_last = self._decoded_texts(turn)
+        last = whole.removeprefix(without_last) if whole.startswith(without_last) else "\ufffd"
         # A part of a character ends no answer, though an engine may have held it back.
         return "" if "\ufffd" in last or turn.text.endswith(last) else last
 
-    def _decoded(self, turn: Turn) -> tuple[str, str]:
-        if turn.decoded is None:
+    def _decoded_texts(self, turn: Turn) -> tuple[str, str]:
+        """Return the text of an answer's tokens with special tokens, and that of all but its last token."""
+        if turn.decoded_texts is None:
             sampled = turn.tokens[turn.begin :].tolist()
-            turn.decoded = self.decode(sampled), self.decode(sampled[:-1])
-        return turn.decoded
+            turn.decoded_texts = self.decode(sampled), self.decode(sampled[:-1])
+        return turn.decoded_texts
 
     # --- continuations of a turn --------------------------------------------------------------------------------------
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
         """Return the turn that a text continues the farthest, and the text after its answer."""
-        fits = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
-        for length, equal in itertools.groupby(sorted(fits, key=_length, reverse=True), key=_length):
-            turns, rest = list(equal), rendered[length:]
+        candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
+        for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
+            turns, text_after_prompt = list(group), rendered[length:]
             for tail_of in (self._tail, self._loose_tail):
-                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, rest)) is not None]
+                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, text_after_prompt)) is not None]
                 if tails:
                     return max(tails, key=lambda pair: _rank(*pair))
         return None
@@ -207,90 +212,102 @@ class Turns:
         """
         if rest == "":
             return None  # the same prompt again
-        last = self.end_of(turn)
+        end = self.end_of(turn)
         for text in self._texts(turn):
             core = text.strip()
-            lead, trail = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] if core else ""
-            for opening in dict.fromkeys((lead, "", self.marks.opens)):
+            leading_white = text[: len(text) - len(text.lstrip())]
+            trailing_white = text[len(text.rstrip()) :] if core else ""
+            for opening in dict.fromkeys((leading_white, "", self.marks.opens)):
                 if not rest.startswith(opening + core):
                     continue
-                after = rest[len(opening) + len(core) :]
-                for tail in dict.fromkeys((after.removeprefix(trail), after)):
-                    if self._ends_there(tail, last):
+                tail_with_white = rest[len(opening) + len(core) :]
+                for tail in dict.fromkeys((tail_with_white.removeprefix(trailing_white), tail_with_white)):
+                    if self._begins_after_answer(tail, end):
                         return tail
         return None
 
     def _loose_tail(self, turn: Turn, rest: str) -> str | None:
-        """Return the same as `_tail`, but ignore white space and blank reasoning beside the answer's marks.
+        """Return what `_tail` returns, but ignore white space and blank reasoning beside the answer's marks.
 
         Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning; templates write
         their own white space between the parts of an answer.
         """
-        last = self.end_of(turn)
+        end = self.end_of(turn)
         for text in self._texts(turn) if rest else ():
-            at = _end_of_answer(text, rest)
-            if at is not None:
-                for tail in (rest[at:], rest[_past_blank(rest, at) :]):
-                    if self._ends_there(tail, last):
+            position = _end_of_answer(text, rest)
+            if position is not None:
+                for tail in (rest[position:], rest[_past_blank(rest, position) :]):
+                    if self._begins_after_answer(tail, end):
                         return tail
         return None
 
     def _texts(self, turn: Turn) -> Collection[str]:
         """Return the texts that a client may send back: the one it got, and one with special tokens but for the end."""
-        whole = self._decoded(turn)[0].removesuffix(self.end_of(turn))
+        whole = self._decoded_texts(turn)[0].removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole)).keys()
 
-    def _ends_there(self, tail: str, last: str) -> bool:
+    def _begins_after_answer(self, tail: str, end: str) -> bool:
+        """Return True if this text can follow a whole answer: it begins with the turn's `end`, or the template's."""
+        if tail == "":
+            return end == ""
         closes = self.marks.closes
-        return (
-            (tail == "" and not last) or (last != "" and tail.startswith(last))
-            or (tail != "" and closes is not None and tail.startswith(closes))
-        )
+        return (end != "" and tail.startswith(end)) or (closes is not None and tail.startswith(closes))
 
     def _tail_ids(self, turn: Turn, tail: str) -> list[int]:
         """Return the ids of the text after an answer, without an end of turn that was sampled already."""
-        ids, last = self.encode(tail), int(turn.tokens[-1])
-        if self.end_of(turn) and last in ids:
-            until = ids.index(last) + 1
-            before = self.decode(ids[: until - 1])  # a template's mark before a sampled stop text must stay
-            if before.strip() == "" and (until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until]))):
-                return ids[until:]
+        ids, end_id = self.encode(tail), int(turn.tokens[-1])
+        if self.end_of(turn) and end_id in ids:
+            count = ids.index(end_id) + 1
+            text_before = self.decode(ids[: count - 1])  # a template's mark before a sampled stop text must stay
+            closes = self.marks.closes or ""
+            if text_before.strip() == "" and (count == 1 or closes.startswith(self.decode(ids[:count]))):
+                return ids[count:]
         return ids
 
-    def _forks(
-        self, rendered: str, continued: tuple[Turn, str] | None, earlier: Callable[[], Iterable[str]] | None
+    def _is_fork(
+        self, rendered: str, continued: tuple[Turn, str] | None, earlier_prompts: Callable[[], Iterable[str]] | None
     ) -> bool:
-        """Return True if a prompt does not continue the newest answer in its conversation."""
-        since = "" if continued is None else continued[0].rendered or ""
+        """Return True if a prompt does not continue the newest answer in its conversation.
+
+        `continued`: the turn that it continues, and the text after its answer; `earlier_prompts` as in `prompt`.
+        """
+        continued_prompt = "" if continued is None else continued[0].rendered or ""
         prompts = {t.rendered for t in self._turns if t.rendered is not None}
-        if max(map(len, prompts), default=0) <= len(since):
+        if max(map(len, prompts), default=0) <= len(continued_prompt):
             return False
-        if earlier is not None:
-            newest = next((text for text in earlier() if text in prompts), None)
-            if newest is not None:  # else only the engine's own server can render these messages
-                return newest != since
+        if earlier_prompts is not None:
+            newest_prompt = next((text for text in earlier_prompts() if text in prompts), None)
+            if newest_prompt is not None:  # else only the engine's own server can render these messages
+                return newest_prompt != continued_prompt
         asks = self.marks.asks
-        heads = ((text, text.rfind(asks)) for text in prompts if len(text) > len(since))
-        return any(
-            rendered.startswith(text[:at] if at >= 0 else text) and rendered.rfind(asks) > at for text, at in heads
-        )
+        for prompt in prompts:
+            position = prompt.rfind(asks)
+            head = prompt[:position] if position >= 0 else prompt  # `rendered` may have another text after it
+            opens_further_answer = rendered.startswith(head) and rendered.rfind(asks) > position
+            if len(prompt) > len(continued_prompt) and opens_further_answer:
+                return True
+        return False
 
 
-def _past_blank(text: str, at: int) -> int:
-    match = _BLANK.match(text, at)
-    return match.end() if match else at
+def _past_blank(text: str, position: int) -> int:
+    """Return the position after the white space and blank reasoning that stand at `position`."""
+    match = _BLANK.match(text, position)
+    return match.end() if match else position
 
 
 def _end_of_answer(answer: str, rest: str) -> int | None:
-    """Return the end of an answer that `rest` begins with, up to white space beside marks; None if it does not."""
-    at = 0
-    for part in _MARK.split(_NO_REASONING.sub("", answer)):
-        if part := part.strip():
-            at = _past_blank(rest, at)
-            if not rest.startswith(part, at):
+    """Return the position after an answer that `rest` begins with; None if it begins with another text.
+
+    White space and blank reasoning beside marks may differ.
+    """
+    position = 0
+    for part in map(str.strip, _MARK.split(_NO_REASONING.sub("", answer))):
+        if part:
+            position = _past_blank(rest, position)
+            if not rest.startswith(part, position):
                 return None
-            at += len(part)
-    return at
+            position += len(part)
+    return position
 
 
 def _length(turn: Turn) -> int:
@@ -299,7 +316,7 @@ def _length(turn: Turn) -> int:
 
 def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
     """Rank turns by how far a text continues them, then by whether none follows."""
-    return -len(tail), not turn.followed
+    return -len(tail), not turn.is_followed
 
 
 def _hash(ids: Ids) -> int:

@@ -39,24 +39,28 @@ _ENTROPY_BITS = 128
 
 
 class _Template:
+    """This process as a template; `end` is its end of the socket to the runner."""
+
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.children: dict[int, int] = {}
+        """The runner's number of each child, by pid."""
         self.generators: list[Any] = []
+        """Generators of numpy to reseed in each worker."""
 
     def serve(self) -> None:
         """Execute orders until the runner is gone; a forked child executes its own first."""
-        woken, wake = socket.socketpair()
-        woken.setblocking(False)
-        wake.setblocking(False)
+        wakeup_reader, wakeup_writer = socket.socketpair()  # readable after a signal, such as the end of a child
+        wakeup_reader.setblocking(False)
+        wakeup_writer.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        own = [self.end, woken, wake]
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
+        own_sockets = [self.end, wakeup_reader, wakeup_writer]
         while True:
-            readable, _, _ = select.select([self.end, woken], [], [])
-            if woken in readable:
+            readable, _, _ = select.select([self.end, wakeup_reader], [], [])
+            if wakeup_reader in readable:
                 with contextlib.suppress(BlockingIOError):
-                    while woken.recv(4096):
+                    while wakeup_reader.recv(4096):
                         pass
                 self.reap()
             if self.end not in readable:
@@ -67,7 +71,7 @@ class _Template:
             if not data:
                 os._exit(1)
             order, number, *arguments = pickle.loads(data)
-            if not self.fork(number, own):
+            if not self.fork(number, own_sockets):  # in the child
                 self.end = socket.socket(fileno=fds[0])
                 self.children = {}
                 self.obey(order, *arguments)
@@ -76,7 +80,8 @@ class _Template:
             for fd in fds:
                 os.close(fd)
 
-    def fork(self, number: int, own: list[socket.socket]) -> bool:
+    def fork(self, number: int, own_sockets: list[socket.socket]) -> bool:
+        """Fork a child and report it by this number; returns False in the child, which closes these sockets."""
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -89,12 +94,13 @@ class _Template:
             return True
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in own:
-            end.close()
+        for own_socket in own_sockets:
+            own_socket.close()
         end_with_parent(parent)
         return False
 
     def reap(self) -> None:
+        """Report the children that have ended."""
         while self.children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -104,6 +110,7 @@ class _Template:
                 self.tell("ended", number, os.waitstatus_to_exitcode(status))
 
     def tell(self, *message: Any) -> None:
+        """Send a message to the runner; exit if the runner is gone."""
         try:
             self.end.sendall(note(*message))
         except OSError:
@@ -112,12 +119,12 @@ class _Template:
     def obey(self, order: str, *arguments: Any) -> None:
         """Work as a worker or a grader and exit, or import a module and return. Runs in a child."""
         if order == "work":
-            _name("worker")
+            _name_process("worker")
             self.reseed()
             worker_main.play(self.end)
             os._exit(1)
         if order == "grade":
-            _name("grader")
+            _name_process("grader")
             self.reseed()
             grader_main.answer(self.end)
             os._exit(1)
@@ -129,15 +136,15 @@ class _Template:
 
     def learn(self, workflow: str) -> None:
         """Import a workflow's module, and report whether workers may be forked afterwards."""
-        before = _open_files()
+        files_before = _open_files()
         try:
             resolve(workflow, {}, "workflow")
         except UnknownWorkflow as e:
             self.tell("refused", str(e))
             os._exit(0)
-        why = _unsafe(before)
-        if why:
-            self.tell("unsafe", why)
+        defect = _fork_defect(files_before)
+        if defect:
+            self.tell("unsafe", defect)
             os._exit(0)
         self.generators = _unseeded_generators()
         gc.collect()
@@ -156,6 +163,7 @@ class _Template:
 
 
 def _open_files() -> set[str]:
+    """Return descriptor and target of each file that this process has open."""
     files = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own descriptor, now closed
@@ -163,16 +171,16 @@ def _open_files() -> set[str]:
     return files
 
 
-def _unsafe(before: set[str]) -> str:
-    """Return why this process can't be forked; empty if it can."""
+def _fork_defect(files_before: set[str]) -> str:
+    """Return in words what the last imported module started or left open, which no fork survives; empty: nothing."""
     pid = os.fork()  # ends thread pools that handle forks themselves, such as numpy's
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task")) - 1
-    if threads:
-        return f"started {threads} thread{'s' * (threads > 1)} when it was imported"
-    opened = sorted(file.partition(" ")[2] for file in _open_files() - before)
+    thread_count = len(os.listdir("/proc/self/task")) - 1  # without this one
+    if thread_count:
+        return f"started {thread_count} thread{'s' * (thread_count > 1)} when it was imported"
+    opened = sorted(file.partition(" ")[2] for file in _open_files() - files_before)
     return f"left {', '.join(opened)} open when it was imported" if opened else ""
 
 
@@ -191,22 +199,22 @@ def _unseeded_generators() -> list[Any]:
     return list(generators.values())
 
 
-def _name(name: str) -> None:
+def _name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def main() -> None:
     """Work as the first template of a runner. Arguments: socket's fd, runner's pid, log file."""
-    _, fd, parent, log_file = sys.argv
+    _, fd, runner_pid, log_file = sys.argv
     del sys.argv[1:]
-    end_with_parent(int(parent))
-    _name("worker-template")
+    end_with_parent(int(runner_pid))
+    _name_process("worker-template")
     worker_main.refuse_group_signals()  # also by modules that are imported here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
     faulthandler.enable()
     if log_file:
-        form = "%(asctime)s %(levelname)s %(name)s %(message)s"
-        logging.basicConfig(filename=log_file, format=form, level=logging.WARNING)
+        line_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        logging.basicConfig(filename=log_file, format=line_format, level=logging.WARNING)
     os.set_inheritable(int(fd), False)
     template = _Template(socket.socket(fileno=int(fd)))
     gc.collect()

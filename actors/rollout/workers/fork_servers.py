@@ -29,50 +29,56 @@ _log = logging.getLogger(__name__)
 
 
 class Child:
+    """A process that a template forks for the runner: a worker, a grader or another template."""
+
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
-        self.gone: asyncio.Future[int | None] = loop.create_future()
+        self.exit_status: asyncio.Future[int | None] = loop.create_future()
         """Its exit status once it has ended; None if it ended because its template did."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
         """Its process id until it has ended, so that it can't be another process's."""
-        if self.gone.done() or not self.forked.done() or self.forked.exception() is not None:
+        if self.exit_status.done() or not self.forked.done() or self.forked.exception() is not None:
             return None
         return self.forked.result()
 
-    def over(self, status: int | None, why: str) -> None:
+    def note_end(self, status: int | None, why: str) -> None:
+        """Note that it ended with this exit status, or (with the reason `why`) was not started."""
         if not self.forked.done():
             self.forked.set_exception(StartupError(f"a worker process could not be started: {why}"))
-        if not self.gone.done():
-            self.gone.set_result(status)
+        if not self.exit_status.done():
+            self.exit_status.set_result(status)
 
 
 class _Template:
+    """The runner's side of one template process, with this end of the socket to it."""
+
     def __init__(self, end: socket.socket, process: Child | subprocess.Popen[bytes]) -> None:
         self.end, self.process = end, process
         self.children: dict[int, Child] = {}
-        self.number = 0
-        self.turn = asyncio.Lock()
-        self.answer: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        """Its first message: `ready`, `unsafe` or `refused`, and why; `ended` if it ended before."""
-        self.alive = True
+        self.last_number = 0
+        self.fork_lock = asyncio.Lock()
+        self.first_message: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        """`ready`, `unsafe` or `refused`, and why; `ended` if it ended before it sent one of these."""
+        self.is_alive = True
         end.setblocking(False)
         asyncio.get_running_loop().add_reader(end, self._read)
 
-    async def fork(self, child: Child, theirs: socket.socket, order: str, *arguments: Any) -> None:
-        async with self.turn:
-            if not self.alive:
+    async def fork(self, child: Child, child_end: socket.socket, order: str, *arguments: Any) -> None:
+        """Have the process fork a child with this end of a socket, which executes the order. Raises StartupError."""
+        async with self.fork_lock:
+            if not self.is_alive:
                 raise StartupError("a worker process could not be started: its template process ended")
-            self.number += 1
-            self.children[self.number] = child
+            self.last_number += 1
+            self.children[self.last_number] = child
             try:
-                socket.send_fds(self.end, [note(order, self.number, *arguments)], [theirs.fileno()])
+                socket.send_fds(self.end, [note(order, self.last_number, *arguments)], [child_end.fileno()])
             except OSError as e:
-                self.lost()
+                self.disconnect()
                 raise StartupError(f"a worker process could not be started: {e}") from e
             done, _ = await asyncio.wait({child.forked}, timeout=FORK_SECONDS)
             if not done:
@@ -83,7 +89,8 @@ class _Template:
             child.forked.result()
 
     def close(self) -> None:
-        self.lost()
+        """Kill the process, and with it those that it forked."""
+        self.disconnect()
         if isinstance(self.process, Child):
             if (pid := self.process.pid) is not None:
                 with contextlib.suppress(ProcessLookupError):  # its end was not reported yet
@@ -92,6 +99,7 @@ class _Template:
             self.process.kill()
 
     def _read(self) -> None:
+        """Take one message of the process, called when its socket is readable."""
         try:
             data = self.end.recv(MOST)
         except BlockingIOError:
@@ -99,31 +107,32 @@ class _Template:
         except OSError:
             data = b""
         if not data:
-            self.lost()
+            self.disconnect()
             return
         kind, *rest = pickle.loads(data)
         if kind in ("forked", "failed", "ended"):
-            number, value = rest
+            number, value = rest  # value: pid, reason or exit status
             child = self.children[number]
             if kind == "forked":
                 child.forked.set_result(value)
             else:
                 del self.children[number]
-                child.over(value if kind == "ended" else None, str(value))
-        elif not self.answer.done():
-            self.answer.set_result((kind, *rest, "")[:2])
+                child.note_end(value if kind == "ended" else None, str(value))
+        elif not self.first_message.done():
+            self.first_message.set_result((kind, *rest, "")[:2])  # `ready` comes without a reason
 
-    def lost(self) -> None:
-        if not self.alive:
+    def disconnect(self) -> None:
+        """Close the socket, after which the process ends, and note the end of its children with it."""
+        if not self.is_alive:
             return
-        self.alive = False
+        self.is_alive = False
         asyncio.get_running_loop().remove_reader(self.end)
         self.end.close()
         for child in self.children.values():
-            child.over(None, "its template process ended")
+            child.note_end(None, "its template process ended")
         self.children.clear()
-        if not self.answer.done():
-            self.answer.set_result(("ended", ""))
+        if not self.first_message.done():
+            self.first_message.set_result(("ended", ""))
 
 
 class Templates:
@@ -131,7 +140,7 @@ class Templates:
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # of the first template
         self._templates: dict[str, asyncio.Task[_Template | None]] = {}
         """Template by module; None: each worker imports it itself. The first one, without workflows, is under ""."""
         self._newest: _Template | None = None
@@ -144,10 +153,10 @@ class Templates:
         """
         return await self._template(workflow) is not None
 
-    async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
+    async def fork(self, workflow: str, child: Child, child_end: socket.socket, order: str = "work") -> bool:
         """Fork a worker (or by `grade` a grader); return False if it must import the module. Raises like `prepare`."""
         template = await self._template(workflow)
-        await (template or await self._base()).fork(child, theirs, order)
+        await (template or await self._base()).fork(child, child_end, order)
         return template is not None
 
     def forget(self, workflow: str) -> None:
@@ -159,13 +168,14 @@ class Templates:
             template.close()
 
     async def close(self) -> None:
+        """End all template processes, and with them the processes that they forked."""
         for task in self._templates.values():
             task.cancel()
-        made = [t.result() for t in self._templates.values() if t.done() and _serves(t)]
-        for template in reversed(made):  # children before their parents
+        templates = [t.result() for t in self._templates.values() if t.done() and _is_usable(t)]
+        for template in reversed(templates):  # children before their parents
             if template is not None and isinstance(template.process, Child):
                 template.close()
-                await asyncio.wait({template.process.gone}, timeout=EXIT_SECONDS)
+                await asyncio.wait({template.process.exit_status}, timeout=EXIT_SECONDS)
         process = self._process
         if process is None:
             return
@@ -177,28 +187,29 @@ class Templates:
         return await self._cached(_module(workflow), lambda: self._fork_template(workflow))
 
     async def _base(self) -> _Template:
+        """Return the first template, which has imported no workflow."""
         template = await self._cached("", self._start_base)
         assert template is not None
         return template
 
-    async def _cached(
-        self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
-    ) -> _Template | None:
+    async def _cached(self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]) -> _Template | None:
+        """Return a module's template, made by `make` unless there is one that lives."""
         task = self._templates.get(module)
-        if task is None or (task.done() and not _serves(task)):
+        if task is None or (task.done() and not _is_usable(task)):
             task = self._templates[module] = asyncio.create_task(make())
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
         return await asyncio.shield(task)
 
     async def _fork_template(self, workflow: str) -> _Template | None:
-        parent = self._newest if self._newest is not None and self._newest.alive else await self._base()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Return a new template that has imported the workflow's module; None if it can't be forked after that."""
+        parent = self._newest if self._newest is not None and self._newest.is_alive else await self._base()
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = Child()
-        template = _Template(ours, child)
+        template = _Template(own_end, child)
         try:
-            with theirs:
-                await parent.fork(child, theirs, "learn", workflow)
-            state, why = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+            with child_end:
+                await parent.fork(child, child_end, "learn", workflow)
+            state, why = await asyncio.wait_for(asyncio.shield(template.first_message), START_SECONDS)
             if state == "ready":
                 self._newest = template
                 return template
@@ -210,7 +221,7 @@ class Templates:
             if state == "refused":
                 raise UnknownWorkflow(why)
             with contextlib.suppress(TimeoutError):
-                status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
+                status = await asyncio.wait_for(asyncio.shield(child.exit_status), EXIT_SECONDS)
                 if status is not None:
                     raise WorkflowError(f"{workflow} can't be imported: that {describe_exit(status)}")
             raise StartupError(f"{workflow} was not imported: the process that imported it is gone")
@@ -224,25 +235,25 @@ class Templates:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = "trinity_es.actors.rollout.workers.fork_server_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
+        arguments = [str(child_end.fileno()), str(os.getpid()), self.log_file]
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:
             # Not in a pool's thread: PDEATHSIG is sent when the thread that started the process ends.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=environment,
+                pass_fds=[child_end.fileno()], env=environment,
             )
         except OSError as e:
-            ours.close()
+            own_end.close()
             raise StartupError(f"the process that forks the worker processes could not be started: {e}") from e
         finally:
-            theirs.close()
-        template = _Template(ours, process)
+            child_end.close()
+        template = _Template(own_end, process)
         try:
-            state, _ = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+            state, _ = await asyncio.wait_for(asyncio.shield(template.first_message), START_SECONDS)
         except TimeoutError:
             template.close()
             raise StartupError(
@@ -255,11 +266,12 @@ class Templates:
         return template
 
 
-def _serves(task: asyncio.Task[Any]) -> bool:
+def _is_usable(task: asyncio.Task[Any]) -> bool:
+    """Return True if a finished task made a template that lives, or found that each worker has to import the module."""
     if task.cancelled() or task.exception() is not None:
         return False
     template = task.result()
-    return template is None or template.alive
+    return template is None or template.is_alive
 
 
 def _module(workflow: str) -> str:

@@ -37,6 +37,7 @@ def answer(end: socket.socket) -> None:
 
 
 def _call_result(request: dict[str, Any]) -> bytes:
+    """Call the requested function; return its value or error as the JSON of the answer."""
     try:
         function: Any = resolve(request["function"], {}, "grader")
         value = function(*request["args"], **request["kwargs"])

@@ -29,9 +29,9 @@ __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]
 GRADER_SECONDS = 10.0
 GRADER_BYTES = 2 * 1024**3
 ANSWER_BYTES = 4 * 1024**2
-REWARDED = "trinity_es.workflows.rewards:rewarded"
+REWARD_CALLER = "trinity_es.workflows.rewards:rewarded"
 """Function that calls a task's reward; errors name the reward instead."""
-LOOK_SECONDS = 0.03
+CHECK_SECONDS = 0.03
 """Interval between checks of a grader's memory. With an rlimit, libraries take a MemoryError for a wrong answer."""
 
 
@@ -40,11 +40,12 @@ class Graders:
 
     def __init__(self, templates: Templates) -> None:
         self.templates = templates
-        self._room = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(max(2, os.cpu_count() or 1))
 
     @classmethod
     @contextlib.asynccontextmanager
     async def alone(cls) -> AsyncIterator[Graders]:
+        """Context that gives Graders with templates of their own."""
         templates = Templates("")
         try:
             yield cls(templates)
@@ -66,16 +67,16 @@ class Graders:
         """
         args, kwargs = orjson.loads(call)
         request = orjson.dumps({"function": function, "args": args, "kwargs": kwargs})
-        name = str(args[0]["reward_fn"]) if function == REWARDED else function
-        async with self._room:
+        name = str(args[0]["reward_fn"]) if function == REWARD_CALLER else function
+        async with self._slots:
             child = Child()
-            ours, theirs = socket.socketpair()
+            own_end, grader_end = socket.socketpair()
             writer: asyncio.StreamWriter | None = None
             try:
-                with theirs:
+                with grader_end:
                     path = f"{imports}:__name__" if imports and ":" not in imports else imports or function
-                    await self.templates.fork(path, child, theirs, "grade")
-                reader, writer = await asyncio.open_connection(sock=ours)
+                    await self.templates.fork(path, child, grader_end, "grade")
+                reader, writer = await asyncio.open_connection(sock=own_end)
                 writer.write(LENGTH.pack(len(request)) + request)
                 answer = await _answer(name, child, reader, timeout, memory)
             finally:
@@ -83,7 +84,7 @@ class Graders:
                 if writer is not None:
                     writer.transport.abort()
                 else:
-                    ours.close()
+                    own_end.close()
         if "error" in answer:
             raise error_from_dict(answer["error"])
         if "raised" in answer:
@@ -91,24 +92,25 @@ class Graders:
         return answer["value"]
 
 
-async def _answer(
-    name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
-) -> dict[str, Any]:
+async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int) -> dict[str, Any]:
+    """Return a grader's answer. Raises GraderError if it takes too long or too much memory, or ends without one."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
     reading = asyncio.create_task(_read(reader))
-    either: set[asyncio.Future[Any]] = {reading, child.gone}
+    futures: set[asyncio.Future[Any]] = {reading, child.exit_status}
     try:
         while True:
-            left = until - clock()
-            await asyncio.wait(either, timeout=max(0.0, min(left, LOOK_SECONDS)), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() or child.gone.done():
+            seconds_left = until - clock()
+            wait_seconds = max(0.0, min(seconds_left, CHECK_SECONDS))
+            await asyncio.wait(futures, timeout=wait_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() or child.exit_status.done():
                 break
-            if left <= 0:
+            if seconds_left <= 0:
                 raise GraderError(f"the grader {name} did not end within {timeout:g} s")
-            if (taken := _memory(child)) > memory:
-                raise GraderError(f"the grader {name} took {taken >> 20:,} MiB of memory: the limit is "
-                                  f"{memory >> 20:,}")
+            used_memory = _memory(child)
+            if used_memory > memory:
+                raise GraderError(f"the grader {name} took {used_memory >> 20:,} MiB of memory: the limit is "
+                                  f"{memory >> 20:,} MiB")
         await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # its answer may still be in the socket
         if reading.done() and not reading.exception():
             answer: dict[str, Any] = orjson.loads(reading.result())
@@ -117,16 +119,17 @@ async def _answer(
         raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
     finally:
         reading.cancel()
-    await asyncio.wait({child.gone}, timeout=EXIT_SECONDS)
-    if not child.gone.done():
+    await asyncio.wait({child.exit_status}, timeout=EXIT_SECONDS)
+    if not child.exit_status.done():
         raise GraderError(f"the grader {name} closed its socket to the runner")
-    status = child.gone.result()
+    status = child.exit_status.result()
     if status is None:
         raise StartupError("a grader ended because the template process that forked it ended")
     raise GraderError(f"the grader {name} {describe_exit(status)}")
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Return the grader's one message. Raises EOFError if it is cut off or too long."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > ANSWER_BYTES:
         raise EOFError
@@ -134,6 +137,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 def _memory(child: Child) -> int:
+    """Return the bytes of memory that a process uses; 0 if it has ended."""
     pid = child.pid
     try:
         return 0 if pid is None else int(psutil.Process(pid).memory_info().rss)
@@ -142,6 +146,7 @@ def _memory(child: Child) -> int:
 
 
 def _kill(child: Child) -> None:
+    """Kill a grader and its process group, which has the processes that the function started."""
     if not child.forked.done() or child.forked.exception() is not None:
         return  # if it still starts, the closed socket ends it
     for kill, pid in ((os.kill, child.pid), (os.killpg, child.forked.result())):

@@ -44,26 +44,30 @@ class _Link:
     def __init__(self, end: socket.socket) -> None:
         self.end, self.stream = end, end.makefile("rb")
         self.pid = os.getpid()
-        self.sending = threading.Lock()
-        self.calls = itertools.count()
-        self.waiting: dict[int, Future[Any]] = {}
+        self.send_lock = threading.Lock()
+        self.call_numbers = itertools.count()
+        self.results: dict[int, Future[Any]] = {}
+        """Result of each call that the runner has not answered, by the call's number."""
         self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.number = 0
+        self.run_number = 0
+        """Number of the run that plays now; 0: none."""
         self.models: dict[int, _RemoteModel] = {}
 
     def send(self, *message: Any) -> None:
+        """Send a message to the runner. Ends this process if the workflow forked it."""
         if os.getpid() != self.pid:  # a fork by the workflow that returned from `run`
             os._exit(1)
         data = frame(*message)
-        with self.sending:
+        with self.send_lock:
             self.end.sendall(data)
 
     def read(self) -> None:
+        """Read the runner's messages, in a thread of its own, until the pipe is closed; then end the process."""
         try:
             while len(head := self.stream.read(LENGTH.size)) == LENGTH.size:
                 kind, *rest = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
                 if kind == "answer":
-                    self.answered(*rest)
+                    self.take_answer(*rest)
                 else:
                     self.orders.put((kind, *rest))
         except OSError:
@@ -72,13 +76,16 @@ class _Link:
             traceback.print_exc()
         os._exit(1)  # the runner is gone
 
-    def answered(self, number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any) -> None:
-        future = self.waiting.pop(call, None)
+    def take_answer(
+        self, run_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
+    ) -> None:
+        """Set the result of a call from the runner's answer; `version` and `usage` are of the model at `index`."""
+        future = self.results.pop(call, None)
         if future is None:
             return
         model = self.models.get(index)
-        if model is not None and number == self.number:
-            model.saw(version, usage)
+        if model is not None and run_number == self.run_number:
+            model.update(version, usage)
         try:
             value = pickle.loads(data)
         except Exception as e:
@@ -88,24 +95,31 @@ class _Link:
         else:
             future.set_exception(value)
 
-    def call(self, number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
+    def call(
+        self, run_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
+    ) -> Future[Any]:
+        """Return the future result of a method of the runner's model at `index`, or of its part `what`.
+
+        Raises WorkflowError if the run with this number is over.
+        """
         if os.getpid() != self.pid:
             raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
         arguments = pickle.dumps((args, kwargs or {}), protocol=pickle.HIGHEST_PROTOCOL)
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # now it can't be cancelled, so setting its result never fails
-        call = next(self.calls)
-        self.waiting[call] = future
-        if number != self.number:
-            self.waiting.pop(call, None)
+        call = next(self.call_numbers)
+        self.results[call] = future
+        if run_number != self.run_number:  # read after the entry above, so that `end_run` fails all that it misses
+            self.results.pop(call, None)
             raise WorkflowError("the run is over: its model can't answer")
-        self.send("call", number, call, index, what, name, arguments)
+        self.send("call", run_number, call, index, what, name, arguments)
         return future
 
-    def over(self) -> None:
-        self.number, self.models = 0, {}
-        for call in list(self.waiting):
-            future = self.waiting.pop(call, None)
+    def end_run(self) -> None:
+        """End the run: its calls without an answer, and all later ones, raise WorkflowError."""
+        self.run_number, self.models = 0, {}
+        for call in list(self.results):
+            future = self.results.pop(call, None)
             if future is not None:
                 future.set_exception(WorkflowError("the run is over: its model can't answer"))
 
@@ -117,12 +131,13 @@ class _RemoteTokenizer:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
+        """Return a method that calls the runner's tokenizer, or the value of another attribute from there."""
         if name.startswith("__"):
             raise AttributeError(name)
-        method, value = True, None
+        is_method, value = True, None
         if name not in ("encode", "decode", "apply_chat_template"):
-            method, value = self._model.remote("attribute", name).result()
-        return partial(self._call, name) if method else value
+            is_method, value = self._model.remote("attribute", name).result()
+        return partial(self._call, name) if is_method else value
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._model.remote("tokenizer", name, args, kwargs).result()
@@ -144,7 +159,7 @@ class _RemoteLeases(RunLeases):
         super().__init__()
         self._model = model
 
-    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+    def report(self, lease: str, what: str, **more: Any) -> Future[Any]:
         return self._model.remote("leases", "report_and_wait", (lease, what, more))
 
     def close(self) -> None:
@@ -158,11 +173,13 @@ class _RemoteSteps(RunSteps):
         super().__init__()
         self._model = model
 
-    def _recorded(self, method: str, *args: Any) -> Future[Any]:
+    def _record_future(self, method: str, *args: Any) -> Future[Any]:
         return self._model.remote("steps", "record", (method, *args))
 
 
 class _RemoteEngine:
+    """What a worker knows of the engine of the run's model `index`."""
+
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = "rollout"
@@ -171,6 +188,8 @@ class _RemoteEngine:
 
 
 def _async_method(name: str) -> Any:
+    """Return a method that awaits the runner's method of this name."""
+
     async def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
@@ -178,6 +197,8 @@ def _async_method(name: str) -> Any:
 
 
 def _sync_method(name: str) -> Any:
+    """Return a method that blocks until the runner's method of this name has returned."""
+
     def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", name, args, kwargs).result()
 
@@ -190,7 +211,7 @@ class _RemoteModel(Model):
     def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
         super().__init__(cast(Engine, engine), name=engine.name)
         self.sampling = engine.sampling
-        self._link, self._number, self._seen = link, link.number, engine
+        self._link, self._run_number, self._remote_engine = link, link.run_number, engine
         self._tokenizer = _RemoteTokenizer(self)
         self._endpoint: Endpoint | None = None
         self.leases = _RemoteLeases(self)
@@ -200,11 +221,11 @@ class _RemoteModel(Model):
     def tokenizer(self) -> Any:
         return self._tokenizer
 
-    def saw(self, version: int, usage: Any) -> None:
-        self._seen.model_version, self.usage = version, usage
+    def update(self, version: int, usage: Any) -> None:
+        self._remote_engine.model_version, self.usage = version, usage
 
     def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
-        return self._link.call(self._number, self._seen.index, what, name, args, kwargs)
+        return self._link.call(self._run_number, self._remote_engine.index, what, name, args, kwargs)
 
     chat_async, chat = _async_method("chat_async"), _sync_method("chat_async")
     generate_async, generate = _async_method("generate_async"), _sync_method("generate_async")
@@ -217,11 +238,12 @@ class _RemoteModel(Model):
     set_workflow_state, get_workflow_state = _async_method("set_workflow_state"), _async_method("get_workflow_state")
     clean_workflow_state = _async_method("clean_workflow_state")
     get_message_token_len = _async_method("get_message_token_len")
-    numbered, tokenized = _sync_method("numbered"), _sync_method("tokenized")
+    next_number, tokenized = _sync_method("next_number"), _sync_method("tokenized")
     served_error = _sync_method("served_error")
     extract_experience_from_history = _sync_method("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
+        """Return the endpoint of the runner's model; the runner is asked once."""
         if self._endpoint is None:
             self._endpoint = self.remote("model", "openai_endpoint").result()
         return self._endpoint
@@ -241,30 +263,32 @@ class _Player(WorkflowRunner):
 
     def play(
         self, number: int, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range,
-        seen: list[tuple[str, Sampling, int]],
+        models: list[tuple[str, Sampling, int]],
     ) -> None:
+        """Play runs of a task and send the result; `models`: name, sampling and version of each model."""
         self.link.send("begun", number)
-        self.link.number = number
-        self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
-        for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):
+        self.link.run_number = number
+        self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(models))]
+        for engine, (name, sampling, version) in zip(self.engines, models, strict=False):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
-        self.auxiliary_engines = self.engines[1 : len(seen)]
+        self.auxiliary_engines = self.engines[1 : len(models)]
         self.engine_dead = None
-        done = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
-        self.link.over()
+        result = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        self.link.end_run()
         try:
-            data = Experience.serialize_many(done.experiences)
+            data = Experience.serialize_many(result.experiences)
         except TrinityError as e:
             data = Experience.serialize_many([])
-            done.failures += [(result.run, "data", str(e)) for result in done.results]
-            done.results = []
-        done.experiences = []
-        self.link.send("done", number, done, data, self.engine_dead)
+            result.failures += [(r.run, "data", str(e)) for r in result.results]
+            result.results = []
+        result.experiences = []
+        self.link.send("done", number, result, data, self.engine_dead)
 
     def _auxiliary_models(self, task: Task, journal: RunJournal | None) -> list[Model]:
         return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
+        """Return a model whose calls the runner's answers, which has the task's sampling and the journal."""
         remote = cast(_RemoteEngine, engine)
         model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model

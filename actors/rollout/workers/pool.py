@@ -32,7 +32,8 @@ from trinity_es.events.values import BatchId
 
 __all__ = ["WorkerPool"]
 
-LAST_SECONDS = 1.0
+LAST_MESSAGE_SECONDS = 1.0
+"""How long the last message of a process that ended may take to come out of its pipe."""
 
 _T = TypeVar("_T")
 
@@ -42,23 +43,23 @@ class WorkerPool:
 
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
-        self._room = asyncio.Semaphore(places)
+        self._free_places = asyncio.Semaphore(places)
         self.templates = Templates(log_file or "")
         self.graders = Graders(self.templates)
-        self._idle: list[_Worker] = []
+        self._idle_workers: list[_Worker] = []
         """Workers that wait for a run, the last used one last."""
-        self._alive: set[_Worker] = set()
-        self._endings: set[asyncio.Task[None]] = set()
-        self._killer = ThreadPoolExecutor(1, thread_name_prefix="killer")
+        self._live_workers: set[_Worker] = set()
+        self._kill_tasks: set[asyncio.Task[None]] = set()
+        self._kill_thread = ThreadPoolExecutor(1, thread_name_prefix="killer")
         self._closed = False
 
     def pids(self) -> list[int]:
-        return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
+        return sorted(worker.child.pid for worker in self._live_workers if worker.child.pid is not None)
 
     @property
     def full(self) -> bool:
         """True if a new run has to wait for a place."""
-        return self._room.locked()
+        return self._free_places.locked()
 
     async def warm(self, workflows: Iterable[str]) -> None:
         """Import the modules of these workflows into templates in advance. Errors show at the first run."""
@@ -68,65 +69,68 @@ class WorkerPool:
 
     async def run(
         self, task: dict[str, Any], *, batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model],
-        timeout: float | None = None, begun: Callable[[], None] = lambda: None,
+        timeout: float | None = None, on_begin: Callable[[], None] = lambda: None,
     ) -> tuple[UnitResult, str | None]:
         """Play these runs of a task (`task_to_dict`); returns the result, and why the engine is dead, if a run noticed.
 
-        When a worker has imported the workflow, `timeout` begins and `begun` is called. Raises TimeoutError,
+        When a worker has imported the workflow, `timeout` begins and `on_begin` is called. Raises TimeoutError,
         StartupError if no worker could be started, WorkflowError if the worker ended.
         """
-        async with self._room:
+        async with self._free_places:
             while True:
                 worker = await self._worker(task["workflow"])
-                fresh = worker.number == 0
+                is_new = worker.run_number == 0
                 try:
                     await worker.prepare(task["workflow"])
-                    begun()
+                    on_begin()
                     async with asyncio.timeout(timeout):
-                        done = await worker.play(task, batch_id, task_id, runs, models)
+                        result = await worker.play(task, batch_id, task_id, runs, models)
                 except (errors.WorkflowError, errors.StartupError):
                     self._end(worker)
-                    if fresh or worker.begun:
+                    if is_new or worker.has_begun:
                         raise
                     continue  # it ended before it took this run, which is not to blame
                 except BaseException:
                     self._end(worker)
                     raise
-                if worker.child.gone.done():
+                if worker.child.exit_status.done():
                     self._end(worker)
                 else:
-                    self._idle.append(worker)
-                return done
+                    self._idle_workers.append(worker)
+                return result
 
     async def close(self) -> None:
+        """End all workers and their templates, and wait for the end."""
         self._closed = True
-        for worker in list(self._alive):
+        for worker in list(self._live_workers):
             self._end(worker)
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        await asyncio.gather(*self._kill_tasks, return_exceptions=True)
         await self.templates.close()
-        self._killer.shutdown(wait=False)
+        self._kill_thread.shutdown(wait=False)
 
     async def _worker(self, workflow: str) -> _Worker:
+        """Return an idle worker that plays workflows of this module, or a new one. Raises StartupError."""
         module = workflow.partition(":")[0]
-        for worker in self._idle[::-1]:
+        for worker in self._idle_workers[::-1]:
             if worker.module != module:
                 continue
-            if not worker.hung_up():
-                self._idle.remove(worker)
-                return worker
-            self._end(worker)
+            if worker.is_disconnected():
+                self._end(worker)
+                continue
+            self._idle_workers.remove(worker)
+            return worker
         if self._closed:
             raise errors.StartupError("the worker processes were ended with their runner")
-        while self._idle and len(self._alive) >= self.places:
-            self._end(self._idle.pop(0))
-        ours, theirs = socket.socketpair()
-        worker = _Worker(module, Child(), ours)
-        self._alive.add(worker)
-        worker.child.gone.add_done_callback(lambda _: self._gone(worker))
+        while self._idle_workers and len(self._live_workers) >= self.places:
+            self._end(self._idle_workers.pop(0))
+        own_end, worker_end = socket.socketpair()
+        worker = _Worker(module, Child(), own_end)
+        self._live_workers.add(worker)
+        worker.child.exit_status.add_done_callback(lambda _: self._end_if_idle(worker))
         try:
-            with theirs:
-                worker.imported = await self.templates.fork(workflow, worker.child, theirs)
-            await asyncio.wait_for(worker.started(), START_SECONDS)
+            with worker_end:
+                worker.imported = await self.templates.fork(workflow, worker.child, worker_end)
+            await asyncio.wait_for(worker.wait_until_ready(), START_SECONDS)
         except BaseException as e:
             self._end(worker)
             if isinstance(e, TimeoutError):
@@ -136,30 +140,32 @@ class WorkerPool:
             raise
         return worker
 
-    def _gone(self, worker: _Worker) -> None:
-        if worker in self._idle:
+    def _end_if_idle(self, worker: _Worker) -> None:
+        if worker in self._idle_workers:
             self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
-        if worker in self._idle:
-            self._idle.remove(worker)
-        if worker not in self._alive:
+        """Take a worker out of the pool, stop its process at once and kill it in the background."""
+        if worker in self._idle_workers:
+            self._idle_workers.remove(worker)
+        if worker not in self._live_workers:
             return
-        self._alive.discard(worker)
+        self._live_workers.discard(worker)
         pid = worker.child.pid
         if pid is None:
             worker.disconnect()  # it ended or never started; if it still starts, the closed pipe ends it
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)  # at once, since the kill takes a while
-        ending = asyncio.create_task(self._kill_and_wait(worker, pid))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        task = asyncio.create_task(self._kill_and_wait(worker, pid))
+        self._kill_tasks.add(task)
+        task.add_done_callback(self._kill_tasks.discard)
 
     async def _kill_and_wait(self, worker: _Worker, pid: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
+        """Kill a stopped worker with its descendants, wait for its end, and close its pipe."""
+        await asyncio.get_running_loop().run_in_executor(self._kill_thread, _kill, pid)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
+            await asyncio.wait_for(asyncio.shield(worker.child.exit_status), EXIT_SECONDS)
         worker.disconnect()  # not earlier: it would end by itself, and its children would lose their parent
 
 
@@ -167,14 +173,14 @@ def _kill(pid: int) -> None:
     """Kill a stopped worker and its descendants. Takes a while, since psutil reads all processes of the machine."""
     import psutil
 
-    family: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        family = psutil.Process(pid).children(recursive=True)
+        descendants = psutil.Process(pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    for child in family:
+    for process in descendants:
         with contextlib.suppress(psutil.Error):
-            child.kill()
+            process.kill()
 
 
 class _Worker:
@@ -184,16 +190,17 @@ class _Worker:
         self.module, self.child, self.end = module, child, end
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter | None = None
-        self.number = 0
-        self.begun = False
+        self.run_number = 0
+        self.has_begun = False
+        """It has taken its present run."""
         self.imported = False
 
-    async def started(self) -> None:
+    async def wait_until_ready(self) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=self.end)
         await self._unless_ended(self._wait_for("ready"))
 
-    def hung_up(self) -> bool:
-        """Return True if the other end is closed, which shows before its template reports the end."""
+    def is_disconnected(self) -> bool:
+        """Return True if the worker's end of the pipe is closed, which shows before its template reports the end."""
         poll = select.poll()
         poll.register(self.end.fileno(), 0)
         return bool(poll.poll(0))
@@ -222,10 +229,11 @@ class _Worker:
     async def play(
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
     ) -> tuple[UnitResult, str | None]:
-        self.number += 1
-        self.begun = False
-        seen = [(model.name, model.sampling, model.model_version) for model in models]
-        self.write("run", self.number, task, batch_id, task_id, runs, seen)
+        """Play runs, and return what `WorkerPool.run` does. Raises WorkflowError if the worker ended."""
+        self.run_number += 1
+        self.has_begun = False
+        facts = [(model.name, model.sampling, model.model_version) for model in models]
+        self.write("run", self.run_number, task, batch_id, task_id, runs, facts)
         return await self._unless_ended(self._serve(models))
 
     async def _unless_ended(self, reading: Coroutine[Any, Any, _T]) -> _T:
@@ -233,22 +241,22 @@ class _Worker:
 
         Raises WorkflowError if the worker process ends before that, StartupError if its template process does.
         """
-        task, gone = asyncio.create_task(reading), self.child.gone
+        task, exit_status = asyncio.create_task(reading), self.child.exit_status
         try:
             # If a child has inherited its end of the pipe, the pipe stays open after it ended.
-            waited: set[asyncio.Future[Any]] = {task, gone}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({task}, timeout=LAST_SECONDS)  # its last message may still be in the pipe
+            futures: set[asyncio.Future[Any]] = {task, exit_status}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task}, timeout=LAST_MESSAGE_SECONDS)  # its last message may still be in the pipe
             if task.done():
                 return task.result()
         except (EOFError, OSError):
-            pass
+            pass  # the pipe was closed: see below how the process ended
         finally:
             task.cancel()
-        await asyncio.wait({gone}, timeout=EXIT_SECONDS)
-        if not gone.done():
+        await asyncio.wait({exit_status}, timeout=EXIT_SECONDS)
+        if not exit_status.done():
             raise errors.WorkflowError("the worker process closed its pipe to the runner")
-        status = gone.result()
+        status = exit_status.result()
         if status is None:
             raise errors.StartupError("the worker process ended because the template process that forked it ended")
         if status >= 0:
@@ -256,6 +264,7 @@ class _Worker:
         raise errors.WorkflowError(f"the workflow's process {describe_exit(status)}")
 
     async def _read(self) -> tuple[Any, ...]:
+        """Return the worker's next message. Raises EOFError or OSError at the end of the pipe."""
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         message: tuple[Any, ...] = pickle.loads(await self.reader.readexactly(length))
         return message
@@ -265,50 +274,55 @@ class _Worker:
             pass  # a call of a thread that an earlier run left behind
 
     async def _serve(self, models: Sequence[Model]) -> tuple[UnitResult, str | None]:
-        calls: set[asyncio.Task[None]] = set()
+        """Answer the worker's calls until the run is over; returns what `WorkerPool.run` does."""
+        answer_tasks: set[asyncio.Task[None]] = set()
         try:
             while True:
                 kind, number, *rest = await self._read()
-                if number != self.number:
+                if number != self.run_number:  # a thread that an earlier run left behind sent it
                     continue
                 if kind == "begun":
-                    self.begun = True
+                    self.has_begun = True
                     continue
                 if kind == "done":
-                    done, data, dead = rest
-                    done.experiences = Experience.deserialize_many(data)
-                    return done, dead
-                call = asyncio.create_task(self._answer(models, number, *rest))
-                calls.add(call)
-                call.add_done_callback(calls.discard)
+                    result, experiences, engine_dead = rest
+                    result.experiences = Experience.deserialize_many(experiences)
+                    return result, engine_dead
+                task = asyncio.create_task(self._answer(models, number, *rest))
+                answer_tasks.add(task)
+                task.add_done_callback(answer_tasks.discard)
         finally:
-            for call in calls:
-                call.cancel()
+            for task in answer_tasks:
+                task.cancel()
 
     async def _answer(
         self, models: Sequence[Model], number: int, call: int, index: int, what: str, name: str, arguments: bytes
     ) -> None:
+        """Make a worker's call and send its result or error: see `workers/protocol.py`."""
         model = models[index]
         ok = True
         try:
             data = pickle.dumps(await _call_result(model, what, name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
         except BaseException as e:
             current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if current is not None and current.cancelling():  # the run is over: no worker waits for the result
                 raise
             ok, data = False, _pickled_error(e)
         self.write("answer", number, call, ok, data, index, model.model_version, model.usage)
 
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return the result of a worker's call; for a tokenizer's attribute, whether it is a method, and else its value."""
+    """Return the result of a worker's call of method `name` of `what`.
+
+    For an attribute of the tokenizer return whether it is a method, and if not its value.
+    """
     target = {"model": model, "leases": model.leases, "steps": model.steps}.get(what) or model.tokenizer
-    value = getattr(target, name)
+    attribute = getattr(target, name)
     if what == "attribute":
-        return callable(value), None if callable(value) else value
+        return callable(attribute), None if callable(attribute) else attribute
     args, kwargs = pickle.loads(arguments)
-    value = value(*args, **kwargs)
-    return await value if inspect.isawaitable(value) else value
+    result = attribute(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -2,7 +2,7 @@
 
 **Runner and worker**: a stream socket; a message is its length and a pickled tuple. To the worker:
 - `import, workflow`: import its module if the template could not; an error shows when it plays
-- `run, number, task, batch_id, task_id, runs, seen`: play; `seen` is name, sampling and version of each model
+- `run, number, task, batch_id, task_id, runs, models`: play; `models` has name, sampling and version of each
 - `answer, number, call number, ok, data, index, version, usage`: result or error of a model's call
 
 To the runner:
@@ -43,6 +43,7 @@ __all__ = ["LENGTH", "MOST", "frame", "note"]
 LENGTH = struct.Struct("!Q")
 
 def frame(*message: Any) -> bytes:
+    """Return a message between runner and worker: its length and the pickled tuple."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
@@ -52,5 +53,6 @@ MOST = 64 * 1024
 
 
 def note(*message: Any) -> bytes:
+    """Return a message between runner and template; its texts are cut so that it fits in `MOST`."""
     parts = [part[:4000] if isinstance(part, str) else part for part in message]
     return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)

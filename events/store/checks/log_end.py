@@ -35,8 +35,8 @@ __all__ = [
 
 SIZE = 2048
 """Bytes of a memory file, which fit in one page and are written at once."""
-MOST = 6
-"""Maximum number of marks that a memory file keeps."""
+MOST_CLAIMS = 6
+"""Maximum number of claims that a memory file keeps."""
 TRIES = 3
 """Number of times that a memory file is read if another process may be writing it."""
 HERE = "this host's memory"
@@ -93,18 +93,19 @@ def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, li
     """Return the end of the log, and the claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
-    lost, given_up = [], None
+    lost_claims = []
+    earlier_generations: set[str] | None = None  # read when a claim needs them
     for claim in claims:
         mark = claim.mark
         if mark.generation == head.generation:
-            if _hash_at(connection, head, mark.position) == mark.hash:
-                continue
+            is_lost = _hash_at(connection, head, mark.position) != mark.hash
         else:
-            given_up = _given_up_generations(connection) if given_up is None else given_up
-            if mark.generation in given_up:
-                continue
-        lost.append(claim)
-    return head, lost
+            if earlier_generations is None:
+                earlier_generations = _given_up_generations(connection)
+            is_lost = mark.generation not in earlier_generations
+        if is_lost:
+            lost_claims.append(claim)
+    return head, lost_claims
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
@@ -116,6 +117,7 @@ def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str,
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
+    """Return the hash at a position of a log that ends at `head`; None if the log has no such event."""
     if position == 0:
         return schema.GENESIS
     if position == head.position:
@@ -126,7 +128,7 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 
 def _given_up_generations(connection: Connection) -> set[str]:
-    """Return the generations that the log's current one replaced."""
+    """Return the generations that persons gave up for the log's current one (`RewindAccepted`)."""
     rows = rare_page(connection, ["RewindAccepted"])
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
@@ -135,9 +137,9 @@ def _given_up_generations(connection: Connection) -> set[str]:
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     """Return the error that names the acknowledged end, the log's end, and the way out. `head` None: no log."""
     claim = max(lost, key=lambda c: c.mark.position)
-    mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
+    mark, other_holders = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
-    knows += f" ({', '.join(others)} too)" if others else ""
+    knows += f" ({', '.join(other_holders)} too)" if other_holders else ""
     if head is None:
         problem = f"lost what was acknowledged: {knows}, and there is no log any more"
     elif mark.generation != head.generation:
@@ -159,12 +161,13 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
 
 def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
     """Return the event that gives up the lost positions of a log that ends at `head`, with its new generation."""
-    same = [c.mark.position for c in lost if c.mark.generation == head.generation]
-    foreign = [c.mark.position for c in lost if c.mark.generation != head.generation]
+    positions = [c.mark.position for c in lost if c.mark.generation == head.generation]
+    foreign_positions = [c.mark.position for c in lost if c.mark.generation != head.generation]
     return RewindAccepted(
         lost=[KnownEnd(generation=c.mark.generation, position=c.mark.position, hash=c.mark.hash.hex(), by=c.by)
               for c in lost],
-        first=1 if foreign else min(min(p, head.position + 1) for p in same), last=max([*same, *foreign]),
+        first=1 if foreign_positions else min(min(p, head.position + 1) for p in positions),
+        last=max([*positions, *foreign_positions]),
         kept=head.position, generation_before=head.generation, generation=generation, by=by, reason=reason,
     )
 
@@ -184,13 +187,14 @@ class Memory:
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
-        """Key of the store's identity, set when its log is read (`EventLog.remembered`)."""
+        """Key of the store's identity, set when its log is read (`EventLog.remembered_claims`)."""
         self._others: list[Claim] = []
         self.trouble = ""
         """Error of the last write; empty if it succeeded."""
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
+        """Return the memory of a store's log in this folder of memory files."""
         place = place_of(url)
         digest = hashlib.sha256(place.encode()).hexdigest()[:12]
         return cls(Path(folder) / f"acknowledged-{digest}", place)
@@ -206,9 +210,9 @@ class Memory:
         if not generation or any(claim.mark.generation == generation for claim in claims):
             return claims
         for path in sorted(self.path.parent.glob("acknowledged-*")):
-            others, place, key = _read(path)
-            if others and path != self.path and not self._is_copy(place, key):
-                claims += [c for c in others if c.mark.generation == generation and c not in claims]
+            foreign_claims, place, key = _read(path)
+            if foreign_claims and path != self.path and not self._is_copy(place, key):
+                claims += [c for c in foreign_claims if c.mark.generation == generation and c not in claims]
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
@@ -223,15 +227,15 @@ class Memory:
         with self._lock:
             self._write([Claim(mark, HERE), *self._others])
 
-    def claim(self, claims: Iterable[Claim]) -> None:
+    def add_claims(self, claims: Iterable[Claim]) -> None:
         """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
         with self._lock:
-            stored, _, _ = _read(self.path)
-            candidates = dict.fromkeys([*self._others, *stored[1:], *claims])
-            self._others = [claim for claim in candidates if claim not in stored[:1]]
-            self._write([*stored[:1], *self._others])
+            stored_claims, _, _ = _read(self.path)
+            candidates = dict.fromkeys([*self._others, *stored_claims[1:], *claims])
+            self._others = [claim for claim in candidates if claim not in stored_claims[:1]]
+            self._write([*stored_claims[:1], *self._others])
 
-    def settle(self, mark: Mark) -> None:
+    def keep_only(self, mark: Mark) -> None:
         """Keep this mark and forget all others."""
         self._others = []
         self.note(mark)
@@ -242,11 +246,12 @@ class Memory:
             self._fd = -1
 
     def _write(self, claims: Sequence[Claim]) -> None:
+        """Write these claims over the file's content. On an error, note it in `trouble`."""
         try:
             if self._fd < 0:
                 make_private_folder(self.path.parent)
                 self._fd = open_private(self.path, os.O_RDWR | os.O_NOFOLLOW)
-            os.pwrite(self._fd, _encode(claims[:MOST], self._url, self.key), 0)
+            os.pwrite(self._fd, _encode(claims[:MOST_CLAIMS], self._url, self.key), 0)
             self.trouble = ""
         except OSError as e:
             self.close()
@@ -254,6 +259,7 @@ class Memory:
 
 
 def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
+    """Return the content of a memory file, without the last claims if they do not fit in SIZE."""
     data = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
     if len(data) > SIZE - 10:
         return _encode(claims[:-1], place, key)
@@ -261,7 +267,7 @@ def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[Claim], str, list[Any]]:
-    """Return the claims in a memory file, the place of the log, and its key; no claims if no complete file is there."""
+    """Return the claims in a memory file, the log's place and its store's key; no claims if the file is incomplete."""
     for _ in range(TRIES):
         try:
             with path.open("rb") as file:

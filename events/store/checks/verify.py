@@ -26,7 +26,7 @@ from trinity_es.events.store.records.log_values import Head, Recorded
 
 __all__ = ["Problems", "Watcher", "check_pages", "raw_text", "verify"]
 
-MOST = 100
+MOST_PROBLEMS = 100
 """Maximum number of reported problems; more are counted."""
 
 PAGE = 1000
@@ -48,25 +48,25 @@ _BEYOND = text("SELECT max(position) FROM es_event")
 class Watcher(Protocol):
     """Further check of the events, in the same pass."""
 
-    def take(self, recorded: Sequence[Recorded]) -> None:
+    def check_events(self, recorded: Sequence[Recorded]) -> None:
         """Check the next events, in order of position and each once. All of them decode."""
 
-    def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Make the comparisons that need all events, in the last transaction.
+    def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
+        """Make the checks that need all events, in the last transaction.
 
-        `whole`: whether no event was missing or unreadable.
+        `is_complete`: True if no event was missing or unreadable.
         """
 
 
 class Problems:
-    """The first `MOST` problems, and the number of further ones."""
+    """The first `MOST_PROBLEMS` problems, and the number of further ones."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
         self._more = 0
 
     def add(self, problem: str) -> None:
-        if len(self._first) < MOST:
+        if len(self._first) < MOST_PROBLEMS:
             self._first.append(problem)
         else:
             self._more += 1
@@ -82,40 +82,40 @@ def verify(
     problems = Problems()
     chain = _Chain(problems)
 
-    def take(rows: Sequence[Any], end: int) -> None:
-        before = chain.position
+    def check_rows(rows: Sequence[Any], end: int) -> None:
+        position_before = chain.position
         events = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
-        if rows and chain.position == before:
-            raise LogCorrupt(f"{database.shown}: no event after position {before} can be read in order")
+        if rows and chain.position == position_before:
+            raise LogCorrupt(f"{database.shown}: no event after position {position_before} can be read in order")
         if watcher is not None and events:
-            watcher.take(events)
+            watcher.check_events(events)
         if progress:
             progress(chain.position, end)
 
-    def page(connection: Connection, until: int) -> Sequence[Any]:
+    def next_page(connection: Connection, until: int) -> Sequence[Any]:
         values = {"after": chain.position, "until": until, "size": PAGE}
         with raw_text(connection):
             return connection.execute(_PAGE, values).all()
 
-    def finish(connection: Connection) -> None:
+    def check_end(connection: Connection) -> None:
         if database.dialect == "postgresql":
             connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
         with raw_text(connection):
             heads = connection.execute(_HEAD).all()
         end = _last_position(heads, problems)
-        while rows := page(connection, end):
-            take(rows, end)
+        while rows := next_page(connection, end):
+            check_rows(rows, end)
         _compare(connection, chain, heads, problems)
         if watcher is not None:
-            last = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
-            watcher.settle(connection, last, chain.whole and chain.position == end)
+            verified_end = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
+            watcher.finish(connection, verified_end, chain.is_complete and chain.position == end)
 
     try:
         head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
         end = head[0] if head is not None and isinstance(head[0], int) else 0
-        while rows := database.read(lambda c: page(c, end)):
-            take(rows, end)
-        database.read(finish, patience=0.0)
+        while rows := database.read(lambda c: next_page(c, end)):
+            check_rows(rows, end)
+        database.read(check_end, patience=0.0)
     except (LogCorrupt, NotALog) as e:
         problems.add(f"after position {chain.position}: {e.message}")
     except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may quote the damaged file
@@ -141,7 +141,7 @@ def check_pages(connection: Connection) -> list[str]:
     """Return SQLite's problems with the pages, trees and indexes of this log."""
     try:
         with raw_text(connection):
-            lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST})"))]
+            lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST_PROBLEMS})"))]
     except (DBAPIError, UnicodeDecodeError) as e:
         return [f"the database file: its pages can't be checked: {getattr(e, 'orig', e)}"]
     if lines == ["ok"]:
@@ -165,10 +165,11 @@ class _Chain:
         self._problems = problems
         self.versions: dict[str, int] = {}
         self.position, self.hash, self.recorded_at = 0, schema.GENESIS, 0.0
-        self.whole = True
+        self.is_complete = True
         self._commit, self._index = "", 0
 
     def follow(self, row: tuple[Any, ...]) -> Recorded | None:
+        """Check the next row, and return its event; None if it can't be read. Reports each problem of the row."""
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
         at = f"position {position} ({stream} {version}, {name})"
@@ -176,13 +177,13 @@ class _Chain:
             for column, value, kind in zip(_COLUMNS, row, _TYPES, strict=True):
                 if type(value) is not kind:
                     add(f"{at}: its {column} is of type {type(value).__name__}, not {kind.__name__}: it was changed")
-            self.whole = False
+            self.is_complete = False
             if isinstance(position, int) and position > self.position:
                 self.position = position
                 self.hash = stored if isinstance(stored, bytes) else b""
             return None
         missing = position - self.position - 1
-        self.whole &= missing == 0
+        self.is_complete &= missing == 0
         if missing < 0:
             add(f"{at}: it comes after position {self.position}")
             return None
@@ -214,7 +215,7 @@ class _Chain:
                 position=position, stream=stream, version=version, type=name, schema_version=schema_version, data=data,
                 metadata=decoded_metadata, recorded_at=recorded_at, commit_id=commit_id, hash=stored, _event=event,
             )
-        self.whole = False
+        self.is_complete = False
         return None
 
 
@@ -232,6 +233,7 @@ def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
 
 
 def _last_position(heads: Sequence[Any], problems: Problems) -> int:
+    """Return the last position by the head row, 0 without one. Reports problems of the row."""
     if len(heads) != 1:
         problems.add("the log's head row is missing" if not heads else f"the log has {len(heads)} head rows")
     if not heads:
@@ -252,8 +254,8 @@ def _compare(connection: Connection, chain: _Chain, heads: Sequence[Any], proble
     if heads:
         _, end, last_hash, recorded_at, _, _ = heads[0]
         if chain.position != end:
-            lost = chain.position + 1
-            positions = f"position {end}" if lost == end else f"positions {lost} to {end}"
+            first_missing = chain.position + 1
+            positions = f"position {end}" if first_missing == end else f"positions {first_missing} to {end}"
             problems.add(f"{positions}: missing, the log's head is at {end}")
         elif last_hash != chain.hash:
             problems.add(f"position {end}: its hash is not the one in the log's head")

@@ -27,7 +27,7 @@ from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogError, LogUnavailable
 from trinity_es.events.private_files import create_private, holder, open_private
 from trinity_es.events.store.database.error_messages import ErrorMessages
-from trinity_es.events.store.database.file_identity import Place, SidecarGone
+from trinity_es.events.store.database.file_identity import OpenedFiles, SidecarGone
 from trinity_es.events.store.database.postgres import postgres_engine
 from trinity_es.events.store.database.retry import classify
 from trinity_es.events.store.database.urls import masked, parse_url, place_of, secrets_in
@@ -65,7 +65,7 @@ class Database:
         self.patience = patience
         self.dialect: Literal["sqlite", "postgresql"] = "sqlite" if parsed.drivername == "sqlite" else "postgresql"
         self.path = Path(parsed.database or "").absolute() if self.dialect == "sqlite" else None
-        self._place = Place(self.path) if self.path else None
+        self._files = OpenedFiles(self.path) if self.path else None
         self._errors = ErrorMessages(self.shown, self.path, read_only=read_only, secrets=secrets_in(parsed))
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
@@ -76,10 +76,11 @@ class Database:
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
-        place = self._place
-        assert place is not None
+        """Return an engine whose connections and transactions have the settings of this log."""
+        files = self._files
+        assert files is not None
         pool = NullPool if self.read_only else QueuePool  # a reader's connection may not be kept: see _connect_to_read
-        engine = create_engine("sqlite://", creator=lambda: place.connect(read_only=self.read_only), poolclass=pool)
+        engine = create_engine("sqlite://", creator=lambda: files.connect(read_only=self.read_only), poolclass=pool)
         synchronous = "FULL" if self.durability == "power" else "NORMAL"
 
         @event.listens_for(engine, "connect")
@@ -150,27 +151,29 @@ class Database:
                 except SidecarGone as e:
                     self._save_sidecars(e)
                     result = self._write(work)
-                if self._place is not None:
+                if self._files is not None:
                     self._unflushed += size
-                    is_long = self._place.wal_bytes > MOST_WAL_BYTES and time.monotonic() >= self._next_truncation
-                    if is_long or self._unflushed >= CHECKPOINT_BYTES:
-                        self._checkpoint(truncate=is_long)
+                    wal_is_long = self._files.wal_bytes > MOST_WAL_BYTES
+                    truncate = wal_is_long and time.monotonic() >= self._next_truncation
+                    if truncate or self._unflushed >= CHECKPOINT_BYTES:
+                        self._checkpoint(truncate=truncate)
                 return result
 
         return self._patiently(attempt, self.patience if patience is None else patience, size, tell)
 
     def _write(self, work: Callable[[Connection], T]) -> T:
+        """Try `work` once, in one transaction, during and after which the SQLite file still had its name."""
         connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
-        place = self._place
+        files = self._files
         with connection:
             with connection.begin():
-                if place is not None:
-                    place.require()
+                if files is not None:
+                    files.require_names()
                 result = work(connection)
-                if place is not None:
-                    place.require()
-            if place is not None:  # if the file lost its name during the commit, the commit must not be acknowledged
-                place.require()
+                if files is not None:
+                    files.require_names()
+            if files is not None:  # if the file lost its name during the commit, the commit must not be acknowledged
+                files.require_names()
         return result
 
     def require_place(self) -> None:
@@ -178,10 +181,10 @@ class Database:
 
         Costs only some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
-        if self._place is None or self.read_only:
+        if self._files is None or self.read_only:
             return
         try:
-            self._place.require()
+            self._files.require_names()
         except SidecarGone as e:
             with self._thread_lock, self._file_lock():
                 self._patiently(partial(self._save_sidecars, e), 0.0)
@@ -189,26 +192,26 @@ class Database:
     @property
     def file(self) -> tuple[int, int] | None:
         """Device and inode of the SQLite file that is open here; None on PostgreSQL."""
-        return self._place.file if self._place is not None else None
+        return self._files.file if self._files is not None else None
 
     def is_replaced(self) -> bool:
         """Return True if another SQLite file now has the name of the opened one."""
-        return self._place is not None and self._place.is_replaced()
+        return self._files is not None and self._files.is_replaced()
 
     def _save_sidecars(self, cause: SidecarGone) -> None:
         """Move the content of a write-ahead log that lost its name into the file, and reopen all. The lock is held.
 
         Raises LogReplaced while another process reads that log, or if a process wrote into a new one under its name.
         """
-        place = self._place
-        assert place is not None
-        if not place.new_wal_is_empty():
-            raise place.gone_error(cause)
+        files = self._files
+        assert files is not None
+        if not files.new_wal_is_empty():
+            raise files.gone_error(cause)
         with self.engine.connect().execution_options(es_begin="") as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
-            raise place.gone_error(cause)
-        place.forget_sidecars()
+            raise files.gone_error(cause)
+        files.forget_sidecars()
         self.engine.dispose()
         log = logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers
         log.warning("%s while the log was in use; its content was moved into the log", cause)
@@ -220,27 +223,27 @@ class Database:
         """
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
-        making = path.with_name(f"{path.name}.making")
-        temporary = [Path(f"{making}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
+        temporary_path = path.with_name(f"{path.name}.making")
+        temporary_files = [Path(f"{temporary_path}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
         with self._thread_lock, self._file_lock():
             if path.exists():
                 return False
-            for name in temporary:
-                name.unlink(missing_ok=True)  # left by a process that died
-            new = Database(str(making), durability=self.durability, patience=self.patience)
+            for file in temporary_files:
+                file.unlink(missing_ok=True)  # left by a process that died
+            new_database = Database(str(temporary_path), durability=self.durability, patience=self.patience)
             try:
-                create_private(making)  # SQLite gives its files beside it the same mode
-                new.prepare()
-                fill(new)
-                new.close()
-                os.rename(making, path)
+                create_private(temporary_path)  # SQLite gives its files beside it the same mode
+                new_database.prepare()
+                fill(new_database)
+                new_database.close()
+                os.rename(temporary_path, path)
             except OSError as e:
                 raise LogUnavailable(
                     f"{path} can't be made ({e.strerror}): let this user write in {path.parent}") from e
             finally:
-                new.close()
-                for name in temporary:
-                    name.unlink(missing_ok=True)
+                new_database.close()
+                for file in temporary_files:
+                    file.unlink(missing_ok=True)
             sync(path.parent)
         return True
 
@@ -287,6 +290,7 @@ class Database:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _check_process(self) -> None:
+        """Raise LogUnavailable in a process that was forked from the one that opened the database."""
         if os.getpid() != self._pid:
             raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this one")
 
@@ -321,22 +325,24 @@ class Database:
         Only a blocking flock waits in order, and it can't time out. So a thread blocks, and gives the lock back if this
         call has ended by then.
         """
-        fd, gate, locked, late = self._lock_file, threading.Lock(), threading.Event(), threading.Event()
+        fd = self._lock_file
+        locked, gave_up = threading.Event(), threading.Event()
+        events_lock = threading.Lock()  # only one of the two events is set
 
         def wait_in_line() -> None:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            with gate:
-                if late.is_set():
+            with events_lock:
+                if gave_up.is_set():
                     os.close(fd)  # ends the lock as well
                 else:
                     locked.set()
 
         threading.Thread(target=wait_in_line, daemon=True, name="es-write-lock").start()
         locked.wait(self.patience)
-        with gate:
+        with events_lock:
             if locked.is_set():
                 return
-            late.set()
+            gave_up.set()
             self._lock_file = -1  # the file belongs to that thread now
             lock_holder = holder(fd)
         raise LogUnavailable(

@@ -23,10 +23,10 @@ def is_out_of_files() -> bool:
     return False
 
 
-def refusal(path: Path, needed: int, e: OSError) -> str:
-    """Return the reason why a file of about `needed` bytes could not be written, and what to do."""
+def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
+    """Return the reason why a file of `needed_bytes` could not be written, and what to do."""
     if e.errno in _FULL:
-        return room(path, needed)
+        return room(path, needed_bytes)
     if e.errno == errno.EROFS:
         return f"the disk of {path} is mounted read-only: mount it for writing, and the run continues by itself"
     if e.errno in (errno.EACCES, errno.EPERM):
@@ -38,8 +38,8 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
     return f"the disk of {path} fails: the machine's log (dmesg) says more"
 
 
-def room(path: Path, needed: int) -> str:
-    """Describe how full the disk of `path` is, if about `needed` bytes could not be written, and what to do."""
+def room(path: Path, needed_bytes: int) -> str:
+    """Describe the room on the disk of `path`, after a write of `needed_bytes` failed, and what to do."""
     for folder in (path, *path.parents):
         try:
             usage = shutil.disk_usage(folder)
@@ -48,8 +48,8 @@ def room(path: Path, needed: int) -> str:
         break
     else:
         return f"no free space can be read for the disk of {path}: free some there, and the run continues by itself"
-    sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed)} are needed"
-    if usage.free < needed:
+    sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed_bytes)} are needed"
+    if usage.free < needed_bytes:
         return f"the disk of {folder} is full ({sizes}): free space there, and the run continues by itself"
     return (f"the disk of {folder} takes no more ({sizes}, so a quota, a limit of file sizes or the disk itself stops "
             "it): free space or lift the limit, and the run continues by itself")

@@ -27,6 +27,7 @@ class ErrorMessages:
         return scrubbed(text, self._secrets)
 
     def error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
+        """Return the error to raise for trouble of this kind. `size`: bytes that the failed call was to write."""
         problem = self.scrubbed(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({problem}); create it, or correct store.url")
@@ -43,25 +44,26 @@ class ErrorMessages:
             advice = ("check that its server runs, and that this is its address" if self.read_only else
                       "nothing was acknowledged, the same commit can be tried again")
             return LogUnavailable(f"{self.shown} can't be reached or locked now ({problem}); {advice}", passing=True)
-        lost = "" if self.read_only else "; nothing was acknowledged"
-        return LogUnavailable(f"{self.shown} can't be used ({problem}){lost}{self._remedy(e, size)}")
+        assurance = "" if self.read_only else "; nothing was acknowledged"
+        return LogUnavailable(f"{self.shown} can't be used ({problem}){assurance}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
+        """Return what the user can do about an error, as the end of its message; empty if that is not known."""
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
         if TLS_TROUBLE.search(str(e.orig)):
             return (": sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA that signed the server's "
                     "certificate, which has to be one for the host in store.url")
         if POOLED.search(str(e.orig)):
             return ": give the database's own address in store.url, or set pool_mode=session in the pooler"
-        if REFUSED.search(str(e.orig)) or name.startswith("28"):
+        if REFUSED.search(str(e.orig)) or name.startswith("28"):  # invalid authorization
             return (": its server refused this user; correct user and password in store.url (or PGUSER, PGPASSWORD), "
                     "or let them in by its pg_hba.conf")
-        if name == "42501":
+        if name == "42501":  # insufficient privilege
             return ": the user of store.url lacks this right; let the database's owner GRANT it"
-        if name == "3F000":
+        if name == "3F000":  # invalid schema name
             return (": no schema of its search_path exists; create one, or name one that exists where the path is set "
                     "(PGOPTIONS, options in store.url, ALTER ROLE or DATABASE)")
-        if name == "53100":
+        if name == "53100":  # disk full
             return ": free space on its server's disk, and the run continues by itself"
         if self.path and is_out_of_files():
             return f": {NO_FILE}"
@@ -69,7 +71,7 @@ class ErrorMessages:
             return f": {room(self.path.parent, size)}"
         if self.path and name.startswith("SQLITE_IOERR"):
             return f": the disk of {self.path.parent} fails; the machine's log (dmesg) says more"
-        if name.startswith("SQLITE_READONLY") or name == "25006":
+        if name.startswith("SQLITE_READONLY") or name == "25006":  # read-only transaction
             return ": it is read-only, its rights or its disk's; make it writable, and the run continues by itself"
         if self.path and name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM")):
             return f": check that {self.path.parent} exists, that this user may write there, and that its disk has room"

@@ -18,12 +18,12 @@ from typing import Any
 
 from trinity_es.events.errors import LogCorrupt, LogReplaced
 
-__all__ = ["Place", "SidecarGone"]
+__all__ = ["OpenedFiles", "SidecarGone"]
 
 _CONNECTION: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0, "uri": True}
 """isolation_level None: the driver begins no transaction of its own."""
 
-_PAGES = slice(28, 32)
+_PAGE_COUNT = slice(28, 32)
 """Bytes of a database's header that hold its number of pages."""
 FileId = tuple[int, int]
 """Device and inode."""
@@ -33,23 +33,23 @@ class SidecarGone(Exception):
     """A sidecar (the write-ahead log or its index) lost its name. The log kept its own, so the content can be saved."""
 
 
-class Place:
-    """Files of one log as one process opened them. The caller keeps threads apart."""
+class OpenedFiles:
+    """Files of one SQLite log as one process opened them. The caller keeps threads apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: FileId | None = None
         """Identity of the log's file; None before it was opened."""
-        self._reading = False
-        self._size = 0
-        self._real = str(path)
+        self._read_only = False
+        self._size = 0  # of the file at the last check
+        self._real = str(path)  # without links, once it was opened
         self._sidecars: dict[str, tuple[FileId, int]] = {}
         """Identity and last known size of the write-ahead log and its index, by name."""
 
     def connect(self, *, read_only: bool) -> sqlite3.Connection:
         """Open the file; the first call creates it if it is missing. Raises LogReplaced, sqlite3.Error."""
         try:
-            self._reading = read_only
+            self._read_only = read_only
             if self.file is not None:
                 self._note_file()
             if read_only:
@@ -81,8 +81,8 @@ class Place:
         """Size of the write-ahead log at the last check."""
         return self._sidecars.get(f"{self._real}-wal", ((0, 0), 0))[1]
 
-    def require(self) -> None:
-        """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, SidecarGone.
+    def require_names(self) -> None:
+        """Require that the files of the log still have their names. Raises LogReplaced, LogCorrupt, SidecarGone.
 
         Call this in a writing transaction before the commit, and again after the commit. Costs only some calls of
         `stat`.
@@ -124,8 +124,8 @@ class Place:
             status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
             return True
-        own = self._sidecars.get(f"{self._real}-wal")
-        return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
+        own_wal = self._sidecars.get(f"{self._real}-wal")
+        return status.st_size == 0 or (own_wal is not None and own_wal[0] == _file_id(status))
 
     def gone_error(self, cause: SidecarGone) -> LogReplaced:
         """Return the error to raise while the content of a write-ahead log that lost its name is not saved yet."""
@@ -136,6 +136,7 @@ class Place:
         )
 
     def _check_sidecar(self, name: str) -> None:
+        """Require that a sidecar is the same file, uncut, and note its size. Raises SidecarGone, LogCorrupt."""
         file, size = self._sidecars[name]
         try:
             status = os.stat(name)
@@ -151,11 +152,12 @@ class Place:
         self._sidecars[name] = file, status.st_size
 
     def _stat(self) -> os.stat_result:
+        """Return the status of the log's file. Raises LogReplaced if no file has its name."""
         try:
             return os.stat(self.path)
         except OSError as e:
             problem = f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while "
-            if self._reading:
+            if self._read_only:
                 problem += "it was read; put that file back under this name, and reading goes on"
             else:
                 problem += ("the log was in use. Nothing was acknowledged since: put that file back under this name to "
@@ -163,12 +165,12 @@ class Place:
             raise LogReplaced(problem, path=str(self.path), missing=True) from None
 
     def _replaced_error(self) -> LogReplaced:
-        used = "was read until now" if self._reading else "is in use"
-        advice = "; open it again to read what is there, from its start" if self._reading else (
+        use = "was read until now" if self._read_only else "is in use"
+        advice = "; open it again to read what is there, from its start" if self._read_only else (
             ". Nothing was acknowledged since: put the earlier file back under this name to continue, or end the "
             "system with `trinity-es down` and start it on the file that is there now")
         return LogReplaced(
-            f"{self.path} is another file than the one that {used}: it was renamed over, replaced, or a link was "
+            f"{self.path} is another file than the one that {use}: it was renamed over, replaced, or a link was "
             f"switched{advice}", path=str(self.path), missing=False,
         )
 
@@ -179,15 +181,21 @@ class Place:
                 head = file.read(100)
         except OSError:
             return True
-        page = int.from_bytes(head[16:18], "big")
-        return len(head) < 100 or int.from_bytes(head[_PAGES], "big") * (65536 if page == 1 else page) > size
+        page_bytes = _page_bytes(head)
+        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * page_bytes > size
 
     def _is_wal_cut(self, size: int) -> bool:
         """Return True if the write-ahead log is shorter than its index says, and was not only restarted."""
         with open(self.path, "rb") as file:
-            page = int.from_bytes(file.read(18)[16:18], "big")
-        used = max(frames_in_use(Path(self._real)).values(), default=0)
-        return size < used * (24 + (65536 if page == 1 else page))
+            page_bytes = _page_bytes(file.read(18))
+        used_frames = max(frames_in_use(Path(self._real)).values(), default=0)
+        return size < used_frames * (24 + page_bytes)  # a frame is a header and a page
+
+
+def _page_bytes(head: bytes) -> int:
+    """Return the page size in a database's header, in which 1 stands for 65,536."""
+    stored = int.from_bytes(head[16:18], "big")
+    return 65536 if stored == 1 else stored
 
 
 def _file_id(status: os.stat_result) -> FileId:
@@ -226,6 +234,8 @@ def frames_in_use(path: Path) -> dict[bytes, int]:
     {} if the index is unusable, as before the first commit. Frames beyond this number were never committed, even if a
     commit record is there: a killed writer did not count them, and a shorter log was written over their beginning.
     """
+    # The index begins with two copies of a header of 48 bytes: 8 to 11 count its changes, 12 is 1 once it is valid,
+    # 16 to 19 count the frames, 32 to 39 are the salts.
     try:
         with Path(f"{path}-shm").open("rb") as file:
             index = file.read(96)

@@ -31,15 +31,16 @@ class LeaderLock:
     """Thread that takes the lock of a store, keeps it, and takes it again after a lost connection."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._over = url, threading.Event()
+        self._url, self._stopped = url, threading.Event()
         threading.Thread(target=self._run, name="leader-lock", daemon=True).start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _run(self) -> None:
+        """Keep the lock until `stop`, each time over a new connection after one was lost."""
         pauses = Backoff(0.2, 5.0)
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             database = Database(self._url, patience=0.0)
             try:
                 with database.engine.connect() as connection:
@@ -49,27 +50,29 @@ class LeaderLock:
             finally:
                 with suppress(DBAPIError):
                     database.close()
-            self._over.wait(pauses.next(0.5))
+            self._stopped.wait(pauses.next(0.5))
 
     def _hold(self, connection: Connection, pauses: Backoff) -> None:
+        """Wait for the lock on this connection, then keep it until `stop`. Raises DBAPIError if the connection ends."""
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
-        while not self._over.is_set() and not _try_lock(connection):
-            self._over.wait(LOOK_SECONDS)  # to the server a predecessor's connection is still open
+        while not self._stopped.is_set() and not _try_lock(connection):
+            self._stopped.wait(LOOK_SECONDS)  # to the server a predecessor's connection is still open
         pauses.reset()
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._stopped.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
 
 
 def _try_lock(connection: Connection) -> bool:
+    """Take the lock for this connection if it is free. Return True if the connection has it."""
     return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
 
 
 def is_led(url: str) -> bool:
     """Return True if a process holds the lock of the PostgreSQL store at this URL. Raises LogUnavailable."""
-    look = text("SELECT pg_try_advisory_xact_lock(:key)")  # the end of the transaction releases it
+    try_lock = text("SELECT pg_try_advisory_xact_lock(:key)")  # the end of the transaction releases it
     with closing(Database(url, read_only=True, patience=5.0)) as database:
-        return not database.read(lambda connection: connection.execute(look, {"key": _KEY}).scalar())
+        return not database.read(lambda connection: connection.execute(try_lock, {"key": _KEY}).scalar())
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
@@ -85,7 +88,10 @@ def wait_until_led_by_nobody(url: str, seconds: float) -> None:
             _log.warning("the database can't say who leads: %s", e)
             led = True
         now = time.monotonic()
-        free_since = None if led else (now if free_since is None else free_since)
+        if led:
+            free_since = None
+        elif free_since is None:
+            free_since = now
         if free_since is not None and now - free_since >= seconds:
             return
         time.sleep(LOOK_SECONDS / 2)

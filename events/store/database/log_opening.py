@@ -34,14 +34,14 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
         if create:
             make_private_folder(path.parent)
     patience = min(5.0, db.patience)
-    made = False
+    is_new = False
     if path is not None and create and not path.exists():
-        made = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=patience))
+        is_new = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=patience))
     exists = db.read(lambda c: _exists(c, db, create), patience=patience)
     db.prepare()
     if not exists:
         db.write(lambda c: _create(c, db, prepare), patience=patience)
-    elif prepare is not None and not made:
+    elif prepare is not None and not is_new:
         db.write(prepare, patience=patience)
 
 
@@ -73,6 +73,7 @@ def _exists(connection: Connection, db: Database, create: bool) -> bool:
 
 
 def _create(connection: Connection, db: Database, prepare: Callable[[Connection], None] | None) -> None:
+    """Create the log's tables, unless another process just did, and `prepare` the others."""
     if db.dialect == "postgresql":  # IF NOT EXISTS alone collides when two processes create at once
         connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
     if schema.heads.name not in inspect(connection).get_table_names():

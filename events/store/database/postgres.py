@@ -33,7 +33,8 @@ middle of a message keeps its locks, the lease's too, for two hours, because no 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
     """Require that a database's encoding is UTF-8, or with `refused` that it is none of these. Raises ConfigError."""
     encoding = connection.info.parameter_status("server_encoding")
-    if encoding in refused if refused else encoding != "UTF8":
+    is_refused = encoding in refused if refused else encoding != "UTF8"
+    if is_refused:
         raise ConfigError(f"the encoding of {shown} is {encoding}, which does not hold every text: make the database "
                           "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
 
@@ -42,24 +43,24 @@ _session_urls: set[URL] = set()
 """URLs whose connections keep their server process."""
 
 
-def _require_own_session(shown: str, connection: Any, another: Callable[[], Any]) -> None:
+def _require_own_session(shown: str, connection: Any, connect_again: Callable[[], Any]) -> None:
     """Require that a connection keeps its server process, which holds its settings and locks. Raises ConfigError.
 
-    A pooler gives each transaction another process. `connection` commits each statement; `another` opens a second
+    A pooler gives each transaction another process. `connection` commits each statement; `connect_again` opens a second
     connection, whose transaction occupies a server process meanwhile.
     """
     def server_process(session: Any) -> int:
         return int(session.execute("SELECT pg_backend_pid()").fetchone()[0])
 
     pid = server_process(connection)
-    with contextlib.closing(another()) as other:
+    with contextlib.closing(connect_again()) as second:
         try:
-            changes = server_process(other) == pid or any(server_process(connection) != pid for _ in range(3))
+            is_shared = server_process(second) == pid or any(server_process(connection) != pid for _ in range(3))
         except Exception as e:
             if not POOLED.search(str(e)):
                 raise
-            changes = True
-    if changes:
+            is_shared = True
+    if is_shared:
         raise ConfigError(f"{shown} is behind a pooler that gives each transaction another connection, and a run needs "
                           "one of its own: give the database's own address in store.url, or set pool_mode=session "
                           "there")
@@ -75,7 +76,7 @@ def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
     except ModuleNotFoundError as e:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
 
-    def another() -> Any:
+    def connect_again() -> Any:
         arguments, options = engine.dialect.create_connect_args(url)
         return engine.dialect.connect(*arguments, **{**options, **defaults})
 
@@ -87,7 +88,7 @@ def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
             return
         autocommit, connection.autocommit = connection.autocommit, True
         if url not in _session_urls:
-            _require_own_session(shown, connection, another)
+            _require_own_session(shown, connection, connect_again)
             _session_urls.add(url)
         # For "process" and "power" alike: with it off, the death of one server process loses the last commits of all.
         connection.execute(f"SET synchronous_commit = on; SET {'; SET '.join(_LIMITS)}; {_KEEPALIVE}")

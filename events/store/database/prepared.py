@@ -34,6 +34,7 @@ class Prepared:
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:
+        """Run a changing statement, and return the number of changed rows."""
         return int(self._run(connection, "execute", values).rowcount)
 
     def change_all(self, connection: Connection, rows: Sequence[Values]) -> None:
@@ -41,9 +42,10 @@ class Prepared:
             self._run(connection, "executemany", rows)
 
     def _run(self, connection: Connection, method: str, values: Any) -> Any:
-        sql, fixed = self._compiled.get(connection.dialect.name) or self._compile(connection)
-        if fixed:
-            values = fixed | values if method == "execute" else [fixed | row for row in values]
+        """Run the compiled statement by the driver's `method`, execute or executemany, and return its cursor."""
+        sql, constants = self._compiled.get(connection.dialect.name) or self._compile(connection)
+        if constants:
+            values = constants | values if method == "execute" else [constants | row for row in values]
         driver: Any = connection.connection.dbapi_connection
         try:
             cursor = driver.cursor()
@@ -53,12 +55,13 @@ class Prepared:
         return cursor
 
     def _compile(self, connection: Connection) -> tuple[str, dict[str, Any]]:
+        """Return the SQL for this dialect and its fixed parameters, and remember them."""
         dialect = connection.dialect
         # Named parameters on both: sqlite3 knows `:name` too.
-        named = type(dialect)(paramstyle="named") if dialect.name == "sqlite" else type(dialect)()  # type: ignore[call-arg]
-        compiled = self._statement.compile(dialect=named)
-        fixed = {name: value for name, value in compiled.params.items() if value is not None}
-        self._compiled[dialect.name] = sql_and_values = str(compiled), fixed
+        named_dialect = type(dialect)(paramstyle="named") if dialect.name == "sqlite" else type(dialect)()  # type: ignore[call-arg]
+        compiled = self._statement.compile(dialect=named_dialect)
+        constants = {name: value for name, value in compiled.params.items() if value is not None}
+        self._compiled[dialect.name] = sql_and_values = str(compiled), constants
         return sql_and_values
 
 
@@ -74,6 +77,7 @@ class Gathered:
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
+        """Return the rows kept for this statement and not written yet."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:
@@ -87,9 +91,9 @@ class Gathered:
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
     """Raise the error that SQLAlchemy would raise, and invalidate a lost connection as it does."""
     dialect = connection.dialect
-    lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
-    if lost:
+    is_lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
+    if is_lost:
         connection.invalidate(error)
     raise DBAPIError.instance(
-        sql, None, error, dialect.loaded_dbapi.Error, connection_invalidated=lost, dialect=dialect
+        sql, None, error, dialect.loaded_dbapi.Error, connection_invalidated=is_lost, dialect=dialect
     ) from error

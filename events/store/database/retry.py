@@ -72,13 +72,13 @@ def classify(error: BaseException | None) -> Trouble | None:
             return "unavailable"
         kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
         return "passing" if kinds & {"OperationalError", "InterfaceError"} else None
-    if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:
+    if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:  # connection, rollback, shutdown
         return "passing"
-    if state == "3D000":
+    if state == "3D000":  # no such database
         return "missing"
-    if state.startswith(("53", "28", "58")) or state in ("25006", "42501", "3F000"):
+    if state.startswith(("53", "28", "58")) or state in ("25006", "42501", "3F000"):  # see ErrorMessages
         return "unavailable"
-    if state.startswith("XX"):
+    if state.startswith("XX"):  # internal error
         return "corrupt"
     return "not_a_log" if state == "42P01" and 'relation "es_' in message else None
 
@@ -114,18 +114,19 @@ class Backoff:
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that calls `tell` only if the error differs from the last one."""
-    last = ""
+    last_text = ""
 
     def tell_news(error: Exception) -> None:
-        nonlocal last
-        if str(error) != last:
-            last = str(error)
+        nonlocal last_text
+        if str(error) != last_text:
+            last_text = str(error)
             tell(error)
 
     return tell_news
 
 
 def _sleep(pause: float) -> bool:
+    """Sleep, and return False, so that `patiently` tries again."""
     time.sleep(pause)
     return False
 
@@ -139,15 +140,15 @@ def patiently(
 
     `wait` pauses, and returns True to give up now. `tell` gets each error after which `work` is repeated.
     """
-    pauses, until = Backoff(), None
+    pauses, deadline = Backoff(), None
     while True:
         try:
             return work()
         except Exception as e:
             if not is_transient(e):
                 raise
-            until = now() + seconds if until is None else until
-            if now() >= until:
+            deadline = now() + seconds if deadline is None else deadline
+            if now() >= deadline:
                 raise
             tell(e)
             if wait(pauses.next(chance())):
@@ -159,20 +160,20 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
     After that the thread is abandoned, because a call to a frozen server never returns.
     """
-    done: list[tuple[T | None, BaseException | None]] = []
+    outcomes: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
-            done.append((work(), None))
+            outcomes.append((work(), None))
         except BaseException as e:
-            done.append((None, e))
+            outcomes.append((None, e))
 
     thread = threading.Thread(target=run, name="asks the database", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not done:
+    if not outcomes:
         raise LogUnavailable(f"the database does not answer: nothing came in {seconds:.0f} s", passing=True)
-    value, error = done[0]
+    value, error = outcomes[0]
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # None only where T holds it

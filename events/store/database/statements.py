@@ -99,6 +99,7 @@ def lock_head(connection: Connection, db: Database) -> LockedHead:
 
 
 def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
+    """Return the version of each of these streams that exists."""
     if connection.dialect.name == "sqlite":  # without a server, several statements cost less than a list of names
         return dict(row for stream in streams for row in _VERSION.rows(connection, {"stream": stream}))
     return dict(_VERSIONS.rows(connection, {"streams": list(streams)}))

@@ -53,7 +53,7 @@ def identity_of(db: Database, connection: Connection) -> StoreIdentity:
     place = f"{socket.gethostname()} {db.place}"
     if db.file is not None:
         return StoreIdentity(place, db.file)
-    system = None
+    system_id = None
     if connection.execute(text("SELECT has_function_privilege('pg_control_system()', 'EXECUTE')")).scalar():
-        system = connection.execute(text("SELECT system_identifier::text FROM pg_control_system()")).scalar()
-    return StoreIdentity(place, (system, *connection.execute(_DATABASE).one()))
+        system_id = connection.execute(text("SELECT system_identifier::text FROM pg_control_system()")).scalar()
+    return StoreIdentity(place, (system_id, *connection.execute(_DATABASE).one()))

@@ -148,14 +148,15 @@ class _Originals:
     def __init__(self, raw: Mapping[str, bytes], experiences: Sequence[Experience]) -> None:
         self._payloads = {digest: Payload(data, checked=True) for digest, data in raw.items()}
         self._fields: dict[str, list[Fields]] = {}
-        in_raw = {
+        raw_places = {
             tuple(item["eid"]): (digest, number)
             for digest, payload in self._payloads.items() if not payload.sources
             for number, item in enumerate(payload.items)
         }
-        delivered = {key: in_raw[key] for e in experiences if (key := _key(e)) in in_raw}
-        used = Counter(digest for digest, _ in delivered.values())
-        self._left = {digest: n for digest, n in used.items() if n >= LEAST_SHARE * len(self._payloads[digest].items)}
+        delivered = {key: raw_places[key] for e in experiences if (key := _key(e)) in raw_places}
+        delivered_counts = Counter(digest for digest, _ in delivered.values())
+        self._left = {digest: count for digest, count in delivered_counts.items()
+                      if count >= LEAST_SHARE * len(self._payloads[digest].items)}
         self._places = {key: place for key, place in delivered.items() if place[0] in self._left}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
@@ -170,15 +171,16 @@ class _Originals:
             place = self._places.pop(_key(e), None)
             if place is not None:
                 digest, number = place
-                of = (sources.setdefault(digest, len(sources)), number)
+                base_place = (sources.setdefault(digest, len(sources)), number)
                 base_item = self._payloads[digest].items[number]
-                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, of)
+                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, base_place)
                 self._release(digest)
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
 
     def _fields_of(self, digest: str) -> list[Fields]:
+        """Return the fields of all experiences of a raw payload, which is decoded once."""
         if digest not in self._fields:
             payload = self._payloads[digest]
             decoder = Decoder()
@@ -194,4 +196,5 @@ class _Originals:
 
 
 def _key(e: Experience) -> tuple[Any, ...]:
+    """Return the parts of an experience's id, in the order of an item's `eid`."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -295,10 +295,12 @@ class _Rows(PayloadStore):
         from sqlalchemy.dialects.postgresql import insert  # local: users of a SQLite log need not import it
 
         digest, t = digest_of(data), schema.payloads.c
-        same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # read by the server only
-        if not self._read(lambda c: c.execute(same).scalar_one_or_none()):
-            new = insert(schema.payloads).values(digest=digest, data=data)
-            statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
+        # Only the server reads the stored bytes.
+        has_same_bytes = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)
+        if not self._read(lambda c: c.execute(has_same_bytes).scalar_one_or_none()):
+            insertion = insert(schema.payloads).values(digest=digest, data=data)
+            columns = {"data": insertion.excluded.data}
+            statement = insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)
             self._write(lambda c: c.execute(statement))
         return digest
 
@@ -321,15 +323,15 @@ class _Rows(PayloadStore):
         self._write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)))
 
     def digests(self) -> Iterator[str]:
-        t = schema.payloads.c.digest.collate("C")  # the same order as the files
-        last = ""
+        digest_column = schema.payloads.c.digest.collate("C")  # the same order as the files
+        last_digest = ""
         while True:
-            query = select(t).where(t > last).order_by(t).limit(1000)
+            query = select(digest_column).where(digest_column > last_digest).order_by(digest_column).limit(1000)
             page = self._read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             yield from page
             if len(page) < 1000:
                 return
-            last = page[-1]
+            last_digest = page[-1]
 
     def close(self) -> None:
         self.database.close()

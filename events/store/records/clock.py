@@ -51,7 +51,7 @@ class Clock:
     last: tuple[float, float, float] | None = None
     """Clock at the writer's last append, and the monotonic clock just before and after."""
 
-    def seen(self, wall: float, before: float, after: float) -> None:
+    def remember(self, wall: float, before: float, after: float) -> None:
         """Remember a reading of the clock, taken between two readings of the monotonic one."""
         self.last = wall, before, after
 
@@ -60,14 +60,16 @@ class Clock:
     ) -> float:
         """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
 
-        `recorded_at`: time of the last event. Without an earlier reading only a clock behind that time reveals a step.
+        `wall, before, after`: a reading as in `remember`. `recorded_at`: time of the last event. Without an earlier
+        reading only a clock behind that time reveals a step.
         """
         step = 0.0
         if self.last is not None:
             last_wall, last_before, last_after = self.last
             shortest, longest = before - last_after, after - last_before
-            passed = wall - last_wall
-            step = passed - longest if passed > longest else min(0.0, passed - shortest)
+            elapsed = wall - last_wall
+            # Between `shortest` and `longest` the clock need not have been set.
+            step = elapsed - longest if elapsed > longest else min(0.0, elapsed - shortest)
             slack += DRIFT * longest
         if abs(step) <= slack:
             step = wall - recorded_at  # another writer may have recorded while the clock was ahead

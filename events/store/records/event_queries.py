@@ -25,10 +25,10 @@ _E = schema.events.c
 
 def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
     """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
-    chosen = tuple(dict.fromkeys(RARE if types is None else types))
-    if bulk := set(chosen) & set(schema.BULK):
-        raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")
-    return chosen
+    rare_types = tuple(dict.fromkeys(RARE if types is None else types))
+    if bulk_types := set(rare_types) & set(schema.BULK):
+        raise ValueError(f"{', '.join(sorted(bulk_types))}: a bulk type has no index; read() goes through all events")
+    return rare_types
 
 
 def rare_page(
@@ -40,11 +40,11 @@ def rare_page(
         return []
     between = [_E.position > after] + ([] if before is None else [_E.position < before])
     order = _E.position.desc() if descending else _E.position.asc()
-    # The first rows of each type, then the first of those: no type's entries are read further than the page needs.
+    # Merges the first rows of each type, so that no type's entries are read further than the page needs.
     of_rare = select(_E.position).where(schema.IS_RARE, *between).order_by(order).limit(size)
     union = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()
-    first = union.c.position.desc() if descending else union.c.position.asc()
-    positions = connection.execute(select(union.c.position).order_by(first).limit(size)).scalars().all()
+    union_order = union.c.position.desc() if descending else union.c.position.asc()
+    positions = connection.execute(select(union.c.position).order_by(union_order).limit(size)).scalars().all()
     rows = select(schema.events).where(_E.position.in_(positions)).order_by(order)
     return list(connection.execute(rows).all())
 
@@ -61,10 +61,10 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
     low, high = begin, head if end is None else end - 1
     while low < high:  # recorded_at never falls within a stretch, so this needs no index
         middle = (low + high + 1) // 2
-        at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
-        if at is None:
+        recorded_at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
+        if recorded_at is None:
             raise LogCorrupt(f"{url}: position {middle} is missing; run verify", position=middle)
-        low, high = (middle, high) if at <= time else (low, middle - 1)
+        low, high = (middle, high) if recorded_at <= time else (low, middle - 1)
     return int(low)
 
 

@@ -17,7 +17,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.records import clock
 from trinity_es.events.vocabulary import Event
 
-__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Straightener", "Write", "checked_write",
+__all__ = ["ClockCorrection", "Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write",
            "draft", "from_row"]
 
 
@@ -132,10 +132,10 @@ class Draft:
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
         """Place the events after this position and hash. Return the last one's position and hash."""
-        for item, body, at in zip(self.recorded, self.bodies, times, strict=False):
+        for item, body, recorded_at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
-            previous = schema.chain_hash(previous, position, at, body)
-            item.position, item.recorded_at, item.hash = position, at, previous
+            previous = schema.chain_hash(previous, position, recorded_at, body)
+            item.position, item.recorded_at, item.hash = position, recorded_at, previous
         return position, previous
 
     def rows(self) -> list[dict[str, Any]]:
@@ -148,37 +148,38 @@ class Draft:
 
 
 def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
-    """Return the events of these writes, checked. Raises InvalidEvent."""
+    """Check the events of these writes, and return them as a commit to place in the log. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
         fields |= {"lease": lease.name, "epoch": lease.epoch}
     try:
-        meta = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        metadata_json = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    read_metadata = orjson.loads(meta)
-    drafted = Draft([], [], meta)
-    for w in writes:
-        _check_name("stream", w.stream)
-        checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
-        pairs = zip(w.events, checked, strict=True)
-        for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
+    read_metadata = orjson.loads(metadata_json)
+    prepared = Draft([], [], metadata_json)
+    for write in writes:
+        _check_name("stream", write.stream)
+        checked = [codec.check(event) for event in write.events] if write.checked is None else write.checked
+        pairs = zip(write.events, checked, strict=True)
+        for version, (event, (data, read_back)) in enumerate(pairs, write.expected_version + 1):
             kind, schema_version = type(event).__name__, event.schema_version
-            drafted.bodies.append(schema.body_hash(
-                stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data, metadata=meta,
-                commit_id=commit_id, commit_index=len(drafted.bodies),
+            prepared.bodies.append(schema.body_hash(
+                stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
+                metadata=metadata_json, commit_id=commit_id, commit_index=len(prepared.bodies),
             ))
-            drafted.recorded.append(Recorded(
-                position=0, stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data,
+            prepared.recorded.append(Recorded(
+                position=0, stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
                 metadata=read_metadata, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
             ))
-    if not drafted.recorded:
+    if not prepared.recorded:
         raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
-    return drafted
+    return prepared
 
 
 def _check_name(subject: str, name: str) -> None:
+    """Raise InvalidEvent if this can't be the name of a stream or commit. `subject`: what it names."""
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
@@ -190,12 +191,12 @@ _metadata = lru_cache(64)(orjson.loads)
 def from_row(row: Sequence[Any]) -> Recorded:
     """Return the event of a stored row, with all columns in order; it is decoded on first use. Raises LogCorrupt."""
     # By index: by name it took three times as long, and a third of reading a log.
-    position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
+    position, stream, version, kind, schema_version, data, metadata, recorded_at, commit_id, _, event_hash = row
     try:
         return Recorded(
             position=position, stream=stream, version=version, type=kind, schema_version=schema_version,
-            data=bytes(data), metadata=_metadata(bytes(metadata)), recorded_at=at, commit_id=commit_id,
-            hash=bytes(mark),
+            data=bytes(data), metadata=_metadata(bytes(metadata)), recorded_at=recorded_at, commit_id=commit_id,
+            hash=bytes(event_hash),
         )
     except (ValueError, TypeError) as e:
         raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` lists all "
@@ -207,7 +208,7 @@ _offsets: list[float] = []
 
 
 @dataclass(slots=True)
-class Straightener:
+class ClockCorrection:
     """Correction of this boot's event times by the monotonic clock, as seen from the current wall clock."""
 
     _wall: Callable[[], float] = time.time
@@ -215,6 +216,7 @@ class Straightener:
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # With the last offset, if the clock was not set since, equal events get equal times.
         offset = self._wall() - self._monotonic()
         if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
             _offsets[:] = [offset]
@@ -222,8 +224,10 @@ class Straightener:
 
     def __call__(self, recorded: Recorded) -> Recorded:
         """Return the event. If the current clock gives it another time, the result has that time."""
-        mono = recorded.metadata.get("mono")
-        if not isinstance(mono, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
+        monotonic_time = recorded.metadata.get("mono")
+        is_of_this_boot = clock.boot() != "" and recorded.metadata.get("boot") == clock.boot()
+        if not isinstance(monotonic_time, int | float) or not is_of_this_boot:
             return recorded
-        at = self.offset + mono
-        return recorded if abs(at - recorded.recorded_at) <= clock.FIRST_SECONDS else replace(recorded, recorded_at=at)
+        corrected_at = self.offset + monotonic_time
+        was_set = abs(corrected_at - recorded.recorded_at) > clock.FIRST_SECONDS
+        return replace(recorded, recorded_at=corrected_at) if was_set else recorded

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.recorded_engine import Recorder
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine, remote_models
-from trinity_es.actors.engines.http.pool import AGAIN_SECONDS, REPORT_SECONDS, SLACK_REQUESTS
+from trinity_es.actors.engines.http.pool import REPORT_SECONDS, SHUN_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
@@ -179,7 +179,7 @@ async def test_p15_an_engine_that_is_gone_is_left_alone_and_another_answers(host
 async def test_p15_a_request_waits_until_there_is_an_engine_and_outlives_the_death_of_one(host: Host) -> None:
     engine = remote(host)
     asking = asyncio.create_task(engine.generate("x", Sampling()))
-    await asyncio.sleep(2 * AGAIN_SECONDS)
+    await asyncio.sleep(2 * SHUN_SECONDS)
     assert not asking.done()
     first = host.add("first", response="never told")
     first.dead = True
@@ -189,7 +189,7 @@ async def test_p15_a_request_waits_until_there_is_an_engine_and_outlives_the_dea
     assert host.told_dead == ["its core ended"]
     host.add("second", response="here I am")
     engine.update({"judge-0": "http://second"})
-    [answer] = await asyncio.wait_for(asking, AGAIN_SECONDS / 2)  # at once: the new one is told, not found by trying
+    [answer] = await asyncio.wait_for(asking, SHUN_SECONDS / 2)  # at once: the new one is told, not found by trying
     assert answer.text == "here I am"
 
 

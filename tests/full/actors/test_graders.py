@@ -120,7 +120,7 @@ async def test_the_end_of_the_template_is_the_machinerys_failure(graders: Grader
 
 
 async def test_a_call_that_waits_for_room_has_its_whole_time(graders: Graders) -> None:
-    graders._room = asyncio.Semaphore(1)
+    graders._slots = asyncio.Semaphore(1)
     seconds = time.monotonic()
     calls = [grade(graders, faulty.fault, "sleep", timeout=0.3) for _ in range(3)]
     found = await asyncio.gather(*calls, return_exceptions=True)

@@ -31,7 +31,7 @@ from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.actors.requests import Reply, pack, unpack
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.runner import RunnerLife, RunnerState
-from trinity_es.system.launch import launched
+from trinity_es.system.launch import launched_config
 
 
 class Place(LiveLog):
@@ -39,7 +39,7 @@ class Place(LiveLog):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        config = launched(scripted(folder))
+        config = launched_config(scripted(folder))
         outputs = Outputs({}, self.live, self.payloads, lambda call: call())
         retention = Retention(None, self.live, self.payloads, lambda call: call())
         self.pipeline = PipelineThread([], self.payloads, lambda call: call())
@@ -155,7 +155,7 @@ def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_grou
     place.turn()
     place.live.load()  # as the next coordinator reads it, whose clients have not asked yet
     batch = place.live.batches[1]
-    place.handlers.batches._pipeline_done(1, batch.submission, PipelineDone({}, [], 1, 0, usable=1))
+    place.handlers.batches._on_pipeline_done(1, batch.submission, PipelineDone({}, [], 1, 0, usable=1))
     place.turn()
     assert place.live.batches[1].missing == ev.GroupsMissing(usable=1, missing=1, lost={})
 

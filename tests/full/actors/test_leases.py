@@ -22,7 +22,7 @@ from trinity_es.actors.coordinator.fleet import lease_releases
 from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.release_main import AT_ONCE
+from trinity_es.actors.coordinator.release_main import MAX_CONCURRENT
 from trinity_es.actors.messages import LeaseChange, LeaseReport
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
@@ -71,7 +71,7 @@ class Place(LiveLog):
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
     def look(self) -> None:
-        self.fleet.look()
+        self.fleet.record_orphans_of_turn()
 
     def ended(self) -> list[str]:
         """End the turn; the types of events that it wrote."""
@@ -219,11 +219,11 @@ def test_what_is_sent_again_takes_no_lease_that_was_released(place: Place) -> No
     types = []
     for what in ("taken", "left"):
         reports.put(change(what, reason="r"), Future())
-        [group] = reports.gathered(None, 0.0)
+        [group] = reports.next_groups(None, 0.0)
         types += place.report(group)
     place.clock += 61
     assert types + place.answer() + place.answer() == ["LeaseTaken", "LeaseOrphaned", "LeaseReleased"]
-    again = reports.due(0.0, anew=True)
+    again = reports.due(0.0, resend_all=True)
     assert len(again) == 2
     assert [place.report(group) for group in again] == [[], []]
 
@@ -234,7 +234,7 @@ def test_what_is_known_of_tries_is_forgotten_with_the_lease(place: Place) -> Non
     place.fail()
     place.answer(es_1="out of order")
     assert place.tell("released") == ["LeaseReleased"], "by its owner after all"
-    assert (place.fleet._tries, place.fleet._due) == ({}, {})
+    assert (place.fleet._tries, place.fleet._due_at) == ({}, {})
 
 
 def test_the_next_coordinator_finds_what_is_open_and_releases_what_is_nobody_s(place: Place, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_one_that_hangs_keeps_no_other(tmp_path: Path) -> None:
 
 def test_many_that_hang_keep_no_other(tmp_path: Path) -> None:
     """More than go on at the same time, and than there are threads for what asyncio is asked to do in one."""
-    hang = [lease(tmp_path, f"es-{i}", how="hangs") for i in range(AT_ONCE + 1)]
+    hang = [lease(tmp_path, f"es-{i}", how="hangs") for i in range(MAX_CONCURRENT + 1)]
     found = errors_of([*hang, lease(tmp_path, "es-good")], seconds=1.0)
     assert found.pop("es-good") == ""
     assert set(found.values()) == {"it had not ended after 1 s"}
@@ -371,7 +371,7 @@ def test_what_a_process_said_of_a_lease_is_told_apart_from_its_end(tmp_path: Pat
 
 def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:
     [error] = errors_of(
-        [lease(tmp_path, how="hangs with a child")], seconds=600.0, more_seconds=-597.0
+        [lease(tmp_path, how="hangs with a child")], seconds=600.0, start_seconds=-597.0
     ).values()
     assert error == "the process that was to release it had not ended after 3 s"
     child = int((tmp_path / "child").read_text())
@@ -397,7 +397,7 @@ def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch
     asleep.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     asleep.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(asleep))
-    [error] = errors_of([lease(tmp_path)], seconds=0.5, more_seconds=0.5).values()
+    [error] = errors_of([lease(tmp_path)], seconds=0.5, start_seconds=0.5).values()
     assert error == "the process that was to release it had not ended after 1 s"
 
 

@@ -35,7 +35,7 @@ class Host(Timers):
         self.fenced_by: Lease | None = None
         self.session = LogSession(
             self, StoreConfig(url=url, durability="process", retry_for=0.001), {"pid": 1, "host": "here", "admin": {}},
-            queue_capacity=100, memory=None, claims=(), unheard=(),
+            queue_capacity=100, memory=None, claims=(), unheard_runners=(),
         )
 
     # --- what the session calls ---
@@ -62,8 +62,8 @@ class Host(Timers):
     def recover(self) -> None:
         self.notes.append("recover")
         self.record("recovered")
-        self.session.go_on()
-        self.session.live.then(lambda: setattr(self.session, "begun", True))
+        self.session.start_writer()
+        self.session.live.when_durable(lambda: setattr(self.session, "start_is_durable", True))
 
     def forget(self) -> None:
         self.notes.append("forget")
@@ -71,16 +71,16 @@ class Host(Timers):
     def serve(self, again: bool) -> None:
         self.notes.append("serve again" if again else "serve")
 
-    def waits(self, error: Exception) -> None:
+    def announce_waiting(self, error: Exception) -> None:
         self.notes.append("waits")
 
     def refuse(self, error: Exception) -> None:
         self.notes.append("refuse")
 
-    def stopped(self, error: LogRewound) -> None:
+    def on_rewound(self, error: LogRewound) -> None:
         self.notes.append("stopped")
 
-    def fenced(self, lease: Lease | None) -> None:
+    def on_fenced(self, lease: Lease | None) -> None:
         self.notes.append("fenced")
         self.fenced_by = lease
 
@@ -89,8 +89,8 @@ class Host(Timers):
         """One event in this turn; the list says what became of it."""
         told: list[str] = []
         self.session.live.record(ev.TasksetAdvanced(batch_id=1, taskset=what, epoch=0, offset=1))
-        self.session.live.then(lambda: told.append("durable"))
-        self.session.live.turn.failed.append(lambda error: told.append(type(error).__name__))
+        self.session.live.when_durable(lambda: told.append("durable"))
+        self.session.live.turn.failure_calls.append(lambda error: told.append(type(error).__name__))
         return told
 
     def until(self, what: str, met: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     EventLog.open(url, create=True, durability="process", projectors=projectors()).close()
     one = Host(url)
     yield one
-    if one.session.opened:
+    if one.session.has_live_state:
         done: list[None] = []
         one.session.close(lambda: done.append(None))
         one.until("its end", lambda: bool(done))
@@ -124,7 +124,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def opened(host: Host) -> Host:
     host.session.open()
-    host.until("the first write", lambda: host.session.begun)
+    host.until("the first write", lambda: host.session.start_is_durable)
     return host
 
 
@@ -147,12 +147,12 @@ def test_it_opens_and_writes(host: Host) -> None:
 def test_a_turn_without_events_waits_for_those_before_it(host: Host) -> None:
     opened(host)
     told: list[int] = []
-    host.session.live.then(lambda: told.append(1))
+    host.session.live.when_durable(lambda: told.append(1))
     host.session.end_turn()
     assert told == [1]  # there is nothing to wait for
     host.record("a")
     host.session.end_turn()
-    host.session.live.then(lambda: told.append(2))
+    host.session.live.when_durable(lambda: told.append(2))
     host.session.end_turn()
     assert told == [1]
     host.until("the write", lambda: told == [1, 2])
@@ -172,7 +172,7 @@ def test_a_log_that_is_not_there_is_waited_for_and_clients_know_where_that_may_b
     assert (host.session.failure is None) == passing
     host.trouble = None
     host.timers.pop("reload")()
-    host.until("the first write", lambda: host.session.begun)
+    host.until("the first write", lambda: host.session.start_is_durable)
     assert sorted(host.types()) == types
 
 
@@ -222,7 +222,7 @@ def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(
     host.delays.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(9):
-            host.session.write_failed(full, [UnitOfWork(failed=[told.append])])
+            host.session.write_failed(full, [UnitOfWork(failure_calls=[told.append])])
     assert host.delays == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
     assert told == [full] * 9
     assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]
@@ -231,14 +231,14 @@ def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(
 def test_what_was_read_while_it_was_closed_is_handed_over_when_it_is_open(host: Host) -> None:
     opened(host)
     found: list[Any] = []
-    host.session.live.ask(lambda: 1, found.append)
+    host.session.live.run_in_thread(lambda: 1, found.append)
     host.until("the read", lambda: found == [1])
     host.session.phase = Phase.CLOSED
-    host.session.live.ask(lambda: 2, found.append)
-    host.until("the read", lambda: bool(host.session._waiting))
+    host.session.live.run_in_thread(lambda: 2, found.append)
+    host.until("the read", lambda: bool(host.session._held_results))
     assert found == [1]
     host.session.phase = Phase.OPEN
-    host.session.hand_over()
+    host.session.deliver_held_results()
     assert found == [1, 2]
 
 
@@ -280,13 +280,13 @@ def test_what_fails_after_that_does_not_hide_why_it_ended(host: Host) -> None:
 def test_what_was_on_its_way_when_it_was_closed_does_not_open_it_again(host: Host) -> None:
     opened(host)
     host.session._set_failure(LogUnavailable("the disk is full"))
-    host.session.go_on()
+    host.session.start_writer()
     assert host.session.phase is Phase.RESUMING
     done: list[None] = []
     host.session.close(lambda: done.append(None))
     host.until("its end", lambda: bool(done))
     assert (host.session.phase, host.notes.count("serve again")) == (Phase.ENDED, 0)
-    host.session.opened = False  # the fixture has nothing to close
+    host.session.has_live_state = False  # the fixture has nothing to close
 
 
 def test_closed_it_has_written_what_was_queued_and_gives_the_lease_back(host: Host) -> None:
@@ -302,4 +302,4 @@ def test_closed_it_has_written_what_was_queued_and_gives_the_lease_back(host: Ho
     lease = again.read_lease("coordinator")
     assert lease is None or lease.owner == {}
     again.close()
-    host.session.opened = False  # the fixture has nothing to close
+    host.session.has_live_state = False  # the fixture has nothing to close

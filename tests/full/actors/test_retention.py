@@ -55,7 +55,7 @@ class Place:
             if turn.writes:
                 assert self.log is not None
                 self.log.append(turn.writes, commit_id=f"free/{self.posted}")
-            for then in turn.then:
+            for then in turn.durable_calls:
                 then()
             self.posted += 1
 

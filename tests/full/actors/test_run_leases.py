@@ -38,17 +38,53 @@ class Told:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.late = False
-        self.waiting: list[Future[None]] = []
+        self.waiting: list[Future[Any]] = []
+        self.earlier: list[str] = []
+        """Handles of what lost attempts hold."""
 
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[Any]:
         self.said.append(what)
-        done: Future[None] = Future()
+        done: Future[Any] = Future()
         done.set_running_or_notify_cancel()
         if self.late and what == "taken":
             self.waiting.append(done)
         else:
-            done.set_result(None)
+            done.set_result(self.earlier.pop() if what == "taken" and self.earlier else None)
         return done
+
+
+@pytest.mark.parametrize("provider", ["HandedOver", "AsyncHandedOver"])
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_what_a_lost_attempt_held_is_taken_over_and_if_that_fails_left(
+    tmp_path: Path, provider: str, is_async: bool
+) -> None:
+    (tmp_path / "box").write_text("es-old")
+
+    def taken(told: Told, **args: Any) -> Lease:
+        told.earlier = ["box"]
+        args["folder"] = str(tmp_path)
+        return Lease(RunLeases(told), f"{PROVIDERS}:{provider}", args, creation_timeout=0.5)
+
+    async def entered(lease: Lease) -> Lease:
+        return await lease.__aenter__() if is_async else await asyncio.to_thread(lease.__enter__)
+
+    async def left(lease: Lease) -> None:
+        await (lease.__aexit__() if is_async else asyncio.to_thread(lease.__exit__))
+
+    for how in ["can't attach", *["hangs"] * (provider == "AsyncHandedOver")]:
+        told = Told()
+        first_key = (wanted := taken(told, how=how)).key
+        held = await entered(wanted)
+        assert held.key != first_key, "what is made has its own key"
+        assert (held.attached, held.handle) == (False, held.key)
+        await left(held)
+        assert told.said == ["taken", "left", "taken", "held", "released"]
+        assert (tmp_path / "box").read_text() == "es-old"
+    held = await entered(taken(told := Told()))
+    assert (held.attached, held.handle, (tmp_path / "box").read_text()) == (True, "box", held.key)
+    await left(held)
+    assert told.said == ["taken", "held", "released"]
+    assert (tmp_path / "box.released").exists()
 
 
 async def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
@@ -368,7 +404,7 @@ class Owner:
         self.leases.put(change, recorded)
 
     def sent(self) -> list[LeaseChange]:
-        return [change for group in self.leases.gathered(None, 0.0) for change in group.changes]
+        return [change for group in self.leases.next_groups(None, 0.0) for change in group.changes]
 
 
 @pytest.fixture
@@ -398,9 +434,7 @@ def test_no_text_of_a_provider_keeps_what_others_tell(owner: Owner, unit: UnitLe
     assert held.handle == "box"
 
 
-def test_no_secret_of_a_task_is_told(
-    owner: Owner, unit: UnitLeases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_of_a_task_is_told(owner: Owner, unit: UnitLeases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_API_KEY", "plainer-words")
     for what, more in (("taken", {"args": {"deep": [f"it is {SECRET}"]}}), ("held", {"handle": {SECRET: 1}})):
         with pytest.raises(WorkflowError, match="holds a secret of a task"):

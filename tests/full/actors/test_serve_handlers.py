@@ -28,7 +28,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
-from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, rewarded
+from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, put_rewards
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerStatus, WeightsLoadResult
@@ -86,11 +86,11 @@ class Place(LiveLog):
         self.answered[request.id] = value if error is None else error
 
     def reply(self, request: CommandRequest[Any], value: Any = None, error: BaseException | None = None) -> None:
-        self.live.then(lambda: self.answer(request, value, error))
+        self.live.when_durable(lambda: self.answer(request, value, error))
 
     # --- what a test does ---
     def look(self) -> None:
-        self.routes.look()
+        self.routes.update()
 
     def ask(self, id: str, command: Command[Any]) -> Any:
         handlers = {row.command: row.handler for row in [*self.answers.handlers(), *self.routes.handlers()]}
@@ -253,7 +253,7 @@ def test_p36_rewards_are_written_into_experiences_and_the_answers_of_a_run_are_i
 
     states = {m: state(m, t, r) for m, t, r in [("a", "t", 1), ("b", None, None), ("c", "t", 1), ("d", "t", 2)]}
     found = [experience(m) for m in "dacba"]
-    rewarded(found, states)
+    put_rewards(found, states)
     assert [(e.eid.task, e.eid.run, e.eid.step, e.reward) for e in found] == [
         ("t", 2, 0, 1.5), ("t", 1, 0, 1.5), ("t", 1, 1, 1.5), ("b", 0, 0, 1.5), ("t", 1, 0, 1.5)
     ]
@@ -265,15 +265,15 @@ def test_p36_of_the_engines_that_serve_at_least_so_many_are_left_where_there_are
     flags: list[tuple[bool, bool, bool]], keep: int, all_known: bool
 ) -> None:
     runners = [EngineStatus(str(i), c, loading and not c, f) for i, (c, loading, f) in enumerate(flags)]
-    chosen = next_to_load(runners, keep, all_known=all_known)
-    serving = [r.name for r in runners if not r.loading]
+    chosen = next_to_load(runners, keep, all_reported=all_known)
+    serving = [r.name for r in runners if not r.is_loading]
     left = len(serving) - len(chosen)
-    assert set(chosen) <= {r.name for r in runners if not (r.current or r.loading or r.failed)}
+    assert set(chosen) <= {r.name for r in runners if not (r.has_version or r.is_loading or r.has_failed)}
     if chosen:
-        alone = len(chosen) == 1 and all_known and not any(r.loading for r in runners)
+        alone = len(chosen) == 1 and all_known and not any(r.is_loading for r in runners)
         assert left >= keep or alone
-    elif any(not (r.current or r.loading or r.failed) for r in runners) and all_known:
-        assert any(r.loading for r in runners)  # who waits, waits for somebody
+    elif any(not (r.has_version or r.is_loading or r.has_failed) for r in runners) and all_known:
+        assert any(r.is_loading for r in runners)  # who waits, waits for somebody
 
 
 def up(name: str, version: int = 0, incarnation: int = 1, loading: int | None = None) -> RunnerStatus:

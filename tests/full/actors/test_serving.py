@@ -150,7 +150,7 @@ async def test_an_adapter_answers_who_asks_for_it_as_a_model_or_by_its_runs_samp
         unknown = server.open(Model(engine, defaults={"adapter": "law"}))
         told = (await posted(server, {"prompt": "x"}, f"/s/{unknown}/v1/completions")).json()["error"]["message"]
     assert "no adapter 'law': this engine serves math" in told
-    assert law == "the model 'law' does not exist; GET /v1/models tells those that do: 'tiny', 'math'"
+    assert law == "the model 'law' does not exist; GET /v1/models lists those that do: 'tiny', 'math'"
     assert listed == [("tiny", None), ("math", "tiny")]
     spans = [e.info.get("adapter_spans") for m in (model, of_a_task) for e in m.extract_experience_from_history()]
     assert spans == [None, [["math", 3, 0, 3]], [["math", 3, 0, 3]]]

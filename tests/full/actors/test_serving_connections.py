@@ -129,7 +129,7 @@ async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_the
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving(Recorder()) as server:
-        server._server.most = 3
+        server._server.limit = 3
         idle, _ = await connected(server), await connected(server)
         idle[1].write(asked("/v1/chat/completions"))
         await asyncio.wait_for(idle[0].readuntil(b"}]"), 20)
@@ -138,13 +138,13 @@ async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_the
             async with httpx.AsyncClient(timeout=60) as http:
                 headers = {"authorization": f"Bearer {TOKEN}"}
                 answer = await http.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=headers)
-                assert server._server.taken <= 3
+                assert server._server.connection_count <= 3
                 return answer.status_code, answer.headers.get("connection", "")
 
         answers = await asyncio.wait_for(asyncio.gather(*(client() for _ in range(30))), 60)
         assert {status for status, _ in answers} == {200}
         assert (200, "close") in answers, "a client that others wait behind gives its place"
-        await until(lambda: idle[0].at_eof() or server._server.taken < 3, "an idle connection to give way")
+        await until(lambda: idle[0].at_eof() or server._server.connection_count < 3, "an idle connection to give way")
     told = [r for r in caplog.records if "new clients wait" in r.message]
     assert len(told) == 1
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
@@ -167,6 +167,6 @@ async def test_a_process_without_a_file_left_says_so_once_and_answers_who_is_the
             assert is_out_of_files()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await until(lambda: server._server.taken == 2, "who waited")
+        await until(lambda: server._server.connection_count == 2, "who waited")
         waiting.close()
     assert caplog.text.count("could not be accepted (Too many open files)") == 1

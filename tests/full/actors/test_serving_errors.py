@@ -76,13 +76,13 @@ async def test_an_answer_that_can_not_be_kept_says_why_and_is_the_engines_failur
     async with serving(engine) as server:
         session = server.open(model)
         for stream in (False, True):
-            model.failed = None
+            model.engine_error = None
             told = await posted(server, {**CHAT, "stream": stream}, f"/s/{session}/v1/chat/completions")
             assert said in told.text
             assert "response already started" not in told.text
             assert stream or told.status_code == 500
-            assert isinstance(model.failed, EngineError)
-            assert said in str(model.failed)
+            assert isinstance(model.engine_error, EngineError)
+            assert said in str(model.engine_error)
 
 
 async def test_who_asks_for_another_model_is_told_the_names_that_are_served() -> None:

@@ -54,7 +54,7 @@ async def parts(body: bytes) -> AsyncGenerator[bytes]:
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
     monkeypatch.setenv("TRINITY_ES_KEY", "k" * 64)
     made = Proxy(Config(), None)  # type: ignore[arg-type]
-    made._answers = Kept()  # type: ignore[assignment]
+    made._recorder = Kept()  # type: ignore[assignment]
     return made
 
 
@@ -78,7 +78,7 @@ async def asked(
     async with httpx.AsyncClient(transport=application, base_url="http://proxy") as http:
         headers = {"Authorization": f"Bearer {proxy.api_key}"}
         answer = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
-    return answer, proxy._answers.answers  # type: ignore[attr-defined]
+    return answer, proxy._recorder.answers  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("odd", {

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.logs import dropped
-from trinity_es.actors.coordinator.sender_mark_checks import Witnesses
+from trinity_es.actors.coordinator.sender_mark_checks import SenderMarkChecks
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.store.log import EventLog, Write
 
 
 class Place:
-    """A log with five events, and the witnesses of a coordinator that has just opened it."""
+    """A log with five events, and the mark checks of a coordinator that has just opened it."""
 
     def __init__(self, path: Path, told: tuple[str, ...] = ()) -> None:
         with EventLog.open(str(path), create=True) as log:
@@ -29,13 +29,13 @@ class Place:
         self.errors: list[LogRewound] = []
         self.acted: list[str] = []
         self.replaced = 0
-        self.witnesses = Witnesses(self.log, told, self.posted.put, self.errors.append, self.replace)
+        self.mark_checks = SenderMarkChecks(self.log, told, self.posted.put, self.errors.append, self.replace)
 
     def replace(self) -> None:
         self.replaced += 1
 
     def admit(self, known: Mark | None, name: str, *, if_unreadable: bool = False) -> None:
-        self.witnesses.admit(known, name, lambda: self.acted.append(name), if_unreadable=if_unreadable)
+        self.mark_checks.admit(known, name, lambda: self.acted.append(name), if_unreadable=if_unreadable)
 
     def run(self) -> None:
         """What one look-up posts, when it is done."""
@@ -56,7 +56,7 @@ def test_who_knows_nothing_and_who_was_told_here_is_not_looked_up(place: Place) 
     assert place.acted == ["new"]
     place.run()
     assert place.acted == ["new", "old"]
-    end = place.witnesses.end()
+    end = place.mark_checks.log_end()
     assert end is not None
     assert (end.position, end.hash) == (5, place.mark.hash)
     place.admit(end, "told here")
@@ -109,15 +109,15 @@ def test_while_the_log_can_not_be_read_nothing_is_done_but_what_changes_nothing(
 
 
 def test_clients_wait_for_runners_that_were_told_more_and_not_for_ever(place: Place) -> None:
-    place.witnesses.after_runners(lambda: place.acted.append("client"))
-    place.witnesses.heard("runner-0")
+    place.mark_checks.after_runners(lambda: place.acted.append("client"))
+    place.mark_checks.note_runner("runner-0")
     assert place.acted == []
-    place.witnesses.heard("runner-1")
+    place.mark_checks.note_runner("runner-1")
     assert place.acted == ["client"]
-    place.witnesses.after_runners(lambda: place.acted.append("another"))
+    place.mark_checks.after_runners(lambda: place.acted.append("another"))
     assert place.acted == ["client", "another"]
     silent = Place(Path(place.log._db.path or "").with_name("other.sqlite"), ("runner-0",))
-    silent.witnesses.after_runners(lambda: silent.acted.append("client"))
-    silent.witnesses.hear_no_more()
+    silent.mark_checks.after_runners(lambda: silent.acted.append("client"))
+    silent.mark_checks.handle_held_requests()
     assert silent.acted == ["client"]
     silent.log.close()

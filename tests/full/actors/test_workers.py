@@ -382,8 +382,8 @@ async def test_an_async_workflow_that_can_not_be_cancelled_is_given_up(monkeypat
     async with asyncio.timeout(5):
         done = await played(workflows, CatchesEverything)
     assert done.failures == [(0, "timeout", "no end after 0.1 s (max_timeout)")]
-    [left] = workflows._playing
+    [left] = workflows._tasks
     monkeypatch.setattr(CatchesEverything, "enough", True)
     left.cancel()
     await asyncio.wait({left}, timeout=5)
-    assert not workflows._playing
+    assert not workflows._tasks

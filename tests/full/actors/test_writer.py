@@ -72,7 +72,7 @@ class Bench:
     def turn(self) -> UnitOfWork:
         number = next(self.versions)
         write = Write(stream="a", expected_version=number, events=[BatchTrained(step=number)])
-        return UnitOfWork(writes=[write], then=[lambda: self.done.append(number)])
+        return UnitOfWork(writes=[write], durable_calls=[lambda: self.done.append(number)])
 
     def held(self) -> threading.Event:
         """Append nothing before this is set: what comes after the first turn is one group."""

@@ -42,14 +42,14 @@ def test_i1_a_runner_that_is_killed_during_100_calls_fails_none_of_them(
         pid = pid_of(client, victim.runner)
         calls = [threads.submit(one, i) for i in range(CLIENTS if streaming else CALLS)]
         if streaming:
-            wait_until(lambda: victim.busy == CLIENTS // engines, "every stream to be asked for")
+            wait_until(lambda: victim.open_count == CLIENTS // engines, "every stream to be asked for")
         else:
-            quarter = lambda: sum(call.done() for call in calls) > CALLS // 4 and victim.busy  # noqa: E731
+            quarter = lambda: sum(call.done() for call in calls) > CALLS // 4 and victim.open_count  # noqa: E731
             wait_until(quarter, "a quarter of the answers, with more on their way")
         os.kill(pid, signal.SIGKILL)
         calls += [threads.submit(one, i) for i in range(len(calls), CALLS)]
         said = [call.result(120) for call in calls]
-        assert victim.failed > 0  # they were asked again
+        assert victim.failure_count > 0  # they were asked again
         wait_until(lambda: pid_of(client, "runner-0") not in (0, pid), "another runner-0", 60)
     assert len({message for message, _ in said}) == CALLS
     assert {message for message, _ in said} <= answers(client).keys()

@@ -98,7 +98,7 @@ async def test_a_page_that_is_ahead_of_the_tail_is_not_asked_for_again(
         await asyncio.wait([first], timeout=0.05)
         assert not first.done(), "nothing is told: what the page shows is what the tail knows"
         append(hand, "b")
-        await tail._look()
+        await tail._read_end()
         told = await asyncio.wait_for(first, 20)
         assert told == live._message("log", {"position": position + 2, "events": 2,
                                              "streams": ["runner/a", "runner/b"]}, position + 2)
@@ -111,7 +111,7 @@ async def test_what_comes_while_a_page_is_made_is_told_to_it(hand: str, monkeypa
         def and_meanwhile(**values: Any) -> app.PageRequest:
             ask = asked(**values)
             append(hand, "a")
-            asyncio.run_coroutine_threadsafe(tail._look(), loop).result(20)
+            asyncio.run_coroutine_threadsafe(tail._read_end(), loop).result(20)
             return ask
 
         monkeypatch.setattr(app, "PageRequest", and_meanwhile)
@@ -122,7 +122,7 @@ async def test_what_comes_while_a_page_is_made_is_told_to_it(hand: str, monkeypa
 
 
 async def test_more_than_the_tail_remembers_is_counted_all_the_same(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "REMEMBERED", 3)
+    monkeypatch.setattr(live, "MOST_REMEMBERED", 3)
     async with tail_of(hand) as tail:
         known = tail.position
         append(hand, *(f"r{i}" for i in range(10)))
@@ -177,7 +177,7 @@ async def test_another_history_at_the_same_positions_has_the_page_begin_anew(han
         append(str(tmp_path / "copy"), "c")
         put_back(tmp_path / "copy", Path(hand))
         await page.until("reset")
-        await tail._look()
+        await tail._read_end()
         assert tail.position == known + 2
         page = Listener(tail, known + 2)
         append(hand, "d")
@@ -212,7 +212,7 @@ def locked(hand: str) -> Iterator[str]:
 
 async def test_a_locked_log_is_a_notice(locked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tail = Tail(locked, interval=0.01)
-    monkeypatch.setattr(live, "PATIENCE", 0.0)
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.0)
     try:
         await asyncio.wait_for(tail.start(), 30)
         assert "locked" in tail.notice

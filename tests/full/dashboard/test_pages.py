@@ -24,7 +24,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history.attempts import tell
+from trinity_es.projections.history.attempts import fold_timeline
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.overview import Point
 from trinity_es.projections.tables.read_models import projectors
@@ -157,7 +157,7 @@ def test_events_are_all_there_page_by_page(ended: TestClient, sample: str) -> No
 # --- one batch ------------------------------------------------------------------------------------------------------
 def test_a_batch_page_has_every_task_run_and_attempt(ended: TestClient, sample: str) -> None:
     with open_log(sample) as log:
-        story = tell(log.events(3))
+        story = fold_timeline(log.events(3))
     found = [get(ended, f"/batch?id=3&page={n}") for n in (1, 2)]
     keys = [a["data-key"] for seen in found for tag, a in seen.elements if str(a.get("data-key", "")).startswith("t")]
     assert keys == [f"t{i}" for i in range(60)]

@@ -21,7 +21,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
-from trinity_es.projections.history.attempts import chosen, tell
+from trinity_es.projections.history.attempts import fold_timeline, select_runs
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 
@@ -57,22 +57,22 @@ def rows_of(client: TestClient, path: str) -> list[str]:
 
 
 def test_rollouts_are_sorted_by_reward_filtered_by_task_and_paged(sample: TestClient, log: Log) -> None:
-    batch = tell(log.events(30))
-    best = [f"/rollout?id=30&task={r.task}&run={r.run}" for r in chosen(batch.rows, sort="reward")]
+    batch = fold_timeline(log.events(30))
+    best = [f"/rollout?id=30&task={r.task}&run={r.run}" for r in select_runs(batch.rows, sort="reward")]
     assert rows_of(sample, "/rollouts?id=30") == best[:50]
     worst = rows_of(sample, "/rollouts?id=30&dir=up")
-    assert worst[0] == f"/rollout?id=30&task={chosen(batch.rows, descending=False)[0].task}" \
-        f"&run={chosen(batch.rows, descending=False)[0].run}"
+    assert worst[0] == f"/rollout?id=30&task={select_runs(batch.rows, descending=False)[0].task}" \
+        f"&run={select_runs(batch.rows, descending=False)[0].run}"
     assert rows_of(sample, "/rollouts?id=30&task=2&sort=task") == [f"/rollout?id=30&task=2&run={r}" for r in range(4)]
-    runs = sum(len(tell(log.events(b)).rows) for b in range(26, 31))  # the newest five
+    runs = sum(len(fold_timeline(log.events(b)).rows) for b in range(26, 31))  # the newest five
     every = [rows_of(sample, f"/rollouts?page={n}") for n in range(1, -(-runs // 50) + 1)]
     assert sum(map(len, every)) == runs
     assert len({path for page in every for path in page}) == sum(map(len, every))
 
 
 def test_a_rollout_shows_text_tokens_reward_advantage_and_where_it_comes_from(sample: TestClient, log: Log) -> None:
-    batch = tell(log.events(30))
-    row = chosen(batch.rows, sort="reward")[0]
+    batch = fold_timeline(log.events(30))
+    row = select_runs(batch.rows, sort="reward")[0]
     [found] = rollout_values.read_runs(log, batch, [row])
     [e] = found.experiences
     assert e.advantages is not None  # as the pipeline left it, not as the runner wrote it
@@ -203,7 +203,7 @@ def test_weights_count_what_each_version_made_of_what_was_delivered(sample: Test
     for recorded in log.rare(["BatchFinalized"]):
         for count, version in recorded.event.model_versions:  # type: ignore[attr-defined]  # only BatchFinalized are read
             made[version] = made.get(version, 0) + count
-    trained = [tell(log.events(row.batch_id)) for row in log.batches(batch_type="train")]
+    trained = [fold_timeline(log.events(row.batch_id)) for row in log.batches(batch_type="train")]
     assert sum(made.values()) == sum(ref.count for batch in trained for ref in batch.state.experiences)
     version = max(made, key=lambda v: (made[v], v))
     [load, *_] = next(v for v in log.weights() if v.version == version).loads

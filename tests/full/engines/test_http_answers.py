@@ -119,7 +119,7 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and nobody looks at the server between two requests."""
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(http_engine, "FAILURE_PAUSE_SECONDS", (0.0, 0.0))
     for module in (http_engine, vllm_http_api):
         monkeypatch.setattr(module, "BUSY_SECONDS", (0.0, 0.01, 0.02))
 
@@ -275,7 +275,7 @@ async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
 async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     server: Wrong, engine: HTTPEngine, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine._answered, server.asked = float("-inf"), 0  # it has answered nobody for long
+    engine._last_answer_at, server.asked = float("-inf"), 0  # it has answered nobody for long
     looked = 0
 
     async def look(self: VLLMServer) -> bool:
@@ -309,7 +309,7 @@ def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list
     """Have the server fail what it is asked alone from here on; returns the list of the pauses that follow."""
     pauses = list[float]()
     server.wrong, server.alone = {"status": 500}, True
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+    monkeypatch.setattr(http_engine, "FAILURE_PAUSE_SECONDS", (0.25, 2.0))
     monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
     return pauses
 
@@ -320,7 +320,7 @@ async def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(
 ) -> None:
     server.args.token_seconds = 0.1
     for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
-        engine._answered = float("-inf")  # it has answered nobody for long
+        engine._last_answer_at = float("-inf")  # it has answered nobody for long
         asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
         while not server.asked:
             await asyncio.sleep(0.01)
@@ -331,7 +331,7 @@ async def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(
         assert not asked.done()
         assert await asked == 8
         server.wrong = {}
-    engine._answered = float("-inf")
+    engine._last_answer_at = float("-inf")
     server.wrong = {"status": 503}
     refused = await asyncio.gather(*(engine.generate([BAD], EIGHT) for _ in range(9)), return_exceptions=True)
     assert {error.details.get("dead") for error in refused if isinstance(error, EngineError)} == {True}
@@ -351,7 +351,7 @@ async def test_a_stream_is_an_answer(server: Wrong, engine: HTTPEngine, monkeypa
             async for _ in engine.stream([prompt], EIGHT):
                 pass
     assert pauses == [0.25, 0.5, 0.25], "a whole one ends the row of failures"
-    engine._answered = float("-inf")
+    engine._last_answer_at = float("-inf")
     pieces = engine.stream([5], EIGHT)
     await anext(pieces)
     server.wrong, server.alone = {"status": 429}, False
@@ -362,7 +362,7 @@ async def test_a_stream_is_an_answer(server: Wrong, engine: HTTPEngine, monkeypa
 
 
 async def test_a_server_that_takes_nothing_any_more_ends_the_engine(server: Wrong, engine: HTTPEngine) -> None:
-    engine._answered = float("-inf")  # it has answered nobody for long
+    engine._last_answer_at = float("-inf")  # it has answered nobody for long
     server.wrong = {"status": 429}
     with pytest.raises(EngineError, match="answered 429") as failed:
         await engine.generate([5], EIGHT)

@@ -23,7 +23,7 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm import engine as vllm_engine
 from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.rollout.model import Model
-from trinity_es.audit.regenerate import compared, find_rollout, played
+from trinity_es.audit.regenerate import find_rollout, play_turns, regeneration
 from trinity_es.events.errors import EngineError, SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -337,10 +337,11 @@ def test_a_recorded_rollout_is_generated_again_token_by_token(
     assert {(f.version, f.weights) for f in found} == {(3, str(other))}
     assert found[0].engine_version.startswith("vllm ")
     for one in found:
-        again = compared(one, live.engine, live.run(played(live.engine, one)), model=str(tiny), weights=str(other))
+        turns = live.run(play_turns(live.engine, one))
+        again = regeneration(one, live.engine, turns, model=str(tiny), weights=str(other))
         assert again.equal, again
         assert again.turns[0].logprob_max is not None
         assert again.turns[0].logprob_max < 1e-3
     live.run(live.engine.load_weights(4, str(tiny)))  # other weights, other tokens or at least other logprobs
-    turns = [turn for one in found for turn in live.run(played(live.engine, one))]
+    turns = [turn for one in found for turn in live.run(play_turns(live.engine, one))]
     assert any(t.first_difference is not None or (t.logprob_max or 0) > 1e-2 for t in turns)

@@ -364,8 +364,8 @@ def test_an_engine_that_is_dead_is_told_and_to_whoever_has_to_replace_it(live: L
         finally:
             live.engine._dead = None
     assert len(told) == 3
-    assert session.model.failed is not None
-    assert session.model.failed.details["dead"]
+    assert session.model.engine_error is not None
+    assert session.model.engine_error.details["dead"]
 
 
 def test_an_option_that_vllm_serve_does_not_know_is_told(live: Live) -> None:

@@ -113,7 +113,7 @@ async def test_a_process_that_does_not_hear_that_a_run_is_over_is_ended_and_one_
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.ask({"run": "on"}), 0.1)
     await until(lambda: not server._unconfirmed, "an answer to the cancel")
-    assert not server.ended
+    assert not server.has_ended
     monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.3)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.ask({"run": "block"}), 0.1)

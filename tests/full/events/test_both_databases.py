@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from benchmarks.sample_ground import START, TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli
-from trinity_es.client.argument_checks import whole
+from trinity_es.client.argument_checks import whole_number
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError
@@ -262,5 +262,5 @@ def test_numbers_that_a_column_can_not_hold_are_refused_where_they_are_given() -
     """A version or a step of the trainer; SQLite would take it, and the log could never move to PostgreSQL."""
     for number in (2**31, -(2**31), 10**400):
         with pytest.raises(DataError, match=r"version is .*: a whole number from 0 to 2147483647 is expected"):
-            whole("version", number)
-    assert whole("version", 2**31 - 1) == 2**31 - 1
+            whole_number("version", number)
+    assert whole_number("version", 2**31 - 1) == 2**31 - 1

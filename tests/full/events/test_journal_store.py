@@ -83,3 +83,15 @@ def test_files_are_for_this_user_alone_and_a_full_disk_is_named(tmp_path: Path) 
     assert kept_runs([part])[0].calls["c", 0][0].tokens == [1, 2]
     os.unlink(file)
     store.close()
+
+
+def test_a_sync_takes_earlier_segments_too_and_closes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, synced = open_journals(f"sqlite:///{tmp_path}/log.sqlite"), list[str]()
+    monkeypatch.setattr(os, "fdatasync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink().name))
+    store.append(ONE, 0, b"a", durable=False)
+    store.append(ONE, 1, b"b", durable=False)
+    store.append(ONE, 1, b"", durable=True)
+    store.append(ONE, 1, b"c", durable=True)
+    assert synced == ["00000000", "00000001", "00000001"]
+    assert store.read(ONE) == [b"a", b"bc"]
+    store.close()

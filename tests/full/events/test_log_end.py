@@ -86,7 +86,7 @@ class TestAgainstTheLog:
         marks = write(log, 4)
         rewind(open_log(), 2)
         log = open_log(projectors=projectors())
-        head, lost = log.lost(known(marks[3]))
+        head, lost = log.lost_claims(known(marks[3]))
         event = accepted(head, lost, "anew", "me on this host", "the backup of Monday")
         assert (event.first, event.last, event.kept) == (3, 4, 2)
         log.append([Write(stream="system", expected_version=0, events=[event])], commit_id="accept", generation="anew")
@@ -147,13 +147,13 @@ class TestMemory:
         memory = self.memory(tmp_path)
         memory.note(Mark("g", 5, b"x"))
         lost = Claim(Mark("g", 9, b"y"), "a client")
-        memory.claim([lost, lost])
+        memory.add_claims([lost, lost])
         memory.note(Mark("g", 6, b"x"))
         assert lost in self.memory(tmp_path).claims()
         other = self.memory(tmp_path)
-        other.claim([Claim(Mark("g", 8, b"z"), "a runner")])
+        other.add_claims([Claim(Mark("g", 8, b"z"), "a runner")])
         assert [c.mark.position for c in self.memory(tmp_path).claims()] == [6, 9, 8]
-        other.settle(Mark("h", 7, b"x"))
+        other.keep_only(Mark("h", 7, b"x"))
         assert [c.mark.position for c in self.memory(tmp_path).claims()] == [7]
 
     def test_it_never_raises_and_says_what_hindered_it(self, tmp_path: Path) -> None:

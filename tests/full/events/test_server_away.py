@@ -153,7 +153,7 @@ def test_without_trouble_who_follows_gets_the_error(urls: tuple[str, str], wire:
 async def test_the_stream_of_a_page_tells_it_and_goes_on(
     urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "PATIENCE", 0.1)
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.1)
     tail = live.Tail(urls[0], interval=0.01)
     await tail.start()
     try:
@@ -180,7 +180,7 @@ def test_a_page_says_so_and_comes_back(
     urls: tuple[str, str], wire: Wire, own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection ends between two queries of one page, and when the server refuses new ones too."""
-    monkeypatch.setattr(live, "PATIENCE", 0.3)
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.3)
     with TestClient(create_app(urls[0]), base_url="http://localhost") as client:
         read, cut = Log.batches, [wire.cut]
 

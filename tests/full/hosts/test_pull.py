@@ -287,7 +287,7 @@ def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ""])
 def test_a_head_s_file_lies_in_the_folder_and_nowhere_else(name: str) -> None:
     with pytest.raises(NotOurs, match="names a file"):
-        folder_puller._file(name, 1, (1, 1, 1))
+        folder_puller._checked_file(name, 1, (1, 1, 1))
 
 
 @pytest.mark.parametrize("asked", ["4", "-1", "..%2f..%2fetc%2fpasswd", "config.json"])
@@ -355,5 +355,5 @@ def test_what_is_not_used_any_more_is_removed(head: Head, tmp_path: Path) -> Non
     adapter = FolderName("adapter", "math/one", 1)
     places = [asyncio.run(pulled(name)) for name in (WEIGHTS, FolderName("weights", version=4), adapter)]
     (host.folder / ".weights-2-abc.part").mkdir()
-    asyncio.run(host.puller.forget_but({"weights-4", adapter.label}))
+    asyncio.run(host.puller.delete_all_but({"weights-4", adapter.label}))
     assert set(host.folder.iterdir()) == set(places[1:])

@@ -17,7 +17,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, fold
-from trinity_es.projections.history.attempts import tell
+from trinity_es.projections.history.attempts import fold_timeline
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.explain import why
 from trinity_es.projections.why.system_state import Followed, SystemSnapshot, observe
@@ -132,8 +132,8 @@ def test_runs_of_a_batch_are_followed_to_the_same_rows(seed: int) -> None:
         if len(history.recorded) < before:  # who follows notices by the hash, and begins anew
             found, read = None, 0
         if list(history.of(1)):
-            found, read = tell(history.of(1, read), found), len(history.recorded)
-            assert found == tell(history.of(1))
+            found, read = fold_timeline(history.of(1, read), found), len(history.recorded)
+            assert found == fold_timeline(history.of(1))
             most = max(most, len(found.rows))
     assert most > 0
 

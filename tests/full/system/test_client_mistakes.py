@@ -134,7 +134,7 @@ def test_several_that_start_a_store_s_system_at_once_share_one(tmp_path: Path) -
     try:
         assert not failures
         assert len({c.client._link.admin["pid"] for c in found}) == 1
-        assert sorted(c._started for c in found) == [False, True]
+        assert sorted(c._owns_system for c in found) == [False, True]
     finally:
         from trinity_es.client.teardown import end_system
 

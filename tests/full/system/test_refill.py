@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import trinity_es
+from tests.helpers.handmade import cli
 from tests.helpers.runs import count, events_of, killed_when, make_config, outcome, went_well
 from tests.helpers.systems import StartSystem
 from trinity_es.config.config import Config, load_config
-from trinity_es.events.errors import BatchNotFound, DataError, TooFewGroups
+from trinity_es.events.errors import BatchNotFound, BatchTypeMismatch, DataError, TooFewGroups
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.reading.resume_point import prompts_used
 
@@ -65,8 +66,12 @@ def test_a_refilled_run_that_is_killed_ends_as_if_nothing_had_been(tmp_path: Pat
 
 
 def test_a_step_ends_with_what_it_has_when_its_further_tasks_are_spent(tmp_path: Path) -> None:
-    went_well("run", path := refilled_run(tmp_path / "run", at_most=1), "--set", "total_steps=2", cwd=tmp_path)
+    path = refilled_run(tmp_path / "run", at_most=1)
+    out, _ = went_well("run", path, "--set", "total_steps=2", cwd=tmp_path)
     config = load_config(path)
+    for stream, event in [(s, e) for s, e in events_of(config, "GroupsMissing")][1::2]:  # the second of each step
+        line = next(line for line in out.splitlines() if line.startswith(f"step {stream.removeprefix('batch/')}/2"))
+        assert f"short: {event.usable} of {SIZE} groups; explorer.refill.at_most is spent" in line
     added = [(stream, len(event.repeat_times)) for stream, event in events_of(config, "TasksAdded")]
     assert added == [("batch/1", 1), ("batch/2", 1)]
     for stream, event in events_of(config, "GroupsMissing"):
@@ -89,7 +94,7 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
     with pytest.raises(TooFewGroups, match=r"needs 2 more \(lost: 1 by failed, 1 by reward_filter\)"):
         client.finalize_train_batch(1, groups=3, timeout=60)
     assert client.batch(1).state is BatchLifecycleState.RUNNING
-    assert "it has 1 usable groups and needs 2 more" in client.why(1)
+    assert "it has 1 usable group and needs 2 more" in client.why(1)
     with pytest.raises(TooFewGroups) as again:
         client.finalize_train_batch(1, groups=3, timeout=60)
     assert again.value.details == {"usable": 1, "missing": 2, "lost": {"failed": 1, "reward_filter": 1}}
@@ -106,7 +111,13 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
         client.add_tasks(1, [task(7)])
     with pytest.raises(BatchNotFound):
         client.add_tasks(2, [task(7)])
+    client.submit_batch(batch_id="e", batch_type="eval", tasks=[task(1)])
+    with pytest.raises(BatchTypeMismatch, match="batch 'e' is eval, expected train: submit the tasks in a batch of"):
+        client.add_tasks("e", [task(7)])
+    client.abort_batch("e", reason="enough")
     client.submit_batch(batch_id=2, batch_type="train", tasks=[task(1), task(2)])
     with pytest.raises(TooFewGroups):
         client.finalize_train_batch(2, groups=2, timeout=60)
     assert client.finalize_train_batch(2, groups=1, timeout=60)["finished_task_count"] == 2
+    assert "the last, 2, was finalized" in (told := cli("status", "--log", client.config.store.url).stdout)
+    assert "with 1 of 2 groups" in told

@@ -16,7 +16,7 @@ from tests.helpers.systems import StartSystem, pid_of, play_batch
 from tests.helpers.ways_to_end import WAYS
 from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.guardian.log_size_limit import MOST_BYTES
+from trinity_es.actors.guardian.log_size_limit import MAX_BYTES
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
@@ -136,7 +136,7 @@ class PrintsMuchOnTheLoop(PrintsMuch):
 
 def cut_short(file: Path) -> bool:
     # Whoever prints meanwhile may come before the line that says so.
-    return file.stat().st_size <= MOST_BYTES and b"this file was cut" in file.read_bytes()
+    return file.stat().st_size <= MAX_BYTES and b"this file was cut" in file.read_bytes()
 
 
 def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: RolloutClient, new_id: NewId) -> None:
@@ -147,7 +147,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     files = [folder / "runner-0.log", running_system.output_file(system.config)]
     wait_until(lambda: all(cut_short(f) for f in files), "the logs to be cut")
     for file in files:
-        assert file.with_name(f"{file.name}.1").stat().st_size == MOST_BYTES
+        assert file.with_name(f"{file.name}.1").stat().st_size == MAX_BYTES
     said = folder / "guardian.log"  # once, when all files have been looked at
     wait_until(lambda: said.read_text().count("runner-0.log grew too long") == 1, "the guardian to say that it cut")
     found = leftovers(system.config)  # which are known by the file that they print to

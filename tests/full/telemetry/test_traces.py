@@ -21,7 +21,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history.attempts import tell
+from trinity_es.projections.history.attempts import fold_timeline
 from trinity_es.projections.reading.journal_parts import JournalPart
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.telemetry.monitors import Monitors
@@ -64,7 +64,7 @@ def memory() -> Any:
 def spans(path: Path, batch_id: int | str, parts: Mapping[str, Sequence[JournalPart]] | None = None) -> list[Any]:
     with open_log(str(path)) as log:
         return list(spans_of(
-            tell(log.events(batch_id)), batch_stream(batch_id), log.head().generation, parts=parts,
+            fold_timeline(log.events(batch_id)), batch_stream(batch_id), log.head().generation, parts=parts,
         ))
 
 
@@ -196,7 +196,7 @@ def test_a_log_that_is_another_now_or_a_copy_of_before_is_sent_and_nothing_twice
     wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
     put_back(tmp_path / "before", path)
     with open_log(str(path)) as log:
-        wait_until(lambda: traces._last == log.head().position, "the copy to be seen")
+        wait_until(lambda: traces._position == log.head().position, "the copy to be seen")
     another(path, 12)  # in the place of batch 11, to the position
     wait_until(lambda: sent(exporter) == ["11", "12"], "batch 12 to be sent")
     write(tmp_path / "other", history(DIGEST))

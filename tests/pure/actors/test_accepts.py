@@ -30,7 +30,7 @@ def test_promise_6_a_coordinator_whose_live_state_is_closed_takes_nothing_that_c
 def test_what_was_looked_up_meanwhile_is_not_done_by_a_coordinator_that_is_closed_by_then() -> None:
     held: list[Callable[[], None]] = []
     done: list[str] = []
-    actor = SimpleNamespace(running=True, witnesses=SimpleNamespace(admit=lambda _, by, act: held.append(act)))
+    actor = SimpleNamespace(running=True, mark_checks=SimpleNamespace(admit=lambda _, by, act: held.append(act)))
     for by in ("one", "two"):
         Coordinator.admit(actor, REPORT, by, lambda by=by: done.append(by))
     held[0]()

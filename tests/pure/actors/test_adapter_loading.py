@@ -209,7 +209,7 @@ def test_who_waits_for_a_runner_that_ends_waits_no_more(fleet: Fleet, end: str) 
     waiter = fleet.lives.adapters.publish(published())
     assert waiter.waiting_on == {"a", "b"}
     fleet.sent.clear()
-    fleet.live.turn.then.clear()  # the orders never arrive
+    fleet.live.turn.durable_calls.clear()  # the orders never arrive
     if end == "died":
         fleet.lives.on_death(RunnerDied("b", 1, "it was killed"))
     else:

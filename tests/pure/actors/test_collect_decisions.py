@@ -9,7 +9,7 @@ import pytest
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
-from trinity_es.actors.coordinator.fleet.dynamic_timeout import allowed, measured
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import attempt_timeout, measured
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
@@ -89,11 +89,11 @@ def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
     assert first == ev.ResultsTaken(tasks=[0, 2], request="a")
     state = evolve(state, first)
     assert collect_decisions.take(state, [0, 2], "b") == []
-    assert collect_decisions.over(state) == []
+    assert collect_decisions.end_if_done(state) == []
     state = done(state, 1, 3)
-    assert collect_decisions.over(state) == []  # nobody has taken them
+    assert collect_decisions.end_if_done(state) == []  # nobody has taken them
     state = fold(collect_decisions.take(state, [1, 3], "b"), state) or state
-    [end] = collect_decisions.over(state)
+    [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchFinalized)
     assert (len(end.experiences), end.selected) == (8, 8)
     assert end.result["finished_task_count"] == 4
@@ -115,7 +115,7 @@ def test_p22_the_rest_is_dropped_with_or_without_what_it_finished(partial: bool)
     assert (state.open_task_count, state.pending, state.flights) == (0, {}, {})
     assert collect_decisions.drop_rest(state, reason="late", return_partial=partial) == []
     state = fold(collect_decisions.take(state, state.ready_tasks(), "a"), state) or state
-    [end] = collect_decisions.over(state)
+    [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchFinalized)
     assert end.selected == (3 if partial else 2)
 
@@ -123,7 +123,7 @@ def test_p22_the_rest_is_dropped_with_or_without_what_it_finished(partial: bool)
 def test_p18_a_batch_of_which_nothing_came_ends_aborted() -> None:
     state = opened("one")
     state = fold(collect_decisions.drop_rest(state, reason="late", return_partial=True), state) or state
-    [end] = collect_decisions.over(state)
+    [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchAborted)
     assert end.reason == "late"
 
@@ -146,10 +146,10 @@ LIMITS = {"ratio": 3.0, "warmup_min_steps": 2, "max_timeout": 20.0}
 
 
 def test_p23_allowed() -> None:
-    assert allowed(1, 100, 100.0, **LIMITS) == 0.0  # too few steps
-    assert allowed(2, 100, 200.0, **LIMITS) == 6.0
-    assert allowed(2, 100, 900.0, **LIMITS) == 0.0  # max_timeout is less
-    assert allowed(2, 0, 0.0, **LIMITS) == 0.0
+    assert attempt_timeout(1, 100, 100.0, **LIMITS) == 0.0  # too few steps
+    assert attempt_timeout(2, 100, 200.0, **LIMITS) == 6.0
+    assert attempt_timeout(2, 100, 900.0, **LIMITS) == 0.0  # max_timeout is less
+    assert attempt_timeout(2, 0, 0.0, **LIMITS) == 0.0
 
 
 def test_p23_a_train_step_that_ended_is_measured_with_its_timeouts_and_without_evals() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.handmade import write
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import cut_tasks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.untried_prompts import prompts_tried
 
 KEPT = ev.AttemptKept(task=1, run_id_base=0, runs=2, attempt=1, runner="runner-0", incarnation=1, payload="0" * 64,
                       calls=1, open_calls=1, tokens=50, steps=0, seconds=2.5)
@@ -47,11 +51,11 @@ def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> N
     assert earlier.final_result is not None
     assert earlier.final_result["metrics"]["rollout/cut_task_count"] == 3
     for cuts in (1, 2):
-        task = cut_tasks.continued(0, earlier, 1 if cuts == 1 else 0)
+        task = cut_tasks.continued_task(0, earlier, 1 if cuts == 1 else 0)
         assert task == ev.ContinuedTask(task=0, batch_id=cuts, cut_task=1 if cuts == 1 else 0, cuts=cuts)
         state = fold(submitted(cuts + 1, task))
         assert state is not None
-        [event] = cut_tasks.kept(task, earlier, state) or [None]
+        [event] = cut_tasks.kept_attempts(task, earlier, state) or [None]
         if cuts == 1:
             assert event == replace(KEPT, task=0, attempt=0)
             state = fold([event, dispatched(0)], state)
@@ -69,7 +73,7 @@ def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> N
 ], ids=["unknown", "open", "not cut", "no such task"])
 def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number: int) -> None:
     with pytest.raises(DataError, match=rf"task 2 can't continue task {number} of .*: that batch did not cut it"):
-        cut_tasks.continued(2, earlier, number)
+        cut_tasks.continued_task(2, earlier, number)
 
 
 @pytest.mark.parametrize(("cuts", "bound", "waits"), [(7, None, False), (8, None, True), (1, 2, False), (2, 2, True)])
@@ -93,3 +97,15 @@ def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
     assert state is not None
     assert state.cut == {0, 2}
+
+
+def test_a_task_that_goes_on_in_another_batch_is_one_prompt(tmp_path: Path) -> None:
+    cut = ev.TaskDropped(tasks=[0, 1, 2], reason="enough", cut=[0, 1, 2])
+    goes_on = [ev.ContinuedTask(task=task, batch_id=1, cut_task=task + 1, cuts=1) for task in (0, 1)]
+    write(tmp_path / "log", [
+        ("batch/1", [*submitted(1), dispatched(0, 1), cut]),
+        ("batch/2", [*submitted(2, *goes_on), dispatched(0, 1, 2)]),
+    ])
+    with open_log(str(tmp_path / "log")) as log:
+        tried = prompts_tried(log)
+    assert (tried.tasks, tried.sent) == (4, 4)

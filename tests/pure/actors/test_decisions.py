@@ -97,8 +97,8 @@ class TestDispatch:
             events.append(dispatched(u, runner="a"))
             batch = batch_of(*events)
             done = outcome(u, failed=[(0, "infra", "it is gone")])
-            [failed] = (batches.outcome(batch, "a", 1, done, servers=True) if infra
-                        else batches.runner_lost(batch, "a", 1, "it is gone", servers=True))
+            [failed] = (batches.outcome(batch, "a", 1, done, on_servers=True) if infra
+                        else batches.runner_lost(batch, "a", 1, "it is gone", on_servers=True))
             assert isinstance(failed, ev.AttemptFailed)
             assert failed.blamed is (attempt >= batches.MOST_SERVERS_LOST)
             events.append(failed)
@@ -355,7 +355,7 @@ class TestEnd:
             dispatched(unit(0, runs=2), unit(1), unit(1, base=1)), finished(0, runs=2, payload=None),
             finished(1, cls=ev.RunsFinished, payload=None),
         )
-        case.when(batches.start_finalizing, True).then_types(ev.TaskDropped, ev.BatchFinalized)
+        case.when(batches.start_finalizing, return_partial=True).then_types(ev.TaskDropped, ev.BatchFinalized)
         assert case.state.final_result == batch_result(case.state)
         assert case.state.final_result["metrics"]["eval/letters/missing_run_count"] == 2.0
 

@@ -28,8 +28,8 @@ def test_promise_12_the_journal_of_a_unit_whose_engine_failed_outlives_its_ackno
     side._free_journal = lambda keys: EngineThread._free_journal(side, keys)  # type: ignore[arg-type]  # it has what is used
     side.settled = lambda keys, lost: EngineThread.settled.__wrapped__(side, keys, lost)  # type: ignore[attr-defined]  # the undecorated method
     runner = SimpleNamespace(
-        outbox=SimpleNamespace(acknowledge=lambda acks: outcomes), engine_side=side, units={}, given_up=None,
-        state="ended", trusts=lambda end: True,
+        outbox=SimpleNamespace(acknowledge=lambda acks: outcomes), engine_side=side, units={}, last_report=None,
+        state="ended", accept_log_end=lambda end: True,
     )
     Runner.on_RunUnits(runner, SimpleNamespace(acks=(1,), items=[], end=None), None)  # type: ignore[arg-type]  # as above
     assert freed == [key_of(outcomes[0]), key_of(outcomes[2])]

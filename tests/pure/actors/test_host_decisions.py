@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.adapters import published
 from trinity_es.actors.config.hosts import HostsConfig
-from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, drained, folder_of, hello, lost
+from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, drain, folder_of, lose, welcome
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
@@ -31,7 +31,7 @@ B = Hello("b", "life 1", "10.0.0.2", 7, {"gpus": 8}, "1.0")
 
 def decide(hosts: Hosts, said: Hello, *, connected: bool = False) -> list[ev.Event] | Refusal:
     """Decide, and fold what was decided."""
-    found = hello(hosts, said, build="1.0", connected=connected)
+    found = welcome(hosts, said, build="1.0", connected=connected)
     if isinstance(found, list):
         fold(hosts, found)
     return found
@@ -68,7 +68,7 @@ def test_a_new_host_joins_as_epoch_1() -> None:
 def test_the_same_life_is_taken_up_again_and_nothing_recorded() -> None:
     hosts = with_b()
     assert decide(hosts, replace(B, address="10.0.0.9"), connected=True) == []
-    fold(hosts, drained(hosts, "b", "SIGTERM"))
+    fold(hosts, drain(hosts, "b", "SIGTERM"))
     assert decide(hosts, B) == []
 
 
@@ -104,12 +104,12 @@ def test_another_build_is_refused_for_good() -> None:
 
 def test_a_loss_and_a_drain_are_recorded_once_and_only_of_who_is_there() -> None:
     hosts: Hosts = {}
-    assert lost(hosts, "b", "x") == drained(hosts, "b", "x") == []
+    assert lose(hosts, "b", "x") == drain(hosts, "b", "x") == []
     decide(hosts, B)
-    assert len(fold(hosts, drained(hosts, "b", "x"))) == 1
-    assert drained(hosts, "b", "x") == []
-    assert len(fold(hosts, lost(hosts, "b", "x"))) == 1
-    assert lost(hosts, "b", "x") == drained(hosts, "b", "x") == []
+    assert len(fold(hosts, drain(hosts, "b", "x"))) == 1
+    assert drain(hosts, "b", "x") == []
+    assert len(fold(hosts, lose(hosts, "b", "x"))) == 1
+    assert lose(hosts, "b", "x") == drain(hosts, "b", "x") == []
 
 
 def test_what_is_said_of_an_earlier_epoch_changes_nothing() -> None:
@@ -122,7 +122,7 @@ def test_what_is_said_of_an_earlier_epoch_changes_nothing() -> None:
 def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over() -> None:
     hosts = with_b()
     decide(hosts, replace(B, name="c"))
-    fold(hosts, lost(hosts, "c", "gone"))
+    fold(hosts, lose(hosts, "c", "gone"))
 
     def life(name: str, state: RunnerState) -> RunnerLife:
         return RunnerLife(name=name, incarnation=3, state=state)
@@ -194,7 +194,7 @@ class Book:
     def record(self, *events: ev.Event) -> None:
         fold(self.hosts, list(events))
 
-    def then(self, call: Any) -> None:
+    def when_durable(self, call: Any) -> None:
         if self.writes:
             call()
 
@@ -214,8 +214,8 @@ class Around:
         self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
         self.fleet = HostFleet(
             HostsConfig(address="10.0.0.1:7700", timeout=timeout), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
-            handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
-            heard=heard,
+            handle=lambda message, sender: self.handled.append((message, sender)), end_runner=self.died.append,
+            heard_at=heard,
         )
 
     @classmethod
@@ -254,7 +254,7 @@ class Around:
 
     def look_at(self, seconds: float) -> None:
         self.time = seconds
-        self.fleet.look()
+        self.fleet.check_connections()
 
 
 def test_a_host_that_is_taken_in_and_never_connects_is_lost_with_its_runners() -> None:
@@ -273,7 +273,7 @@ def test_a_host_that_is_taken_in_and_never_connects_is_lost_with_its_runners() -
 def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> None:
     it = Around.connected()
     it.look_at(102.0)
-    it.fleet.gone("b", 1, "the connection broke", heard=100.0)
+    it.fleet.on_disconnected("b", 1, "the connection broke", heard_at=100.0)
     it.look_at(104.0)
     assert it.book.hosts["b"].there
     it.look_at(105.0)
@@ -298,7 +298,7 @@ def test_a_host_that_came_back_to_the_next_coordinator_has_its_time() -> None:
     it.look_at(4.0)
     it.hello()
     it.fleet.take("b", 1, [])
-    it.fleet.gone("b", 1, "the connection broke", heard=10.0)
+    it.fleet.on_disconnected("b", 1, "the connection broke", heard_at=10.0)
     it.look_at(24.9)
     assert it.book.hosts["b"].there
 
@@ -307,7 +307,7 @@ def test_when_hosts_were_heard_is_told_of_those_that_take_part() -> None:
     it = Around()
     it.hello()
     it.connections = {"b": 7.0, "gone": 3.0}
-    assert it.fleet.heard() == {"b": 7.0}
+    assert it.fleet.last_heard() == {"b": 7.0}
 
 
 def test_nobody_is_refused_for_what_is_not_in_the_log() -> None:
@@ -338,7 +338,7 @@ def test_what_an_earlier_epoch_says_is_dropped_and_its_connection_ended() -> Non
     it.hello()
     it.fleet.take("b", 1, [("runner-0@b", "its word")])
     it.look_at(0.0)
-    it.fleet.gone("b", 1, "gone", heard=0.0)
+    it.fleet.on_disconnected("b", 1, "gone", heard_at=0.0)
     it.look_at(6.0)
     assert it.hello("2") == Admission(2, 4)
     it.hung_up.clear()

@@ -75,7 +75,7 @@ def done(runs: int, metrics: int) -> UnitResult:
 @pytest.mark.parametrize(("runs", "metrics"), [(256, 12), (64, 60), (1000, 2), (1, 5000), (4000, 3)])
 def test_results_of_any_number_reach_the_log_and_leave_no_payload(place: Place, runs: int, metrics: int) -> None:
     item, result = place.submit(runs), done(runs, metrics)
-    [outcome] = unit_reports.written([(item, result)], place.payloads)
+    [outcome] = unit_reports.write_group([(item, result)], place.payloads)
     message = OutcomeReport("runner-0", 1, 1, [outcome])
     assert len(pickle.dumps(message)) < MESSAGE
     place.report(message)
@@ -92,14 +92,14 @@ def test_results_of_any_number_reach_the_log_and_leave_no_payload(place: Place, 
 def test_so_do_failures_of_any_number(place: Place) -> None:
     item = place.submit(20_000)
     result = UnitResult(failures=[(run, "workflow", "ValueError: no") for run in range(20_000)])
-    [outcome] = unit_reports.written([(item, result)], place.payloads)
+    [outcome] = unit_reports.write_group([(item, result)], place.payloads)
     assert len(pickle.dumps(outcome)) < MESSAGE
     place.report(OutcomeReport("runner-0", 1, 1, [outcome]))
     assert place.replayed().pending[0, 0].runs == 20_000, "they are attempted again"
 
 
 def test_results_that_are_lost_on_the_way_are_an_attempt_that_failed_as_infra(place: Place) -> None:
-    [outcome] = unit_reports.written([(place.submit(1000), done(1000, 2))], place.payloads)
+    [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 2))], place.payloads)
     place.payloads.delete(outcome.results_digest)
     place.report(OutcomeReport("runner-0", 1, 1, [outcome]))
     failed = list(place.log.read(stream="batch/1"))[-1].event
@@ -112,8 +112,8 @@ def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-    monkeypatch.setattr(place.live, "ask", lambda read, then: asked.append((read, then)))
-    [outcome] = unit_reports.written([(place.submit(1000), done(1000, 2))], place.payloads)
+    monkeypatch.setattr(place.live, "run_in_thread", lambda read, then: asked.append((read, then)))
+    [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 2))], place.payloads)
     message = OutcomeReport("runner-0", 1, 1, [outcome])
     place.report(message)
     place.report(message)  # the runner heard nothing for five seconds
@@ -134,7 +134,7 @@ def test_beyond_what_a_database_takes_the_unit_has_failed_with_the_way_out(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_reports, "LARGEST_RESULTS", 200_000)
-    [outcome] = unit_reports.written([(place.submit(1000), done(1000, 20))], place.payloads)
+    [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 20))], place.payloads)
     assert {kind for _, kind, _ in outcome.failures} == {"data"}
     assert "the limit is 200,000. Give each run fewer, or set explorer.max_repeat_times_per_runner" in str(
         outcome.failures[0][2])

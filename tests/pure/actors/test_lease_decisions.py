@@ -22,7 +22,7 @@ from trinity_es.events.errors import LogCorrupt, WorkflowError
 from trinity_es.events.secrets import Secret
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, fold
-from trinity_es.projections.leases import OpenLeases, evolve_leases
+from trinity_es.projections.leases import OpenLease, OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
@@ -55,6 +55,10 @@ def change(what: Any, **more: Any) -> LeaseChange:
     return LeaseChange(lease="es-1", what=what, batch_id=7, submission="s", unit=UNIT, run=0, **more)
 
 
+def reads_none(batch: BatchState, key: tuple[int, int]) -> bool:
+    return False
+
+
 TAKEN = change("taken", provider="m:C", args={"url": "u"}, ttl=100.0, creation_timeout=60.0)
 
 
@@ -66,7 +70,7 @@ def folded(*events: ev.Event) -> OpenLeases:
 
 
 def taken() -> ev.LeaseTaken:
-    [event] = decisions.changed(None, TAKEN, "runner-0", 2, "", NOW)
+    [event] = decisions.apply_change({}, TAKEN, "runner-0", 2, "", NOW)
     assert isinstance(event, ev.LeaseTaken)
     return event
 
@@ -94,7 +98,7 @@ STATES: dict[str, list[ev.Event]] = {
 def test_what_a_run_tells_is_recorded_once(state: str, told: str, then: str) -> None:
     leases = folded(*STATES[state])
     said = TAKEN if told == "taken" else change(told, handle="box-1", ttl=50.0, reason="r")
-    events = decisions.changed(leases.get("es-1"), said, "runner-0", 2, "", NOW + 5)
+    events = decisions.apply_change(leases, said, "runner-0", 2, "", NOW + 5)
     assert [type(e).__name__ for e in events] == ([then] if then else [])
     folded(*STATES[state], *events)  # it follows
     for event in events:
@@ -120,24 +124,24 @@ def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
     (batch(), life(RunnerState.RETIRED), "its runner is gone"),
 ])
 def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of: RunnerLife | None, why: str) -> None:
-    assert decisions.over(state, of, TAKEN) == why
+    assert decisions.end_of_attempt(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.orphans(folded(taken(), HELD).values(), open_ones, lives, NOW, NOW)
+    found = decisions.orphans(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
     assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
-    assert decisions.orphans(folded(taken(), ORPHANED).values(), open_ones, lives, NOW, NOW) == [], "said once"
+    assert decisions.orphans(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none) == [], "said once"
     if why:
         with pytest.raises(WorkflowError, match=why):
-            decisions.changed(None, TAKEN, "runner-0", 2, why, NOW)
+            decisions.apply_change({}, TAKEN, "runner-0", 2, why, NOW)
 
 
 def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
-    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 99, NOW) == []
-    [event] = decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101, NOW)
+    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 99, NOW, reads_none) == []
+    [event] = decisions.orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none)
     assert event == ev.LeaseOrphaned(lease="es-1", reason="it expired: it was not renewed")
     evolve_leases(leases, ev.LeaseRenewed(lease="es-1", expires=NOW + 200))
-    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101, NOW) == []
+    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none) == []
 
 
 def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
@@ -146,9 +150,124 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
     told = NOW + 500
     for now, n in ((told, 0), (told + GRACE_SECONDS - 1, 0), (told + GRACE_SECONDS + 1, 1)):
-        assert len(decisions.orphans(leases.values(), {7: batch()}, lives, now, told)) == n
-    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 1000, math.inf) == [], "they were not asked"
-    assert len(decisions.orphans(leases.values(), {}, lives, NOW, math.inf)) == 1, "what is over is over at once"
+        assert len(decisions.orphans(leases, {7: batch()}, lives, now, told, reads_none)) == n
+    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 1000, math.inf, reads_none) == [], "they were not asked"
+    assert len(decisions.orphans(leases, {}, lives, NOW, math.inf, reads_none)) == 1, "what is over is over at once"
+
+
+# --- what the next attempt takes over -----------------------------------------------------------------------------
+ATTACHABLE = replace(TAKEN, attachable=True)
+LOST = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2,
+                        kind="runner_lost", message="", retry=True)
+KEPT = ev.AttemptKept(task=0, run_id_base=0, runs=1, attempt=1, runner="runner-0", incarnation=2, payload="p", calls=1,
+                      open_calls=0, tokens=9, max_tokens=0, steps=0, seconds=1.0, not_kept={}, possibly_delivered=[])
+NEXT_UNIT = replace(UNIT, attempt=2)
+NEXT = ev.TasksDispatched(runner="runner-0", incarnation=3, units=[NEXT_UNIT], model_version=0)
+LIVES = {("runner-0", 2): life(RunnerState.LOST), ("runner-0", 3): replace(life(), incarnation=3)}
+
+
+def went(*events: ev.Event) -> BatchState:
+    found = fold(events, batch())
+    assert found is not None
+    return found
+
+
+def reads(state: BatchState, key: tuple[int, int]) -> bool:
+    return True
+
+
+def first() -> OpenLeases:
+    return folded(*decisions.apply_change({}, ATTACHABLE, "runner-0", 2, "", NOW), HELD)
+
+
+def second(leases: OpenLeases, state: BatchState, **more: Any) -> ev.Event:
+    """The next attempt takes one."""
+    wanted = replace(ATTACHABLE, lease="es-2", unit=NEXT_UNIT, **more)
+    earlier = decisions.attachable(leases, state, wanted, reads)
+    [event] = decisions.apply_change(leases, wanted, "runner-0", 3, "", NOW, earlier)
+    return event
+
+
+def orphaned(leases: OpenLeases, state: BatchState | None, **more: Any) -> list[str]:
+    open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
+    found = decisions.orphans(leases, open_ones, LIVES, more.get("now", NOW), NOW, more.get("reads", reads))
+    return [e.lease for e in found if isinstance(e, ev.LeaseOrphaned)]
+
+
+def test_a_lease_of_a_lost_attempt_waits_while_its_run_may_go_on() -> None:
+    kept, began_a_step = went(LOST, KEPT), went(LOST, replace(KEPT, possibly_delivered=["pay"]))
+    assert orphaned(first(), went(LOST)) == [], "its journal is being read"
+    assert orphaned(first(), kept) == orphaned(first(), went(LOST, KEPT, NEXT)) == []
+    assert orphaned(first(), went(LOST), reads=reads_none) == ["es-1"], "the journal has nothing"
+    assert orphaned(first(), began_a_step) == ["es-1"], "the run starts over"
+    assert orphaned(first(), went(replace(LOST, retry=False))) == ["es-1"]
+    assert orphaned(first(), went(replace(LOST, kind="workflow"))) == ["es-1"]
+    assert orphaned(first(), None) == ["es-1"], "its batch was aborted"
+    cut = ev.TaskDropped(tasks=[0], reason="over_rollout", cut=[0])
+    assert orphaned(first(), went(LOST, KEPT, cut)) == ["es-1"], "it goes on in another batch"
+    next_failed = replace(LOST, attempt=2, incarnation=3, kind="workflow")
+    assert orphaned(first(), went(LOST, KEPT, NEXT, next_failed)) == ["es-1"], "the next attempt did not take it"
+    assert orphaned(first(), kept, now=NOW + 101) == ["es-1"], "nobody renews it"
+    assert orphaned(folded(taken(), HELD), kept) == ["es-1"], "its provider has no attach"
+    not_made = folded(*decisions.apply_change({}, ATTACHABLE, "runner-0", 2, "", NOW))
+    assert orphaned(not_made, kept) == ["es-1"]
+
+
+def test_the_next_attempt_takes_over_what_it_asks_for_and_the_old_lease_ends_when_it_has_it() -> None:
+    leases, state = first(), went(LOST, KEPT, NEXT)
+    event = second(leases, state)
+    assert isinstance(event, ev.LeaseTaken)
+    assert (event.attaches, event.unit.attempt, event.incarnation) == ("es-1", 2, 3)
+    evolve_leases(leases, event)
+    check_attachment(leases, event)
+    assert orphaned(leases, state) == []
+    held = replace(ATTACHABLE, lease="es-2", what="held", unit=NEXT_UNIT, handle="box-1")
+    events = decisions.apply_change(leases, held, "runner-0", 3, "", NOW)
+    assert events == [ev.LeaseHeld(lease="es-2", handle="box-1"), ev.LeaseReleased(lease="es-1", by="successor")]
+    for each in events:
+        evolve_leases(leases, each)
+    assert [*leases] == ["es-2"]
+    assert orphaned(leases, went(LOST, KEPT, NEXT, replace(LOST, attempt=2, incarnation=3))) == [], "once more"
+
+
+@pytest.mark.parametrize("more", [{"number": 1}, {"args": {"url": "v"}}, {"provider": "m:D"}, {"run": 1},
+                                  {"attachable": False}])
+def test_a_lease_that_differs_is_a_new_one(more: dict[str, Any]) -> None:
+    event = second(first(), went(LOST, KEPT, NEXT), **more)
+    assert isinstance(event, ev.LeaseTaken)
+    assert event.attaches == ""
+
+
+def test_none_is_taken_over_twice_or_by_a_run_that_starts_over() -> None:
+    state, leases = went(LOST, KEPT, NEXT), first()
+    evolve_leases(leases, second(leases, state))
+    third = replace(ATTACHABLE, lease="es-3", unit=NEXT_UNIT)
+    assert decisions.attachable(leases, state, third, reads) is None
+    assert decisions.attachable(first(), went(LOST, NEXT), third, reads) is None, "it has no journal"
+
+
+@pytest.mark.parametrize("how", ["attach failed", "batch aborted", "runner lost", "expired"])
+def test_a_lease_that_can_not_be_taken_over_is_released_with_its_successor(how: str) -> None:
+    """Either may have the resource."""
+    leases, state = first(), went(LOST, KEPT, NEXT)
+    evolve_leases(leases, second(leases, state))
+    if how == "attach failed":
+        left = replace(ATTACHABLE, lease="es-2", what="left", unit=NEXT_UNIT, reason="r")
+        events = decisions.apply_change(leases, left, "runner-0", 3, "", NOW)
+        for event in events:
+            evolve_leases(leases, event)
+        assert [lease.state for lease in leases.values()] == ["orphaned", "orphaned"]
+        return
+    then = {"batch aborted": None, "expired": state}.get(how, went(LOST, KEPT, NEXT, replace(LOST, attempt=2)))
+    assert sorted(orphaned(leases, then, now=NOW + 101 * (how == "expired"))) == ["es-1", "es-2"]
+
+
+def test_a_takeover_that_no_lease_allows_is_no_log_of_ours() -> None:
+    state = went(LOST, KEPT, NEXT)
+    event = second(first(), state)
+    for leases in (folded(taken()), folded(taken(), HELD, ORPHANED), {}):
+        with pytest.raises(LogCorrupt, match="which is not held"):
+            check_attachment({**leases, "es-2": OpenLease(taken=taken())}, event)
 
 
 # --- what is released when ------------------------------------------------------------------------------------------
@@ -210,10 +329,10 @@ def test_who_takes_waits_until_it_is_in_the_log_and_others_do_not() -> None:
     reports, waits, goes_on = LeaseReports("runner-0", 2), Future[None](), Future[None]()
     reports.put(TAKEN, waits)
     reports.put(change("held", handle="box-1"), goes_on)
-    [group] = reports.gathered(None, 0.0)
+    [group] = reports.next_groups(None, 0.0)
     assert [c.what for c in group.changes] == ["taken", "held"]
     assert (waits.done(), goes_on.done()) == (False, True)
-    assert reports.gathered(None, 0.0) == []
+    assert reports.next_groups(None, 0.0) == []
     reports.acknowledge(LeaseReply(2, group.number, {}))
     assert waits.done()
     assert waits.exception() is None
@@ -223,7 +342,7 @@ def test_who_takes_waits_until_it_is_in_the_log_and_others_do_not() -> None:
 def test_one_that_may_not_be_taken_is_an_error_where_it_was_asked_for() -> None:
     reports, waits = LeaseReports("runner-0", 2), Future[None]()
     reports.put(TAKEN, waits)
-    [group] = reports.gathered(None, 0.0)
+    [group] = reports.next_groups(None, 0.0)
     reports.acknowledge(LeaseReply(2, group.number, {"es-1": "its batch ended"}))
     with pytest.raises(WorkflowError, match="its batch ended"):
         waits.result(0)
@@ -234,14 +353,14 @@ def test_one_that_is_left_before_it_was_in_the_log_is_wanted_no_more() -> None:
     reports, waits = LeaseReports("runner-0", 2), Future[None]()
     reports.put(TAKEN, waits)
     reports.put(change("held", handle="box-1"), Future())
-    reports.gathered(None, 0.0)
+    reports.next_groups(None, 0.0)
     reports.put(change("left", reason="r"), Future())
     with pytest.raises(WorkflowError, match="was left"):
         waits.result(0)
-    reports.gathered(None, 0.0)
-    assert [[c.what for c in group.changes] for group in reports.due(0.0, anew=True)] == [["held"], ["left"]]
+    reports.next_groups(None, 0.0)
+    assert [[c.what for c in group.changes] for group in reports.due(0.0, resend_all=True)] == [["held"], ["left"]]
     reports.acknowledge(LeaseReply(2, 1, {}))
-    assert [group.number for group in reports.due(0.0, anew=True)] == [2]
+    assert [group.number for group in reports.due(0.0, resend_all=True)] == [2]
 
 
 def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
@@ -249,8 +368,8 @@ def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
     reports.put(TAKEN, Future())
     reports.put(change("held", handle=object()), Future())
     with pytest.raises(TypeError):
-        reports.gathered(None, 0.0)
-    assert [c.what for c in reports._waiting] == ["taken", "held"]
+        reports.next_groups(None, 0.0)
+    assert [c.what for c in reports._unsent] == ["taken", "held"]
 
 
 @given(st.lists(st.sampled_from(["put", "send", "lose", "ack", "wait", "anew"]), max_size=40))
@@ -270,13 +389,13 @@ def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
             reports.put(change("left", reason=str(told)), Future())
             told += 1
         elif step in ("send", "lose"):
-            groups = reports.gathered(None, now)
+            groups = reports.next_groups(None, now)
             arrive(groups if step == "send" else [])
         elif step == "ack":
             for number in list(seen):
                 reports.acknowledge(LeaseReply(2, number, {}))
         elif step in ("wait", "anew"):
-            arrive(reports.due(now, anew=step == "anew"))
+            arrive(reports.due(now, resend_all=step == "anew"))
     assert sorted(arrived, key=int) == [str(i) for i in range(told)]
 
 

@@ -32,7 +32,7 @@ def kept(segments: list[bytes], earlier: bytes = b"") -> tuple[AttemptKept | Non
     live: Any = SimpleNamespace(payloads=SimpleNamespace(get=stored.__getitem__, put=put))
     journals: Any = SimpleNamespace(read=lambda life: segments)
     reader = LostJournals(live, lambda: journals, set)
-    [event] = reader._stored(("runner-0", 3), [_LostUnit(7, "s", UNIT, "d" if earlier else "")])
+    [event] = reader._store_records(("runner-0", 3), [_LostUnit(7, "s", UNIT, "d" if earlier else "")])
     return event, b"" if event is None else stored[event.payload]
 
 

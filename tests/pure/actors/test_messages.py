@@ -30,7 +30,7 @@ def payloads(tmp_path: Path) -> PayloadStore:
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [UnitAssignment(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = dispatcher.in_parts(items)
+    groups = dispatcher.in_groups(items)
     assert [item for group in groups for item in group] == items
     assert all(len(pickle.dumps(RunUnits(1, group, 5))) < MOST for group in groups)
 

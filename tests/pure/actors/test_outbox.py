@@ -33,7 +33,7 @@ def test_given_a_group_was_sent_when_it_stays_unacknowledged_then_it_is_due_agai
 def test_given_groups_on_their_way_when_another_coordinator_comes_then_it_gets_all_in_their_order() -> None:
     box = Outbox("runner-0", 1)
     groups = [box.put([done(task)], None, float(task)) for task in range(3)]
-    assert box.due(3.0, anew=True) == groups
+    assert box.due(3.0, resend_all=True) == groups
     assert box.due(1.0 + RESEND_SECONDS) == []  # all of them were sent at 3
 
 
@@ -42,7 +42,7 @@ def test_given_a_group_is_acknowledged_when_time_goes_by_then_it_is_not_sent_any
     kept = [box.put([done(task), done(task + 10)], None, 0.0) for task in range(2)][1]
     assert box.acknowledge((1,)) == [done(0), done(10)]
     assert box.due(99.0) == [kept]
-    assert box.due(99.0, anew=True) == [kept]
+    assert box.due(99.0, resend_all=True) == [kept]
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (2,), ()])
@@ -51,7 +51,7 @@ def test_given_an_acknowledgement_comes_twice_or_for_nothing_then_nothing_change
     box.put([done(0)], None, 0.0)
     box.acknowledge((1,))
     assert box.acknowledge(numbers) == []
-    assert box.due(99.0, anew=True) == []
+    assert box.due(99.0, resend_all=True) == []
 
 
 def test_given_an_attempt_is_in_the_log_when_it_comes_again_then_it_is_known_and_the_next_attempt_is_not() -> None:

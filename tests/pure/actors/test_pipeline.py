@@ -156,7 +156,7 @@ def test_p51_an_operator_that_can_not_prepare_fails_the_batch_and_is_prepared_ag
 
 
 def test_p51_models_of_operators_come_and_go_and_are_waited_for() -> None:
-    models = OperatorModels(["judge"], "t", patience=0.05, make=lambda endpoint: endpoint.base_url)
+    models = OperatorModels(["judge"], "t", patience=0.05, make_client=lambda endpoint: endpoint.base_url)
     with pytest.raises(EngineError, match=r"no engine of auxiliary model judge serves after 0.05 s"):
         models.clients()
     models.update({"judge": {"judge-1": "http://b", "judge-0": "http://a"}, "other": {"x": "y"}})

@@ -40,7 +40,7 @@ class Puller:
             self.cancelled.append(name)
             raise
 
-    async def forget_but(self, labels: Collection[str]) -> None:
+    async def delete_all_but(self, labels: Collection[str]) -> None:
         self.kept = set(labels)
 
     def end(self, name: FolderName, what: Path | Exception) -> None:

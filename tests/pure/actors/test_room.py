@@ -33,11 +33,11 @@ def test_the_least_loaded_is_found_as_by_a_walk(seed: int) -> None:
     for _ in range(400):
         there = [r for n, r in runners.items() if n not in away]
         avoid = chance.choice([None, *runners])
-        found, expected = room.least(avoid), walked(there, avoid)
+        found, expected = room.least_loaded(avoid), walked(there, avoid)
         assert (found and found.name) == (expected and expected.name)
         what, name = chance.random(), chance.choice(list(runners))
         if what < 0.5 and found is not None:
-            room.give(found)
+            room.add_unit(found)
             runners[found.name] = found
         elif what < 0.8:
             load = max(0, runners[name].load - chance.randint(1, 3))
@@ -57,11 +57,11 @@ def test_one_that_may_not_have_units_is_passed_over_until_it_is_put_in_again() -
     room = Room([a, b], fits=lambda r: r.name not in loading)
     assert room.find("a") is None
     assert not room.has_other("b")
-    assert room.least() is b
+    assert room.least_loaded() is b
     loading.clear()
-    assert room.least() is b, "it was forgotten"
+    assert room.least_loaded() is b, "it was forgotten"
     room.put(a)
-    assert room.least() is a
+    assert room.least_loaded() is a
 
 
 def test_the_loss_of_a_runner_looks_at_its_own_units_alone() -> None:
@@ -78,9 +78,9 @@ def test_the_loss_of_a_runner_looks_at_its_own_units_alone() -> None:
         batch = evolve(batch, given)
         known.evolve(batch, given)
     batch.flights = Flights(batch.flights)
-    had = known.of(1, "b", 1)
-    assert [e.task for e in runner_lost(batch, "b", 1, "gone", had=had)] == [1, 3]  # type: ignore[attr-defined]
-    assert (known.loads, known.lives("b")) == ({("a", 1): 2, ("b", 1): 2}, [1])
+    had = known.units_of(1, "b", 1)
+    assert [e.task for e in runner_lost(batch, "b", 1, "gone", keys=had)] == [1, 3]  # type: ignore[attr-defined]
+    assert (known.loads, known.incarnations("b")) == ({("a", 1): 2, ("b", 1): 2}, [1])
 
 
 def test_what_was_true_once_does_not_pile_up() -> None:

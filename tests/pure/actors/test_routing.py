@@ -17,7 +17,9 @@ TASKS = st.none() | st.text(max_size=8)
 
 def pool_of(loads: dict[str, int], clock: ManualClock | None = None) -> EnginePool:
     pool = EnginePool(clock or ManualClock())
-    pool.update({"runner": name, "incarnation": 0, "endpoint": f"http://{name}", "busy": loads[name]} for name in loads)
+    pool.update(
+        {"runner": name, "incarnation": 0, "endpoint": f"http://{name}", "open_count": loads[name]} for name in loads
+    )
     return pool
 
 
@@ -85,7 +87,7 @@ def test_an_old_report_says_nothing() -> None:
     """Else an engine that was busy once, and is not asked since, would count as busy for ever."""
     pool = pool_of({"a": 0, "b": 1}, clock := ManualClock())
     a, b = pool.all()
-    a.others, a.reported_at = 7, clock()
+    a.other_count, a.reported_at = 7, clock()
     clock.advance(REPORT_SECONDS / 2)
     assert pool.choose() is b
     clock.advance(REPORT_SECONDS / 2)

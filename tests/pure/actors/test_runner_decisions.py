@@ -120,11 +120,11 @@ def test_a_publication_that_would_mix_versions_is_refused(new: Weights, message:
 
 def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_fails() -> None:
     result = WeightsLoadResult("runner-0", 2, 3, 0.1, "no such file")
-    assert types(weights.load_result(life(served=True), result, MEMORY, place_gone=True)) == ["WeightsFailed"]
-    failed, ended = weights.load_result(life(), result, MEMORY, place_gone=True)
+    assert types(weights.load_result(life(served=True), result, MEMORY, path_gone=True)) == ["WeightsFailed"]
+    failed, ended = weights.load_result(life(), result, MEMORY, path_gone=True)
     assert (type(failed), type(ended)) == (ev.WeightsFailed, ev.RunnerFailed)
     assert "a restart of the machine empties: publish them again" in ended.reason  # type: ignore[attr-defined]
-    _, ended = weights.load_result(life(), result, MEMORY, place_gone=False)
+    _, ended = weights.load_result(life(), result, MEMORY, path_gone=False)
     assert ended.reason == "it could not load weights 3: no such file"  # type: ignore[attr-defined]
 
 
@@ -133,12 +133,12 @@ def test_a_runner_that_tries_again_in_vain_is_no_news(served: bool) -> None:
     tried = life(served=served)
     lives: Lives = {(tried.name, tried.incarnation): tried}
     result = WeightsLoadResult(tried.name, tried.incarnation, 3, 0.1, "no such file")
-    for event in weights.load_result(tried, result, MEMORY, place_gone=False):
+    for event in weights.load_result(tried, result, MEMORY, path_gone=False):
         evolve_lives(lives, event, MEMORY)
     assert tried.refuses(MEMORY) == "no such file"
-    assert weights.load_result(tried, result, MEMORY, place_gone=False) == []
+    assert weights.load_result(tried, result, MEMORY, path_gone=False) == []
     other = replace(result, error="no space")
-    assert types(weights.load_result(tried, other, MEMORY, place_gone=False))[0] == "WeightsFailed"
+    assert types(weights.load_result(tried, other, MEMORY, path_gone=False))[0] == "WeightsFailed"
     loaded = ev.WeightsLoaded(runner=tried.name, incarnation=tried.incarnation, version=3, seconds=0.1)
     evolve_lives(lives, loaded, MEMORY)
     assert tried.refuses(MEMORY) == ""

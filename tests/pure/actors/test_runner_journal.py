@@ -22,7 +22,8 @@ ONE, TWO = (1, "s", 0, 0), (1, "s", 1, 0)
 class Memory:
     """A store in memory, which refuses while `full`."""
 
-    def __init__(self) -> None:
+    def __init__(self, quick: bool = False) -> None:
+        self.quick = quick
         self.segments: dict[int, bytes] = {}
         self.writes: list[tuple[int, bool]] = []
         self.full = False
@@ -48,8 +49,10 @@ class Memory:
         pass
 
 
-def play(test: Callable[[Journal, Memory], Coroutine[Any, Any, None]], **settings: Any) -> Memory:
-    store = Memory()
+def play(
+    test: Callable[[Journal, Memory], Coroutine[Any, Any, None]], quick: bool = False, **settings: Any
+) -> Memory:
+    store = Memory(quick)
 
     async def run() -> None:
         settled = ProgressConfig(**{"seconds": 3600, **settings})
@@ -72,7 +75,33 @@ def test_what_waits_is_one_write() -> None:
     assert len(store.writes) < 5
 
 
-def test_ends_of_calls_reach_the_disk_at_the_next_interval() -> None:
+def test_a_quick_store_is_written_on_the_loop_and_synced_by_the_thread() -> None:
+    threads = []
+
+    async def test(journal: Journal, store: Memory) -> None:
+        append = store.append
+
+        def watched(life: Life, segment: int, data: bytes, *, durable: bool) -> None:
+            threads.append((threading.current_thread() is threading.main_thread(), durable, len(data)))
+            append(life, segment, data, durable=durable)
+
+        store.append = watched  # type: ignore[method-assign]
+        await asyncio.sleep(0.05)  # until it is open
+        writing = journal.write([b"end"])
+        with pytest.raises(StopIteration):  # it does not wait
+            writing.send(None)
+        await journal.write([b"step"], durable=True)
+        writing = journal.write([b"end"])
+        with pytest.raises(StopIteration):
+            writing.send(None)
+        assert store.segments == {0: b"endstepend"}
+
+    play(test, quick=True)
+    assert threads[:4] == [(True, False, 3), (True, False, 4), (False, True, 0), (True, False, 3)]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_ends_of_calls_reach_the_disk_at_the_next_interval(quick: bool) -> None:
     async def test(journal: Journal, store: Memory) -> None:
         await journal.write([b"end"])
         assert store.writes == [(3, False)]
@@ -80,7 +109,7 @@ def test_ends_of_calls_reach_the_disk_at_the_next_interval() -> None:
             await asyncio.sleep(0.01)
         assert store.writes[1] == (0, True)
 
-    play(test, seconds=0.05)
+    play(test, quick, seconds=0.05)
 
 
 def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +144,10 @@ def test_the_oldest_part_goes_if_the_journal_is_full(
     assert "explorer.progress.max_bytes" in caplog.text
 
 
-def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(
+    quick: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(journal: Journal, store: Memory) -> None:
         journal.begin(ONE)
         await journal.write([b"before"])
@@ -125,7 +157,7 @@ def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(caplog: pytest
         store.full = False
         await journal.write([b"after"])
 
-    store = play(test)
+    store = play(test, quick)
     assert [*store.segments.values()] == [b"before", b"after."], "what follows a torn tail is read too"
     assert [r.levelname for r in caplog.records] == ["ERROR", "WARNING"]
     assert "no space left" in caplog.text

@@ -88,10 +88,10 @@ def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answe
                            ping=lambda answered: answered() if answers else None)
     told: list[float] = []
     runner: Any = SimpleNamespace(
-        now=lambda: now[0], after=lambda *_: None, beat=None, answered=100.0, beaten=100.0, engine_side=side,
-        config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), given_up=None, name="runner-0",
-        incarnation=1, epoch=1, tell=lambda beat: told.append(round(beat.silent, 3)), send=lambda *_: None,
-        guardian=None, beats=0, coordinator=None,
+        now=lambda: now[0], after=lambda *_: None, beat=None, loop_answered_at=100.0, last_beat_at=100.0,
+        engine_side=side, config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), last_report=None,
+        name="runner-0", incarnation=1, epoch=1, tell=lambda beat: told.append(round(beat.silent, 3)),
+        send=lambda *_: None, guardian=None, beat_count=0, coordinator=None,
     )
     for _ in silent:
         Runner.beat(runner)

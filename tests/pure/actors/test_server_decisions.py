@@ -26,7 +26,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
-from trinity_es.projections.servers import Servers, evolve_servers, leaving
+from trinity_es.projections.servers import Servers, evolve_servers, leaving_runners
 from trinity_es.testing import wait_until
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -112,7 +112,7 @@ def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_n
             fold(found, servers.scaled(found, *args))
             assert servers.scaled(found, *args) == []
         assert len({s.runner for s in found.values()}) == len(found)
-        assert leaving(found) == {s.runner for s in found.values() if not s.wanted}
+        assert leaving_runners(found) == {s.runner for s in found.values() if not s.wanted}
 
 
 # --- those that leave -----------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Leaving:
         life = RunnerLife(name="runner-0", incarnation=1, state=state)
         live = SimpleNamespace(
             servers=after(added(A, 0), added(B, 1), removed(A, 0, "scale")), lives={("runner-0", 1): life}, batches={},
-            weights=Weights(), in_flight=UnitsInFlight(), record=lambda *events: None, then=lambda call: call(),
+            weights=Weights(), in_flight=UnitsInFlight(), record=lambda *events: None, when_durable=lambda call: call(),
         )
         self.registry = RunnerRegistry(live, self, clock=lambda: 0.0)  # type: ignore[arg-type]  # stand-ins
         self.fleet = ServerFleet(settings_of(urls=[A, B]), self.registry, "guardian", proxied=proxied)
@@ -173,7 +173,7 @@ class Leaving:
 
     def look(self, at: float) -> dict[str, int]:
         self.clock = at
-        self.fleet.look()
+        self.fleet.update()
         retire: dict[str, int] = self.told[-1].retire
         return retire
 

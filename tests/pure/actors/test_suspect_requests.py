@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_es.actors.commands import AbortBatch, CommandRequest
-from trinity_es.actors.coordinator.suspect_requests import DEATHS, JOB_DEATHS, RequestsInHand
+from trinity_es.actors.coordinator.suspect_requests import PIPELINE_DEATHS, REQUEST_DEATHS, RequestsInHand
 from trinity_es.events.errors import PipelineError, RequestRefused
 
 
@@ -16,7 +16,7 @@ def request(number: int = 0, *, id: str = "r") -> CommandRequest[AbortBatch]:
 
 
 def test_a_request_is_refused_after_two_coordinators_that_ended_with_it_whoever_sends_it(tmp_path: Path) -> None:
-    for _ in range(DEATHS):
+    for _ in range(REQUEST_DEATHS):
         RequestsInHand(tmp_path / "hands", "life").take(request())  # and this process ends
     last = RequestsInHand(tmp_path / "hands", "life")
     with pytest.raises(RequestRefused, match=r"'abort'.*2 coordinators"):
@@ -52,13 +52,13 @@ def test_a_handler_that_says_why_it_ends_its_coordinator_is_refused_at_once(tmp_
 
 
 def test_a_pipeline_is_given_up_after_three_coordinators(tmp_path: Path) -> None:
-    for _ in range(JOB_DEATHS):
-        RequestsInHand(tmp_path / "hands").take_job("batch 3")
+    for _ in range(PIPELINE_DEATHS):
+        RequestsInHand(tmp_path / "hands").take_pipeline("batch 3")
     last = RequestsInHand(tmp_path / "hands")
     with pytest.raises(PipelineError, match="batch 3"):
-        last.take_job("batch 3")
-    last.take_job("batch 4")
-    last.end_job("batch 4")
+        last.take_pipeline("batch 3")
+    last.take_pipeline("batch 4")
+    last.end_pipeline("batch 4")
 
 
 def test_a_file_that_is_half_or_can_not_be_made_stops_nobody(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ class FakeBook:
             else:
                 evolve_lives(self.lives, event, self.weights)
 
-    def then(self, call: Any) -> None:
+    def when_durable(self, call: Any) -> None:
         call()
 
 
@@ -256,7 +256,7 @@ def test_p34_each_worker_of_each_engine_has_a_rank_of_its_own_after_the_trainer_
     fleet, _, sender = joined_crew()
     joins = [m for _, m in sender.sent if isinstance(m, JoinGroup)]
     assert [(m.rank_offset, m.world_size) for m in joins] == [(1, 5), (3, 5)]
-    assert fleet.weights.group.whole()
+    assert fleet.weights.group.is_whole()
 
 
 def load_messages(sender: FakeSender) -> list[LoadWeights]:
@@ -276,7 +276,7 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
     for runner in fleet.registry.runners.values():
         runner.loading = None
-    assert not fleet.weights.group.whole()  # another life of runner-0
+    assert not fleet.weights.group.is_whole()  # another life of runner-0
 
 
 @pytest.mark.parametrize("broken_by", ["death", "failure", "another coordinator"])
@@ -303,7 +303,7 @@ def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
-    assert not fleet.weights.group.whole()
+    assert not fleet.weights.group.is_whole()
     with pytest.raises(SyncError, match="1 of 2 engines serve"):
         fleet.weights.group.join("other", GROUP)
 

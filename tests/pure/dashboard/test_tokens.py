@@ -51,9 +51,9 @@ def test_the_scale_goes_from_sure_to_unlikely() -> None:
 
 
 def test_a_million_tokens_are_cut_and_counted() -> None:
-    long = overlay(one(tokens=np.zeros(1_000_000, np.int32), prompt_length=10, logprobs=None), most=100)
+    long = overlay(one(tokens=np.zeros(1_000_000, np.int32), prompt_length=10, logprobs=None), most_tokens=100)
     assert (len(long.tokens), long.left_out, long.skipped) == (100, 999_900, 0)
-    prompt = overlay(one(tokens=np.zeros(1000, np.int32), prompt_length=990, logprobs=None), most=100)
+    prompt = overlay(one(tokens=np.zeros(1000, np.int32), prompt_length=990, logprobs=None), most_tokens=100)
     assert (len(prompt.tokens), prompt.left_out, prompt.skipped) == (100, 900, 900)
     assert prompt.tokens[-1].place == 999  # the response is there to its end
 

@@ -45,7 +45,7 @@ def test_two_moments_differ_in_what_happened_between(tmp_path: Path) -> None:
     with open_log(str(tmp_path / "log")) as log:
         recorded = list(log.events(3))
         first, last = recorded[1].position, recorded[5].position
-        before, after = (diff.picture(log.replay(3, p)) for p in (first, last))
+        before, after = (diff.readable_state(log.replay(3, p)) for p in (first, last))
     found = {c.path: (c.before, c.after) for c in diff.changes(before, after)}
     assert found["units running"] == (2, 0)
     assert found["failed attempts"] == (0, 1)
@@ -110,7 +110,7 @@ def told(*timed: tuple[float, ev.Event]) -> attempts.BatchTimeline:
     story = Story()
     for at, event in timed:
         story.at(at).add("batch/1", event)
-    return attempts.tell(story.recorded)
+    return attempts.fold_timeline(story.recorded)
 
 
 def submitted(tasks: int) -> ev.BatchSubmitted:
@@ -227,6 +227,6 @@ def test_a_picture_goes_through_the_open_units_once() -> None:
     state = evolve(None, ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * 50, tasks=[],
                                            runs_per_unit=1))
     state.pending = Counted(state.pending)
-    told = diff.picture(state)
+    told = diff.readable_state(state)
     assert told["task 49"] == "attempt 1 waits for a runner; attempt 1 waits for a runner; no run done"
     assert Counted.asked == 1

@@ -272,6 +272,10 @@ def test_enough_is_told_from_all_and_a_trainer_that_waits_from_one_that_does_not
     assert "7 of 8 tasks are settled, enough" in told.sentence
     waited = status({"seen": T + 5}, batches=[{"batch_id": 3, "waited_for": 1}])
     assert story.why(5, live=waited, system={"up": True}).cause == "grace"
+    waited["batches"][0]["must_end"] = True
+    told = story.why(5, live=waited, system={"up": True}).waiting[0].text
+    assert told == ("7 of 8 tasks are settled, enough; the trainer waits for a task that was cut as often as it may be "
+                    "(synchronizer.in_flight)")
 
 
 def test_of_a_batch_that_ended_the_failed_tasks_are_told(one_left: Story) -> None:

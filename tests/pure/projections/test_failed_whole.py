@@ -83,7 +83,7 @@ def test_the_run_counts_the_tokens_of_both_tries_and_the_tasks_of_the_last(tmp_p
     write(path, [("batch/1", [*ALL_FAILED, *again, TRAINED])])
     with open_log(str(path)) as log:
         config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
-        run, told, row = run_summary(config, log), attempts.tell(log.events(1)), log.batch_row(1)
+        run, told, row = run_summary(config, log), attempts.fold_timeline(log.events(1)), log.batch_row(1)
         assert log.check_result(1)[0] == log.check_result(1)[1]
     assert (run["batches"], run["failed_attempts"]) == (1, 2)
     assert (row.finished, row.failed, row.failed_attempts, row.trained_step) == (2, 0, 0, 1)

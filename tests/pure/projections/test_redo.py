@@ -64,13 +64,13 @@ def test_state_and_tables_count_what_it_has_now(path: Path, log: Log) -> None:
 
 
 def test_each_account_of_the_batch_tells_it(log: Log) -> None:
-    told = attempts.tell(log.events(1))
+    told = attempts.fold_timeline(log.events(1))
     assert [(t.state, t.rewards) for t in told.tasks] == [
         ("finished", [0.25, 0.25 + 1 / 3]), ("pending", []), ("pending", [])]
     assert told.tasks[1].reason == "run again: mended"
     assert [what for _, what in told.turns if "again" in what] == [f"task {n} is run again: mended" for n in range(3)]
     assert told.versions == {5: 1}
-    found = attempts.tell(log.events(1))
+    found = attempts.fold_timeline(log.events(1))
     assert [(r.task, r.attempt, r.outcome) for r in found.rows] == [(0, 2, "finished")] * 2
     course = task_history.follow_task(log.events(1), 0)
     assert course.state == "finished"

@@ -11,7 +11,7 @@ from tests.helpers.story import Story
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import FailureKind, batch_stream
-from trinity_es.projections.history.attempts import chosen, tell
+from trinity_es.projections.history.attempts import fold_timeline, select_runs
 from trinity_es.projections.history.runner_work import work_of
 from trinity_es.projections.reading.log_reader import open_log
 
@@ -27,7 +27,7 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path: str) -> None:
     with open_log(log_path) as log:
-        found = tell(log.events(3))
+        found = fold_timeline(log.events(3))
         events = {r.position: r for r in log.events(3)}
     assert [(r.task, r.run) for r in found.rows] == [(1, 0), (1, 1), (0, 0), (0, 1)]  # as they ended
     row = found.row(0, 1)
@@ -60,7 +60,7 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
     ]
     write(tmp_path / "log.sqlite", [(batch_stream("a/b"), events)])
     with open_log(str(tmp_path / "log.sqlite")) as log:
-        found = tell(log.events("a/b"))
+        found = fold_timeline(log.events("a/b"))
     assert [(r.run, r.outcome, r.message, r.attempt, r.payload) for r in found.rows] == [
         (0, "timeout", "attempt 2", 2, None), (1, "timeout", "attempt 2", 2, None)]
     assert found.rows[0].dispatched_version == 7
@@ -70,7 +70,7 @@ def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_
     submitted = ev.BatchSubmitted(batch_id="x/1", batch_type="train", repeat_times=[2], tasks=[{}])
     ended = ev.BatchFinalized(result={"metrics": {}}, dropped_by={"filter": ["x/1/0/1/0/abcdef", "odd"]}, dropped=1)
     sent = ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0)], model_version=1)
-    found = tell(Story().add("batch/x/1", submitted, sent, finished(0, DIGEST), ended).recorded)
+    found = fold_timeline(Story().add("batch/x/1", submitted, sent, finished(0, DIGEST), ended).recorded)
     assert [(r.run, r.dropped_by) for r in found.rows] == [(0, []), (1, ["filter"])]
 
 
@@ -78,20 +78,20 @@ def test_the_first_and_last_of_a_list_are_the_best_and_the_worst_and_what_has_no
     log_path: str,
 ) -> None:
     with open_log(log_path) as log:
-        rows = tell(log.events(3)).rows
+        rows = fold_timeline(log.events(3)).rows
     rows[1].reward = None
     for descending in (True, False):
-        order = chosen(rows, sort="reward", descending=descending)
+        order = select_runs(rows, sort="reward", descending=descending)
         rewards = [r.reward for r in order if r.reward is not None]
         assert rewards == sorted(rewards, reverse=descending)
         assert order[-1].reward is None
-    assert {r.task for r in chosen(rows, task=1)} == {1}
-    assert not chosen(rows, outcome="timeout")
+    assert {r.task for r in select_runs(rows, task=1)} == {1}
+    assert not select_runs(rows, outcome="timeout")
 
 
 def test_a_batch_without_events_is_not_found() -> None:
     with pytest.raises(BatchNotFound):
-        tell([])
+        fold_timeline([])
 
 
 def test_what_a_runner_did_of_a_batch_is_its_own(log_path: str) -> None:

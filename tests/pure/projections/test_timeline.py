@@ -44,7 +44,7 @@ def test_a_task_that_waits_for_another_attempt_is_pending(tmp_path: Path) -> Non
     write(path, batch(failed(0, 0), failed(1, 0), again, done(0, 1, 1)))
     with open_log(str(path)) as log:
         events = list(log.events(1))
-    seen = [(number + 1, *(task.state for task in attempts.tell(events[: number + 1]).tasks),
+    seen = [(number + 1, *(task.state for task in attempts.fold_timeline(events[: number + 1]).tasks),
              *(follow_task(events[: number + 1], n).state for n in (0, 1))) for number in range(len(events))]
     assert seen == [
         (1, "pending", "pending", "pending", "pending"),
@@ -62,17 +62,32 @@ def test_what_a_batch_waits_for_holds_it_up_also_while_no_runner_has_it(tmp_path
     write(path, batch(failed(1, 0), done(0, 0, 1), done(0, 1, 1, ev.TaskFinished), ev.StallDetected(
         waiting_on="a runner", since=0.0)))
     with open_log(str(path)) as log:
-        story = attempts.tell(log.events(1))
+        story = attempts.fold_timeline(log.events(1))
     *_, waits = critical_path.segments(story)
     assert waits.what == "task 1 waited for a runner"
     assert sum(p.seconds for p in critical_path.segments(story)) == pytest.approx(story.last_at - story.submitted_at)
+
+
+def test_the_time_before_a_task_was_added_and_the_wait_for_others_are_no_wait_for_a_runner(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    added = ev.TasksAdded(request="r", repeat_times=[1], tasks=[{}])
+    sent = ev.TasksDispatched(**RUNNER, units=[unit(2)], model_version=1)
+    left = ev.TaskDropped(tasks=[0], reason="enough")
+    write(path, batch(done(1, 0, 1, ev.TaskFinished), added, sent, done(2, 0, 1, ev.TaskFinished), left,
+                      ev.BatchFinalizing()))
+    with open_log(str(path)) as log:
+        story = attempts.fold_timeline(log.events(1))
+    assert "1 task added" in [text for _, text in story.turns]
+    assert [segment.what for segment in critical_path.segments(story)] == [
+        "its earlier tasks, before task 2 was added", "task 2 waited for a runner",
+        "task 2 attempt 1 on runner-0 #1", "enough tasks had settled, and it waited for others, or to be finalized"]
 
 
 def test_the_newest_weights_of_a_task_are_not_those_of_its_last_unit(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, batch(done(0, 1, 3), done(0, 0, 2, ev.TaskFinished), failed(1, 0, retry=False)))
     with open_log(str(path)) as log:
-        story = attempts.tell(log.events(1))
+        story = attempts.fold_timeline(log.events(1))
         assert story.versions == {3: 1}
-        first = attempts.tell(list(log.events(1))[:3])
+        first = attempts.fold_timeline(list(log.events(1))[:3])
     assert (first.versions, first.tasks[0].version) == ({3: 1}, 3)

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.audit.whatif.recorded_durations import History, overlapping_groups, read_past
-from trinity_es.audit.whatif.simulation import Settings, Simulation
+from trinity_es.audit.whatif.history import History, Settings
+from trinity_es.audit.whatif.recorded_durations import overlapping_groups, read_past
+from trinity_es.audit.whatif.simulation import Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["NOT_MODELLED", "Figures", "Forecast", "Prediction", "Settings", "predict", "recorded_settings", "replayed"]
+__all__ = [
+    "NOT_MODELLED", "Figures", "Forecast", "Prediction", "Settings", "predict", "recorded_settings", "replay_history",
+]
 
 NOT_MODELLED = (
     "engines: an attempt takes its recorded time however many run beside it, so more places or runners on one GPU look "
@@ -30,6 +33,8 @@ NOT_MODELLED = (
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
+    """Figures of one batch, recorded or predicted."""
+
     seconds: float | None = None
     """Time from submission to end; None if it is open."""
     finished: int = 0
@@ -76,28 +81,30 @@ def predict(
 
     A long log is replayed in parts. Each begins when all earlier batches have ended.
     """
-    rows, whole = log.batches(), None
+    rows, prediction = log.batches(), None
     if last is not None:
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
     for group in overlapping_groups(rows, chosen):
-        part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
-        whole = part if whole is None else _join(whole, part)
-    assert whole is not None
+        part = replay_history(read_past(log, rows, group), settings or Settings(), chosen)
+        prediction = part if prediction is None else _join(prediction, part)
+    assert prediction is not None
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
-    whole.left_out = [r.batch_id for r in selected if r.batch_type == "collect"]
-    return whole
+    prediction.left_out = [r.batch_id for r in selected if r.batch_type == "collect"]
+    return prediction
 
 
 def _join(first: Prediction, second: Prediction) -> Prediction:
     """Join two consecutive predictions, with the recorded pause between them."""
-    pause = second.begun_at - (first.begun_at + first.recorded_span)
+    pause_seconds = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(
-        first, batches=first.batches + second.batches, recorded_span=first.recorded_span + pause + second.recorded_span,
-        predicted_span=first.predicted_span + pause + second.predicted_span,
+        first, batches=first.batches + second.batches,
+        recorded_span=first.recorded_span + pause_seconds + second.recorded_span,
+        predicted_span=first.predicted_span + pause_seconds + second.predicted_span,
     )
 
 
 def recorded_settings(past: History) -> dict[str, Any]:
+    """Return the recorded values of the fields of `Settings`, without the seed."""
     explorer = past.config["explorer"]
     return {
         "timeout": explorer["max_timeout"], "over_rollout_ratio": explorer["over_rollout"]["ratio"],
@@ -107,32 +114,34 @@ def recorded_settings(past: History) -> dict[str, Any]:
     }
 
 
-def replayed(past: History, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
+def replay_history(past: History, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
+    """Replay these batches under the settings, and compare each with its record. `chosen`: those that callers chose."""
     replay = Simulation(past, settings)
     replay.run()
     rows = []
     for batch in past.batches:
         assert batch.state is not None
         seconds = None if batch.ended_at is None else batch.ended_at - batch.submitted_at
-        end, begin = replay.at.get(("end", batch.batch_id)), replay.at.get(("submit", batch.batch_id))
+        end, begin = replay.reached_at.get(("end", batch.batch_id)), replay.reached_at.get(("submit", batch.batch_id))
         rows.append(Forecast(
             batch_id=batch.batch_id, batch_type=batch.submitted.batch_type, tasks=batch.state.expected_task_count,
             recorded=_figures(batch.state, seconds, batch.attempts),
             predicted=_figures(replay.states.get(batch.batch_id), None if end is None or begin is None else end - begin,
                                replay.attempts.get(batch.batch_id, 0)),
-            drawn=replay.drawn.get(batch.batch_id, 0), chosen=chosen is None or batch.batch_id in chosen,
+            drawn=replay.drawn_counts.get(batch.batch_id, 0), chosen=chosen is None or batch.batch_id in chosen,
         ))
-    first = past.batches[0].submitted_at
-    both = [(b.ended_at, replay.at[key]) for b in past.batches
-            if b.ended_at is not None and (key := ("end", b.batch_id)) in replay.at]
+    begun_at = past.batches[0].submitted_at
+    ends = [(b.ended_at, replay.reached_at[key]) for b in past.batches
+            if b.ended_at is not None and (key := ("end", b.batch_id)) in replay.reached_at]
     return Prediction(
-        settings=settings, was=recorded_settings(past), batches=rows, begun_at=first,
-        recorded_span=max((end for end, _ in both), default=first) - first,
-        predicted_span=max((end for _, end in both), default=0.0),
+        settings=settings, was=recorded_settings(past), batches=rows, begun_at=begun_at,
+        recorded_span=max((end for end, _ in ends), default=begun_at) - begun_at,
+        predicted_span=max((end for _, end in ends), default=0.0),
     )
 
 
 def _figures(state: BatchState | None, seconds: float | None, attempts: int) -> Figures:
+    """Return the figures of a batch's state; those of a batch that was not submitted are empty."""
     if state is None:
         return Figures()
     finished = sum(status.ok for status in state.statuses.values())

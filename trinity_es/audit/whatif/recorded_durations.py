@@ -15,129 +15,27 @@ from statistics import median
 from typing import Any
 
 from trinity_es.actors.runner.adaptive_places import START
+from trinity_es.audit.whatif.history import Addition, Anchor, Duration, History, Life, PastBatch, WeightsUpdate
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
-from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batch import evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = [
-    "Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "overlapping_groups",
-    "read_past",
-]
+__all__ = ["combined", "overlapping_groups", "read_past"]
 
 LEAST_GROUP = 50
 """Approximate number of batches that are read and replayed at a time; a long log does not fit into memory."""
-LATE_SECONDS = 0.05
-"""If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
 TURN_SECONDS = 1e-4
 """Interval put between two turns of the coordinator in one commit, to keep their order."""
-NEEDED = (
+NEEDED_KEYS = (
     "max_timeout", "max_retry_times", "max_repeat_times_per_runner", "max_concurrency", "over_rollout",
     "dynamic_timeout",
 )
 """Keys of `explorer` that the config must have."""
-
-Anchor = tuple[str, Any]
-"""Moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
-    """Duration and outcome of one run in one attempt."""
-
-    seconds: float
-    kind: str = ""
-    """FailureKind; empty if it completed."""
-    limit: float = 0.0
-    """Time limit in seconds."""
-    cut: bool = False
-    """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PastBatch:
-    submitted: ev.BatchSubmitted
-    submitted_at: float
-    state: BatchState | None = None
-    took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
-    """Durations by (task, run, attempt)."""
-    rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
-    from there until its outcome was in the log."""
-    due_at: float | None = None
-    """When it had enough, so that finalizing begins if a caller waits."""
-    finalizing_at: float | None = None
-    ended_at: float | None = None
-    trained_at: float | None = None
-    attempts: int = 0
-    """Number of units sent to runners."""
-
-    @property
-    def batch_id(self) -> BatchId:
-        return self.submitted.batch_id
-
-    @property
-    def asked_late(self) -> bool:
-        """True if it had enough and waited for its caller."""
-        begun = self.finalizing_at
-        return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
-
-    @property
-    def timer_late(self) -> float:
-        """Seconds by which the timer of `wait_after_min` was late."""
-        if self.asked_late or self.finalizing_at is None or self.due_at is None:
-            return 0.0
-        return max(0.0, self.finalizing_at - self.due_at)
-
-    def usual_rest(self) -> tuple[float, float]:
-        rests = list(self.rest.values())
-        return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """Life of a runner of the rollout model, from when it was ready."""
-
-    runner: str
-    incarnation: int
-    places: int
-    ready_at: float
-    ended_at: float | None
-    blamed: bool = True
-    """True if its end counts as a failed attempt of its units."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsUpdate:
-    """Publication of new weights, with the time that each runner took to load them."""
-
-    version: int
-    published_at: float
-    loads: dict[str, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class History:
-    config: dict[str, Any]
-    batches: list[PastBatch]
-    lives: list[Life]
-    changes: list[WeightsUpdate]
-    pace: ev.PaceMeasured | None
-    """Pace of attempts before the first of these batches."""
-    unit_seconds: float | None
-    """Approximate time of a unit before the first of these batches; None if there were no batches before."""
-    anchors: list[tuple[float, Anchor]]
-    """Anchors in order of time; the first is ("begin", None)."""
-
-    def before(self, at: float) -> tuple[Anchor, float]:
-        """Return the last anchor before this time, and the seconds since then."""
-        first = self.anchors[0]
-        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
-        return anchor, at - when
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
@@ -152,18 +50,22 @@ def combined(seconds: Sequence[float], *, sequential: bool) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
+    """Attempt of a unit on a runner."""
+
     batch: PastBatch
     unit: ev.Unit
     runner: str
     incarnation: int
-    since: float
+    dispatched_at: float
     limit: float
     ended_at: float | None = None
     cut_at: float | None = None
     seconds: float = 0.0
-    done: dict[int, float] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
+    run_seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds of each completed run."""
+    failure_kinds: dict[int, str] = field(default_factory=dict)
     unblamed: bool = False
+    """True if its runner was lost and that counts as no failed attempt."""
 
 
 def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
@@ -173,26 +75,26 @@ def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | N
     """
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
-    members = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
+    members = rows if chosen is None else [r for r in rows if any(_overlap(r, other) for other in selected)]
     members = [r for r in members if r.batch_type != "collect" and r.tasks]
     if not members:
         raise DataError("none of these batches can be replayed: they have no tasks, or are a Scheduler's")
     group: list[BatchRow] = []
-    latest = 0.0
+    last_end_at = 0.0
     for row in members:
-        if len(group) >= LEAST_GROUP and row.submitted_at > latest:
+        if len(group) >= LEAST_GROUP and row.submitted_at > last_end_at:
             yield group
             group = []
         group.append(row)
-        latest = max(latest, row.ended_at or 0.0)  # a batch that never ended is cut off here
+        last_end_at = max(last_end_at, row.ended_at or 0.0)  # a batch that never ended is cut off here
     yield group
 
 
 def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
     """Read the record of the last submissions of these batches. Raises DataError if the log lacks a config."""
     head = log.head().position
-    until = max(head if r.ended_at is None else r.last_position for r in group)
-    first, last_at = group[0].first_position, max(r.ended_at or float("inf") for r in group)
+    first, last = group[0].first_position, max(head if r.ended_at is None else r.last_position for r in group)
+    last_at = max(r.ended_at or float("inf") for r in group)
     config = _config(log, first)
     flights: list[_Flight] = []
     events = [r for row in group for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
@@ -201,23 +103,24 @@ def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> 
         by_stream[stream].append((event, at))
     batches = [_read_batch(by_stream[batch_stream(row.batch_id)], config, flights) for row in group]
     if last_at == float("inf"):
-        last_at = max([*(b.submitted_at for b in batches), *(f.ended_at or f.cut_at or f.since for f in flights)])
+        flight_ends = [f.ended_at or f.cut_at or f.dispatched_at for f in flights]
+        last_at = max([*(b.submitted_at for b in batches), *flight_ends])
     unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}
     lives = [
-        replace(life, blamed=(life.runner, life.incarnation) not in unblamed) for life in _lives(log, until)
+        replace(life, blamed=(life.runner, life.incarnation) not in unblamed) for life in _lives(log, last)
         if life.ended_at is None or life.ended_at >= batches[0].submitted_at
     ]
     _set_rests(flights, lives, config, last_at)
-    changes = _changes(log, first, until)
+    changes = _changes(log, first, last)
     pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
-    took = [f.seconds for f in flights if f.ended_at is not None]
-    unit_seconds = median(took) if took and any(r.first_position < first for r in rows) else None
+    seconds = [f.seconds for f in flights if f.ended_at is not None]
+    unit_seconds = median(seconds) if seconds and any(r.first_position < first for r in rows) else None
     anchors: list[tuple[float, Anchor]] = [(batches[0].submitted_at, ("begin", None))]
-    for b in batches:
-        if b.ended_at is not None:
-            anchors.append((b.ended_at, ("end", b.batch_id)))
-        if b.trained_at is not None:
-            anchors.append((b.trained_at, ("trained", b.batch_id)))
+    for batch in batches:
+        if batch.ended_at is not None:
+            anchors.append((batch.ended_at, ("end", batch.batch_id)))
+        if batch.trained_at is not None:
+            anchors.append((batch.trained_at, ("trained", batch.batch_id)))
     for change in changes:
         anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
     anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
@@ -228,18 +131,19 @@ def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> 
 
 
 def _overlap(a: BatchRow, b: BatchRow) -> bool:
+    """Return whether two batches were open at the same time."""
     ends = [float("inf") if row.ended_at is None else row.ended_at for row in (a, b)]
     return a.submitted_at <= ends[1] and b.submitted_at <= ends[0]
 
 
 def _config(log: Log, first: int) -> dict[str, Any]:
-    """Return the config at the first submission. Raises DataError if the log has none."""
+    """Return the config at the first submission, complete with defaults. Raises DataError if the log has none."""
     config = log.config(first)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are unknown: only "
                         "runs that were started with a config can be simulated")
     explorer = config["explorer"]
-    if [key for key in NEEDED if key not in explorer]:
+    if any(key not in explorer for key in NEEDED_KEYS):
         from trinity_es.actors.config.run_sections import ExplorerConfig  # rare, and 0.1 s to import
 
         explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # defaults of keys newer than the run
@@ -251,11 +155,14 @@ def _config(log: Log, first: int) -> dict[str, Any]:
 
 
 def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]) -> PastBatch:
+    """Fold the events of a batch since its last submission into its record; add its attempts to `flights`."""
     explorer = config["explorer"]
-    sequential, grace = explorer.get("concurrent_mode") == "sequential", explorer["over_rollout"]["wait_after_min"]
+    is_sequential = explorer.get("concurrent_mode") == "sequential"
+    grace = explorer["over_rollout"]["wait_after_min"]
     past: PastBatch | None = None
-    flying: dict[tuple[int, int], _Flight] = {}
-    enough: float | None = None
+    open_flights: dict[tuple[int, int], _Flight] = {}
+    enough_at: float | None = None
+    missing: tuple[ev.GroupsMissing, float] | None = None
     for event, at in events:
         if isinstance(event, ev.BatchSubmitted):
             past = PastBatch(submitted=event, submitted_at=at)
@@ -267,134 +174,148 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
                 for unit in event.units:
                     past.attempts += 1
                     flight = _Flight(batch=past, unit=unit, runner=event.runner, incarnation=event.incarnation,
-                                     since=at, limit=limit)
-                    flying[unit.task, unit.run_id_base] = flight
+                                     dispatched_at=at, limit=limit)
+                    open_flights[unit.task, unit.run_id_base] = flight
                     flights.append(flight)
             case ev.RunsFinished() | ev.AttemptFailed():
-                _add_outcome(flying, event, at)
+                _add_outcome(open_flights, event, at)
             case ev.BatchFinalizing():
-                past.finalizing_at = past.finalizing_at or at
+                past.finalizing_at, past.pipeline_at = past.finalizing_at or at, past.pipeline_at or at
+            case ev.GroupsMissing():
+                missing = event, at
+            case ev.TasksAdded():
+                past.additions.append(_addition(event, at, missing, past.pipeline_at))
+                missing = past.pipeline_at = None
             case ev.BatchFinalized() | ev.BatchAborted():
                 past.finalizing_at, past.ended_at = past.finalizing_at or at, at
             case ev.BatchTrained():
                 past.trained_at = past.trained_at or at
-        still_open = state.flights if not state.state.ended else {}
-        for key in [k for k in flying if k not in still_open]:
-            flight = flying.pop(key)
+        flights_in_state = state.flights if not state.state.ended else {}
+        for key in [k for k in open_flights if k not in flights_in_state]:
+            flight = open_flights.pop(key)
             if flight.ended_at is None:
                 flight.cut_at = at
-        needed = state.expected_task_count if state.min_wait_num is None else state.min_wait_num
-        if enough is None and state.completed_task_count >= min(needed, state.expected_task_count):
-            enough = at
+        needed_count = state.expected_task_count if state.min_wait_num is None else state.min_wait_num
+        if enough_at is None and state.completed_task_count >= min(needed_count, state.expected_task_count):
+            enough_at = at
             past.due_at = at if state.is_complete else at + grace
         if past.due_at is not None and state.is_complete:
             past.due_at = min(past.due_at, at)
     assert past is not None
     for flight in flights:
         if flight.batch is past and flight.ended_at is not None:
-            _set_durations(flight, sequential)
+            _set_durations(flight, sequential=is_sequential)
     return past
+
+
+def _addition(
+    event: ev.TasksAdded, at: float, missing: tuple[ev.GroupsMissing, float] | None, pipeline_at: float | None
+) -> Addition:
+    if missing is None or pipeline_at is None:
+        return Addition(event=event, added_at=at)
+    result, until = missing
+    return Addition(event=event, added_at=at, missing=result, pipeline_seconds=until - pipeline_at, pause=at - until)
 
 
 def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
     """Yield (stream, event, time), with `TURN_SECONDS` between the coordinator's turns that share one commit's time."""
-    last, turn, dispatched = 0.0, 0, False
+    commit_at, turn, was_dispatch = 0.0, 0, False
     for item in recorded:
         event = item.event
-        if item.recorded_at != last:
-            last, turn, dispatched = item.recorded_at, 0, False
-        elif dispatched and not isinstance(event, ev.TasksDispatched):  # a turn ends with a dispatch to each runner
+        if item.recorded_at != commit_at:
+            commit_at, turn, was_dispatch = item.recorded_at, 0, False
+        elif was_dispatch and not isinstance(event, ev.TasksDispatched):  # a turn ends with a dispatch to each runner
             turn += 1
-        dispatched = isinstance(event, ev.TasksDispatched)
-        yield item.stream, event, last + turn * TURN_SECONDS
+        was_dispatch = isinstance(event, ev.TasksDispatched)
+        yield item.stream, event, commit_at + turn * TURN_SECONDS
 
 
-def _add_outcome(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
+def _add_outcome(flights: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
     """Add the outcome of a unit, which may come in several events."""
-    flight = flying.get((event.task, event.run_id_base))
+    flight = flights.get((event.task, event.run_id_base))
     if flight is None or flight.unit.attempt != event.attempt:
         return
     if isinstance(event, ev.AttemptFailed):
         if event.kind == "runner_lost":
             flight.cut_at, flight.unblamed = at, not event.blamed
             return
-        flight.failed |= dict.fromkeys(event.failed_runs, str(event.kind))
+        flight.failure_kinds |= dict.fromkeys(event.failed_runs, str(event.kind))
     else:
-        flight.done |= {run.run: run.metrics.get("time/run_execution", event.seconds) for run in event.runs}
+        flight.run_seconds |= {run.run: run.metrics.get("time/run_execution", event.seconds) for run in event.runs}
     flight.ended_at, flight.seconds = at, event.seconds
 
 
-def _set_durations(flight: _Flight, sequential: bool) -> None:
+def _set_durations(flight: _Flight, *, sequential: bool) -> None:
     """Set the duration of each run of a unit. For failed runs the log has only the time of the whole unit."""
-    unit, took = flight.unit, flight.batch.took
-    failed = flight.seconds
-    if sequential and flight.failed:
-        failed = max(0.0, flight.seconds - sum(flight.done.values())) / len(flight.failed)
+    unit, durations = flight.unit, flight.batch.took
+    failed_seconds = flight.seconds
+    if sequential and flight.failure_kinds:
+        failed_seconds = max(0.0, flight.seconds - sum(flight.run_seconds.values())) / len(flight.failure_kinds)
     for run in range(unit.run_id_base, unit.run_id_base + unit.runs):
-        seconds = flight.done.get(run, failed)
-        took[unit.task, run, unit.attempt] = Duration(
-            seconds=seconds, kind=flight.failed.get(run, ""), limit=flight.limit
-        )
+        seconds = flight.run_seconds.get(run, failed_seconds)
+        durations[unit.task, run, unit.attempt] = Duration(
+            seconds=seconds, kind=flight.failure_kinds.get(run, ""), limit=flight.limit)
 
 
 def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
     """Set the overhead of each unit. Its start, which the log lacks, follows from the places of its runner."""
     places = {(life.runner, life.incarnation): life.places for life in lives}
-    sequential = config["explorer"].get("concurrent_mode") == "sequential"
-    busy: dict[tuple[str, int], list[float]] = {}
-    for flight in sorted(flights, key=lambda f: f.since):
+    is_sequential = config["explorer"].get("concurrent_mode") == "sequential"
+    place_ends_by_life: dict[tuple[str, int], list[float]] = {}
+    for flight in sorted(flights, key=lambda f: f.dispatched_at):
         life, unit = (flight.runner, flight.incarnation), flight.unit
-        free = busy.setdefault(life, [])
-        begun = flight.since
-        if len(free) >= max(1, places.get(life, config["explorer"]["max_concurrency"])):
-            begun = max(begun, heapq.heappop(free))
+        place_ends = place_ends_by_life.setdefault(life, [])  # heap of the times at which its places are free
+        begun_at = flight.dispatched_at
+        if len(place_ends) >= max(1, places.get(life, config["explorer"]["max_concurrency"])):
+            begun_at = max(begun_at, heapq.heappop(place_ends))
         key = (unit.task, unit.run_id_base, unit.attempt)
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         if flight.ended_at is None:
-            until = last_at if flight.cut_at is None else flight.cut_at
+            cut_at = last_at if flight.cut_at is None else flight.cut_at
             for run in runs:
-                if until > begun:
-                    cut = Duration(seconds=until - begun, limit=flight.limit, cut=True)
+                if cut_at > begun_at:
+                    cut = Duration(seconds=cut_at - begun_at, limit=flight.limit, cut=True)
                     flight.batch.took.setdefault((unit.task, run, unit.attempt), cut)
-            heapq.heappush(free, max(begun, until))
+            heapq.heappush(place_ends, max(begun_at, cut_at))
             continue
-        begun = min(begun, max(flight.since, flight.ended_at - flight.seconds))
-        over = min(begun + flight.seconds, flight.ended_at)
-        heapq.heappush(free, over)
+        begun_at = min(begun_at, max(flight.dispatched_at, flight.ended_at - flight.seconds))
+        played_at = min(begun_at + flight.seconds, flight.ended_at)
+        heapq.heappush(place_ends, played_at)
         seconds = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
-        inside = max(0.0, flight.seconds - combined(seconds, sequential=sequential))
-        flight.batch.rest[key] = (inside, flight.ended_at - over)
+        overhead = max(0.0, flight.seconds - combined(seconds, sequential=is_sequential))
+        flight.batch.rest[key] = (overhead, flight.ended_at - played_at)
 
 
-def _lives(log: Log, until: int) -> list[Life]:
-    """Return the lives of runners of the rollout model."""
+def _lives(log: Log, last: int) -> list[Life]:
+    """Return the lives of runners of the rollout model that began up to position `last`."""
     by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
-    for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=until + 1):
+    for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
         by_stream.setdefault(item.stream, []).append(item)
     lives: list[Life] = []
     for _, items in sorted(by_stream.items()):
-        model, serving = "rollout", False
+        model, is_serving = "rollout", False
         for item in items:
             event, at = item.event, item.recorded_at
             if isinstance(event, ev.ConcurrencyChanged):
-                if serving:  # count its maximum for the whole life
+                if is_serving:  # count its maximum for the whole life
                     lives[-1] = replace(lives[-1], places=max(lives[-1].places, event.places))
                 continue
-            if serving:  # any further event ends it, at the latest the start of the next life
-                lives[-1], serving = replace(lives[-1], ended_at=at), False
+            if is_serving:  # any further event ends it, at the latest the start of the next life
+                lives[-1] = replace(lives[-1], ended_at=at)
+                is_serving = False
             if isinstance(event, ev.RunnerStarted):
                 model = event.model
             if isinstance(event, ev.RunnerReady) and model == "rollout":
-                serving = True
+                is_serving = True
                 lives.append(Life(runner=event.runner, incarnation=event.incarnation, places=event.places,
                                   ready_at=at, ended_at=None))
     return lives
 
 
-def _changes(log: Log, first: int, until: int) -> list[WeightsUpdate]:
+def _changes(log: Log, first: int, last: int) -> list[WeightsUpdate]:
     """Return the weights published between two positions."""
     updates: dict[int, WeightsUpdate] = {}
-    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
+    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
             updates.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))

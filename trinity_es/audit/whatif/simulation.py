@@ -20,19 +20,20 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.recorded_durations import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
+from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
+from trinity_es.audit.whatif.recorded_durations import combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Settings", "Simulation"]
+__all__ = ["Simulation"]
 
 TOGETHER_SECONDS = 1e-5
 """Interval within which the finished units of a runner arrive in one message."""
@@ -41,36 +42,19 @@ Unit = tuple[BatchId, int, int, int]
 """(batch, task, first run, attempt)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings to simulate; None: as recorded."""
-
-    timeout: float | None = None
-    """`explorer.max_timeout` in seconds."""
-    over_rollout_ratio: float | None = None
-    """`explorer.over_rollout.ratio`, of train batches."""
-    runners: int | None = None
-    """Number of engines of the rollout model. Additional ones are like the recorded ones and never die."""
-    max_concurrency: int | None = None
-    """`explorer.max_concurrency`, of each runner."""
-    max_retry: int | None = None
-    """`explorer.max_retry_times`."""
-    runs_per_unit: int | None = None
-    """`explorer.max_repeat_times_per_runner`."""
-    seed: int = 0
-    """Seed of the random draws."""
-
-
 class _Runner:
     """Places of a runner, with the units that play in them or wait."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
-        self.incarnation, self.ready, self.loading, self.version = 0, False, 0, 0
+        self.incarnation, self.is_ready, self.version = 0, False, 0
+        self.load_count = 0
+        """Number of weights versions that it loads now; it gets no units meanwhile."""
         self.unit_seconds: float | None = None
         self.waiting: deque[tuple[Unit, float, float, UnitOutcome]] = deque()
         self.playing: set[Unit] = set()
-        self.sent: list[UnitOutcome] = []
+        self.outcomes: list[UnitOutcome] = []
+        """Outcomes on their way to the coordinator."""
 
 
 class Simulation:
@@ -79,33 +63,38 @@ class Simulation:
     def __init__(self, past: History, settings: Settings) -> None:
         self.past, self.settings = past, settings
         explorer = past.config["explorer"]
-        self.limit: float = explorer["max_timeout"] if settings.timeout is None else settings.timeout
-        self.sequential = explorer.get("concurrent_mode") == "sequential"
-        self.over = explorer["over_rollout"]
+        self.time_limit: float = explorer["max_timeout"] if settings.timeout is None else settings.timeout
+        self.is_sequential = explorer.get("concurrent_mode") == "sequential"
+        self.over_rollout = explorer["over_rollout"]
         dynamic = explorer["dynamic_timeout"]
-        self.dynamic = {"ratio": dynamic["ratio"], "warmup_min_steps": dynamic["warmup_min_steps"],
-                        "max_timeout": self.limit} if dynamic["enable"] else None
+        self.dynamic_timeout = {"ratio": dynamic["ratio"], "warmup_min_steps": dynamic["warmup_min_steps"],
+                                "max_timeout": self.time_limit} if dynamic["enable"] else None
         self.pace = past.pace
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        self.number = 0
-        self.begun = past.batches[0].submitted_at
-        self.at: dict[Anchor, float] = {}
+        """Heap of (time, number, call); calls of one time run in the order of their numbers."""
+        self.call_count = 0
+        self.begun_at = past.batches[0].submitted_at
+        self.reached_at: dict[Anchor, float] = {}
         """Virtual time of each anchor reached so far."""
-        self.waits: dict[Anchor, list[Callable[[], None]]] = {}
-        self.records = {b.batch_id: b for b in past.batches}
+        self.waiting_calls: dict[Anchor, list[Callable[[], None]]] = {}
+        self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
-        self.asked: set[BatchId] = set()
-        self.grace_over: set[BatchId] = set()
-        self.grace_runs: set[BatchId] = set()
+        self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
+        """Rounds of each batch that end with too few groups, and the tasks that are added after each."""
+        self.awaited_ids: set[BatchId] = set()
+        """Batches that a caller waits to finalize."""
+        self.grace_begun_ids: set[BatchId] = set()
+        """Batches for which `wait_after_min` has begun; `grace_over_ids`: it is over."""
+        self.grace_over_ids: set[BatchId] = set()
         self.attempts: dict[BatchId, int] = {}
-        self.drawn: dict[BatchId, int] = {}
+        self.drawn_counts: dict[BatchId, int] = {}
         self.runners: dict[str, _Runner] = {}
-        self.pools: dict[tuple[BatchId, bool], list[Duration]] = {}
-        self.usual_rests: dict[BatchId, tuple[float, float]] = {}
+        self.duration_pools: dict[tuple[BatchId, bool], list[Duration]] = {}
 
     # --- the clock --------------------------------------------------------------------------------------------------
     def run(self) -> None:
+        """Plan all recorded events, then run calls until none is left."""
         self._plan_runners()
         for batch in self.past.batches:
             self._plan_batch(batch)
@@ -117,21 +106,22 @@ class Simulation:
             call()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        self.number += 1
-        heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.number, call))
+        """Call `call` after this virtual time."""
+        self.call_count += 1
+        heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
 
     def reach(self, anchor: Anchor) -> None:
         """Mark an anchor as reached and run the calls that wait for it."""
-        if anchor not in self.at:
-            self.at[anchor] = self.now
-            for call in self.waits.pop(anchor, []):
+        if anchor not in self.reached_at:
+            self.reached_at[anchor] = self.now
+            for call in self.waiting_calls.pop(anchor, []):
                 call()
 
     def when(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
         """Call `call` the given time after the last of these anchors is reached."""
-        missing = {a for a in anchors if a not in self.at}
+        missing = {a for a in anchors if a not in self.reached_at}
 
-        def reached(anchor: Anchor) -> None:
+        def note_reached(anchor: Anchor) -> None:
             missing.discard(anchor)
             if not missing:
                 self.after(seconds, call)
@@ -139,98 +129,106 @@ class Simulation:
         if not missing:
             self.after(seconds, call)
         for anchor in list(missing):
-            self.waits.setdefault(anchor, []).append(partial(reached, anchor))
+            self.waiting_calls.setdefault(anchor, []).append(partial(note_reached, anchor))
 
     # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
+        """Plan the lives of as many runners as the settings say: recorded ones, then further ones that never die."""
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
-        wanted = len(names) if self.settings.runners is None else self.settings.runners
-        for name in names[:wanted]:
-            for life in (each for each in self.past.lives if each.runner == name):
+        count = len(names) if self.settings.runners is None else self.settings.runners
+        for name in names[:count]:
+            for life in (life for life in self.past.lives if life.runner == name):
                 self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.blamed)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
-        for i in range(len(names), wanted):
-            self._plan_life(f"further runner {i}", 1, places, self.begun, None, True)
+        for i in range(len(names), count):
+            self._plan_life(f"further runner {i}", 1, places, self.begun_at, None, True)
 
     def _plan_life(
         self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, blamed: bool
     ) -> None:
-        def up() -> None:
+        """Plan the start and, if it has one, the end of one life of a runner."""
+        def start() -> None:
             runner = self.runners.setdefault(name, _Runner(name, places))
             runner.places = self.settings.max_concurrency or places
-            runner.incarnation, runner.ready, runner.loading = incarnation, True, 0
-            runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun else None
+            runner.incarnation, runner.is_ready, runner.load_count = incarnation, True, 0
+            runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun_at else None
             self.dispatch()
 
-        def down() -> None:
+        def die() -> None:
             runner = self.runners.get(name)
             if runner is None or runner.incarnation != incarnation:
                 return
-            runner.ready = False
+            runner.is_ready = False
             runner.waiting.clear()
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
                 state = self.states[batch_id]
                 self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=blamed))
-                self.check_finalize(batch_id)
+                self.finalize_if_enough(batch_id)
             self.dispatch()
 
-        if ready_at <= self.begun:
-            self.when([("begin", None)], 0.0, up)
+        if ready_at <= self.begun_at:
+            self.when([("begin", None)], 0.0, start)
         else:
             anchor, seconds = self.past.before(ready_at)
-            self.when([anchor], seconds, up)
+            self.when([anchor], seconds, start)
         if ended_at is not None:
             anchor, seconds = self.past.before(ended_at)
-            self.when([anchor], seconds, down)
+            self.when([anchor], seconds, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
+        """Plan the submission of a batch, its caller's wait, its abort or its train step, as recorded."""
         anchor, seconds = self.past.before(batch.submitted_at)
         self.when([anchor], seconds, lambda: self.submit(batch))
         anchors: list[Anchor] = [("submit", batch.batch_id)]
-        before = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
-                  and b.submitted_at < batch.submitted_at and b.ended_at is not None]
+        earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
+                   and b.submitted_at < batch.submitted_at and b.ended_at is not None]
         # The trainer asks for batches in order, unless the record shows otherwise.
-        if before and before[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
-            anchors.append(("end", before[-1].batch_id))
-        late = 0.0
+        if earlier and earlier[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
+            anchors.append(("end", earlier[-1].batch_id))
+        delay = 0.0
         if batch.asked_late and batch.finalizing_at is not None:
-            anchor, late = self.past.before(batch.finalizing_at)
+            anchor, delay = self.past.before(batch.finalizing_at)
             anchors = [("submit", batch.batch_id), anchor]
-            late = min(late, batch.finalizing_at - batch.submitted_at)
-        self.when(anchors, late, lambda: self.ask(batch.batch_id))
+            delay = min(delay, batch.finalizing_at - batch.submitted_at)
+        self.when(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
             anchor, seconds = self.past.before(batch.ended_at)
             self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
+        for addition in (a for a in batch.additions if a.missing is None):
+            anchor, seconds = self.past.before(addition.added_at)
+            add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
+            self.when([("submit", batch.batch_id), anchor], seconds, add_tasks)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
-            done = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
-            anchors = [("end", batch.batch_id), *done[-1:]]
-            since = max(at for at, a in self.past.anchors if a in anchors)
-            self.when(anchors, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
+            previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
+            anchors = [("end", batch.batch_id), *previous[-1:]]
+            begun_at = max(at for at, a in self.past.anchors if a in anchors)
+            self.when(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
+        """Plan the publication of weights; runners without a recorded load take the median time."""
         anchor, seconds = self.past.before(change.published_at)
-        usual = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
+        median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
-        def published() -> None:
+        def publish() -> None:
             longest = 0.0
             for runner in self.runners.values():
-                if runner.ready:
-                    took = change.loads.get(runner.name, usual)
-                    longest = max(longest, took)
-                    runner.loading += 1
-                    self.after(took, partial(loaded, runner, runner.incarnation))
+                if runner.is_ready:
+                    load_seconds = change.loads.get(runner.name, median_seconds)
+                    longest = max(longest, load_seconds)
+                    runner.load_count += 1
+                    self.after(load_seconds, partial(end_load, runner, runner.incarnation))
             self.after(longest, lambda: self.reach(("weights", change.version)))
 
-        def loaded(runner: _Runner, incarnation: int) -> None:
-            if runner.incarnation == incarnation and runner.loading:
-                runner.loading -= 1
+        def end_load(runner: _Runner, incarnation: int) -> None:
+            if runner.incarnation == incarnation and runner.load_count:
+                runner.load_count -= 1
                 runner.version = change.version
                 self.dispatch()
 
-        self.when([anchor], seconds, published)
+        self.when([anchor], seconds, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
     def record(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
@@ -238,13 +236,14 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
+        """Submit a recorded batch with the settings that are simulated."""
         recorded, settings = batch.submitted, self.settings
-        wait = recorded.min_wait_num
+        min_wait_num = recorded.min_wait_num
         if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
             share = 1 - settings.over_rollout_ratio
-            wait = None if share == 1 else math.ceil(round(len(recorded.repeat_times) * share, 9))
+            min_wait_num = None if share == 1 else math.ceil(round(len(recorded.repeat_times) * share, 9))
         submitted = replace(
-            recorded, tasks=None, tasks_digest=None, min_wait_num=wait,
+            recorded, tasks=None, tasks_digest=None, min_wait_num=min_wait_num,
             max_attempts=recorded.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
             runs_per_unit=recorded.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
         )
@@ -252,9 +251,10 @@ class Simulation:
         self.reach(("submit", batch.batch_id))
         self.dispatch()
 
-    def ask(self, batch_id: BatchId) -> None:
-        self.asked.add(batch_id)
-        self.check_finalize(batch_id)
+    def await_batch(self, batch_id: BatchId) -> None:
+        """Let a caller wait to finalize the batch from now on."""
+        self.awaited_ids.add(batch_id)
+        self.finalize_if_enough(batch_id)
         self.dispatch()
 
     def abort(self, batch_id: BatchId) -> None:
@@ -266,50 +266,67 @@ class Simulation:
         self.reach(("end", batch_id))
         self.dispatch()
 
-    def check_finalize(self, batch_id: BatchId) -> None:
+    def finalize_if_enough(self, batch_id: BatchId) -> None:
         """Finalize the batch if it has enough, as the coordinator does."""
         state = self.states[batch_id]
-        if batch_id not in self.asked or state.state not in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING):
+        is_open = state.state in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING)
+        if batch_id not in self.awaited_ids or not is_open or not state.has_enough:
             return
-        if not state.has_enough:
-            return
-        grace = self.over["wait_after_min"]
-        if not state.is_complete and grace > 0 and batch_id not in self.grace_over:
-            if batch_id not in self.grace_runs:
-                self.grace_runs.add(batch_id)
-                self.after(grace + self.records[batch_id].timer_late, lambda: self._grace(batch_id))
+        grace = self.over_rollout["wait_after_min"]
+        if not state.is_complete and grace > 0 and batch_id not in self.grace_over_ids:
+            if batch_id not in self.grace_begun_ids:
+                self.grace_begun_ids.add(batch_id)
+                self.after(grace + self.past_batches[batch_id].timer_late, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
-        self.record(batch_id, decisions.start_finalizing(state, self.over["return_partial_tasks"]))
+        return_partial = self.over_rollout["return_partial_tasks"]
+        self.record(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
         if self.states[batch_id].state.ended:
-            self.ended(batch_id)
+            self.note_end(batch_id)
         else:
-            was = self.records[batch_id]
-            took = 0.0 if was.ended_at is None or was.finalizing_at is None else was.ended_at - was.finalizing_at
-            self.after(took, lambda: self._through_pipeline(batch_id))
+            rounds = self.rounds[batch_id]
+            seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
+            self.after(seconds, lambda: self._end_pipeline(batch_id))
 
-    def _grace(self, batch_id: BatchId) -> None:
-        self.grace_over.add(batch_id)
-        self.check_finalize(batch_id)
+    def _end_grace(self, batch_id: BatchId) -> None:
+        self.grace_over_ids.add(batch_id)
+        self.finalize_if_enough(batch_id)
         self.dispatch()
 
-    def _through_pipeline(self, batch_id: BatchId) -> None:
-        if self.states[batch_id].state is BatchLifecycleState.FINALIZING:
+    def _end_pipeline(self, batch_id: BatchId) -> None:
+        """End the batch, or the round in which too few of its groups were usable."""
+        if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
+            return
+        if rounds := self.rounds[batch_id]:
+            addition = rounds.popleft()
+            self.record(batch_id, [*filter(None, [addition.missing])])
+            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event))
+        else:
             self.record(batch_id, [ev.BatchFinalized(result={})])
-            self.ended(batch_id)
+            self.note_end(batch_id)
             self.dispatch()
 
-    def ended(self, batch_id: BatchId) -> None:
-        if self.dynamic is not None:
-            self.pace = dynamic_timeout.measured(self.pace, self.states[batch_id], **self.dynamic) or self.pace
+    def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded) -> None:
+        """Add the tasks that were added to the recorded batch, unless it has ended here."""
+        if self.states[batch_id].state is BatchLifecycleState.RUNNING:
+            per_unit = self.settings.runs_per_unit or event.runs_per_unit
+            self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
+            self.dispatch()
+
+    def note_end(self, batch_id: BatchId) -> None:
+        if self.dynamic_timeout is not None:
+            self.pace = dynamic_timeout.measured(self.pace, self.states[batch_id], **self.dynamic_timeout) or self.pace
         self.reach(("end", batch_id))
 
     def timeout(self) -> float:
-        if self.dynamic is None or self.pace is None:
+        """Return the dynamic timeout of a run in seconds; 0 without one."""
+        if self.dynamic_timeout is None or self.pace is None:
             return 0.0
-        return dynamic_timeout.allowed(self.pace.steps, self.pace.attempts, self.pace.seconds, **self.dynamic)
+        pace = self.pace
+        return dynamic_timeout.attempt_timeout(pace.steps, pace.attempts, pace.seconds, **self.dynamic_timeout)
 
     def dispatch(self) -> None:
+        """Send waiting units to runners with free places, as the coordinator does."""
         batches = [s for s in self.states.values() if not s.state.ended]
         if not any(s.pending for s in batches):
             return
@@ -319,13 +336,13 @@ class Simulation:
                 name=r.name, incarnation=r.incarnation, model_version=r.version, places=r.places,
                 load=load[r.name, r.incarnation], limit=r.places + ahead(r.places, r.unit_seconds),
             )
-            for r in self.runners.values() if r.ready and not r.loading
+            for r in self.runners.values() if r.is_ready and not r.load_count
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
             self.record(state.batch_id, [event])
             self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
             for unit in event.units:
-                self._begin(self.runners[event.runner], state, unit, event.timeout or self.limit)
+                self._begin(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
 
     def revoke(self, state: BatchState) -> None:
         """Remove the units of this batch from all runners."""
@@ -336,76 +353,74 @@ class Simulation:
 
     # --- runners ----------------------------------------------------------------------------------------------------
     def _begin(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
-        seconds, rest, outcome = self._play(state, unit, limit)
-        runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, rest, outcome))
+        seconds, delay, outcome = self._play(state, unit, limit)
+        runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, delay, outcome))
         self._fill(runner)
 
     def _fill(self, runner: _Runner) -> None:
-        while runner.ready and runner.waiting and len(runner.playing) < runner.places:
-            unit, seconds, rest, outcome = runner.waiting.popleft()
+        """Let waiting units play in the free places of a runner."""
+        while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
+            unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
-            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, rest, outcome))
+            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
 
-    def _end_unit(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
-        """Free the place of a unit and send its outcome."""
-        if runner.incarnation != life or unit not in runner.playing:
+    def _end_unit(self, runner: _Runner, incarnation: int, unit: Unit, delay: float, outcome: UnitOutcome) -> None:
+        """Free the place of a unit and send its outcome after this delay."""
+        if runner.incarnation != incarnation or unit not in runner.playing:
             return  # it was revoked, or its runner died
         runner.playing.discard(unit)
         self._fill(runner)
-        self.after(rest, lambda: self._send(runner, life, outcome))
+        self.after(delay, lambda: self._send(runner, incarnation, outcome))
 
-    def _send(self, runner: _Runner, life: int, outcome: UnitOutcome) -> None:
+    def _send(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
         """Send an outcome; those sent at the same time arrive in one message and one turn of the coordinator."""
-        if not runner.sent:
-            self.after(TOGETHER_SECONDS, lambda: self._arrived(runner, life))
-        runner.sent.append(outcome)
+        if not runner.outcomes:
+            self.after(TOGETHER_SECONDS, lambda: self._receive(runner, incarnation))
+        runner.outcomes.append(outcome)
 
-    def _arrived(self, runner: _Runner, life: int) -> None:
-        touched: dict[BatchId, None] = {}
-        outcomes, runner.sent = runner.sent, []
+    def _receive(self, runner: _Runner, incarnation: int) -> None:
+        """Record the outcomes of a runner, as the coordinator does, and finalize batches that have enough."""
+        changed_ids: dict[BatchId, None] = {}  # an ordered set
+        outcomes, runner.outcomes = runner.outcomes, []
         for outcome in outcomes:
-            events = decisions.outcome(self.states[outcome.batch_id], runner.name, life, outcome)
+            events = decisions.outcome(self.states[outcome.batch_id], runner.name, incarnation, outcome)
             self.record(outcome.batch_id, events)
-            before = runner.unit_seconds
-            runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
+            average = runner.unit_seconds
+            runner.unit_seconds = outcome.seconds if average is None else 0.8 * average + 0.2 * outcome.seconds
             if events:
-                touched[outcome.batch_id] = None
-        for batch_id in touched:
-            self.check_finalize(batch_id)
+                changed_ids[outcome.batch_id] = None
+        for batch_id in changed_ids:
+            self.finalize_if_enough(batch_id)
         self.dispatch()
 
     # --- durations --------------------------------------------------------------------------------------------------
     def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
         """Return (seconds in its place, seconds from there into the log, outcome)."""
-        past = self.records[state.batch_id]
+        past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        each = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
-        inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_rest(past)
-        seconds = combined([t.seconds for t in each], sequential=self.sequential) + inside
+        durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
+        overhead, delay = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_rest
+        seconds = combined([d.seconds for d in durations], sequential=self.is_sequential) + overhead
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
-        for run, took in zip(runs, each, strict=True):
-            if took.kind:
-                outcome.failures.append((run, took.kind, took.kind))  # type: ignore[arg-type]  # a FailureKind
+        for run, duration in zip(runs, durations, strict=True):
+            if duration.kind:
+                outcome.failures.append((run, duration.kind, duration.kind))  # type: ignore[arg-type]  # a FailureKind
             else:
                 outcome.results.append(ev.RunResult(run=run, metrics={}))
-        return seconds, rest, outcome
+        return seconds, delay, outcome
 
     def _duration_of(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
-        took = past.took.get((task, run, attempt))
-        if took is None or took.cut:
-            self.drawn[past.batch_id] = self.drawn.get(past.batch_id, 0) + 1
+        """Return the recorded duration of a run, or one that is drawn, cut at the time limit."""
+        duration = past.took.get((task, run, attempt))
+        if duration is None or duration.cut:
+            self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
-            took = self._draw(self._pool(past, attempt > 1), chance, took)
-        if took.kind == "timeout":
-            return replace(took, seconds=max(0.0, limit + took.seconds - took.limit))
-        if took.limit != limit and took.seconds > limit:
-            return replace(took, seconds=limit, kind="timeout")
-        return took
-
-    def _usual_rest(self, past: PastBatch) -> tuple[float, float]:
-        if past.batch_id not in self.usual_rests:
-            self.usual_rests[past.batch_id] = past.usual_rest()
-        return self.usual_rests[past.batch_id]
+            duration = self._draw(self._pool(past, attempt > 1), chance, duration)
+        if duration.kind == "timeout":
+            return replace(duration, seconds=max(0.0, limit + duration.seconds - duration.limit))
+        if duration.limit != limit and duration.seconds > limit:
+            return replace(duration, seconds=limit, kind="timeout")
+        return duration
 
     @staticmethod
     def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
@@ -422,10 +437,10 @@ class Simulation:
 
     def _pool(self, past: PastBatch, retry: bool) -> list[Duration]:
         """Return the recorded durations to draw from, for a first attempt or a retry of this batch."""
-        if (past.batch_id, retry) not in self.pools:
+        if (past.batch_id, retry) not in self.duration_pools:
             first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]
             later = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n > 1]
             others = [t for b in self.past.batches if b.submitted.batch_type == past.submitted.batch_type
                       for _, t in sorted(b.took.items()) if not t.cut]
-            self.pools[past.batch_id, retry] = (later or first if retry else first) or later or others
-        return self.pools[past.batch_id, retry]
+            self.duration_pools[past.batch_id, retry] = (later or first if retry else first) or later or others
+        return self.duration_pools[past.batch_id, retry]

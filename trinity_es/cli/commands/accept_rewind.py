@@ -38,16 +38,17 @@ def accept_rewind(
     """
     settings = _settings(config, log)
     loss = accept(settings, reason)
-    shown = settings.masked()["store"]["url"]
+    masked_url = settings.masked()["store"]["url"]
     if as_json:
-        print_json({"log": shown, "accepted": loss})
+        print_json({"log": masked_url, "accepted": loss})
     elif loss is None:
         path = remembered_log_end.memory(settings).path
-        print(f"there is nothing to accept: {shown} has all events that this host knows of ({path})")
+        print(f"there is nothing to accept: {masked_url} has all events that this host knows of ({path})")
     else:
-        print(f"given up: positions {loss['first']} to {loss['last']}; {shown} goes on after position {loss['kept']}")
-        for lost in loss["lost"]:
-            print(f"  {plain(lost['by'])} knew position {lost['position']}, hash {lost['hash'][:12]}")
+        print(f"given up: positions {loss['first']} to {loss['last']}; {masked_url} goes on after position "
+              f"{loss['kept']}")
+        for witness in loss["lost"]:
+            print(f"  {plain(witness['by'])} knew position {witness['position']}, hash {witness['hash'][:12]}")
         print(f"recorded at position {loss['position']}; next: `trinity-es up` or `trinity-es resume`")
     if loss is None:
         raise typer.Exit(1)
@@ -65,4 +66,5 @@ def _settings(config: Path | None, log: str | None) -> Config:
     candidates = [settings_of(None, url)]
     with suppress(ConfigError, LogError):
         candidates.insert(0, settings_of_run(url, None))
-    return next((settings for settings in candidates if remembered_log_end.look(settings) is not None), candidates[0])
+    rewound = (settings for settings in candidates if remembered_log_end.rewind_message(settings) is not None)
+    return next(rewound, candidates[0])

@@ -32,7 +32,10 @@ __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
-SHOWN = 50
+MOST_SHOWN = 50
+"""Number of batches that are listed without --all, --limit or --since."""
+MOST_TASKS = 40
+"""Number of tasks that `show` prints without --all."""
 
 
 def batches(
@@ -46,10 +49,10 @@ def batches(
         "--sort", metavar="COLUMN", help="Sort by seconds, reward, step, ...")] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST, help="Show at most N batches.")] = None,
+        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Show at most N batches.")] = None,
     slowest: Annotated[int | None, typer.Option(
         "--slowest", metavar="N", min=1, help="The N slowest, with what held each up.")] = None,
-    every: Annotated[bool, typer.Option("--all", help=f"All batches, not only the last {SHOWN}.")] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"All batches, not only the last {MOST_SHOWN}.")] = False,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """List batches with their state, rewards, tokens and failed attempts.
@@ -67,19 +70,19 @@ def batches(
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with common.open_chosen(log, config) as opened:
         _require_one_of("--sort", sort, sorted(SORTS))
-        after = 0 if since is None else _since(opened, since)
-        skipped = 0
+        after = 0 if since is None else _position_before(opened, since)
+        skipped_count = 0
         if limit is None and not (every or as_json or after):
-            skipped = max(0, opened.count_batches(state=state, batch_type=batch_type) - SHOWN)
-            if skipped and (descending or sort != "position"):  # of sorted rows the first are shown, not the last
-                limit, skipped = SHOWN, 0
+            skipped_count = max(0, opened.count_batches(state=state, batch_type=batch_type) - MOST_SHOWN)
+            if skipped_count and (descending or sort != "position"):  # of sorted rows the first are shown, not the last
+                limit, skipped_count = MOST_SHOWN, 0
         rows = opened.batches(state=state, batch_type=batch_type, sort=sort, descending=descending,
-                              limit=None if after else limit, offset=skipped)
+                              limit=None if after else limit, offset=skipped_count)
         rows = [row for row in rows if row.first_position > after][:limit]
-        causes = None if slowest is None else [_held_up(opened, row) for row in rows]
+        causes = None if slowest is None else [_longest_delay(opened, row) for row in rows]
     if as_json:
-        names = [f.name for f in fields(rows[0])] if rows else []
-        documents = [{name: getattr(row, name) for name in names}
+        field_names = [f.name for f in fields(rows[0])] if rows else []
+        documents = [{name: getattr(row, name) for name in field_names}
                      | {"seconds": row.ended_at and row.ended_at - row.submitted_at} for row in rows]
         if causes is not None:
             documents = [d | {"held_up_by": c} for d, c in zip(documents, causes, strict=True)]
@@ -88,8 +91,8 @@ def batches(
     if not rows:
         common.note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
     batch_tables.print_batches(batch_tables.console(), rows, causes)
-    if skipped:
-        print(f"{skipped} earlier ones: --all shows them, --limit and --since choose")
+    if skipped_count:
+        print(f"{skipped_count} earlier ones: --all shows them, --limit and --since choose")
 
 
 def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
@@ -97,14 +100,15 @@ def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> N
         raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=option)
 
 
-def _since(log: Log, text: str) -> int:
+def _position_before(log: Log, text: str) -> int:
     """Return the position after which batches count as submitted since this position or time."""
     at = common.parse_at(text, log, option="--since")
     return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
 
 
-def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    timeline = attempts.tell(log.events(row.batch_id, row.first_position - 1))
+def _longest_delay(log: Log, row: BatchRow) -> dict[str, Any] | None:
+    """Return what held a batch up longest, with its seconds; None if it has no events of which to tell."""
+    timeline = attempts.fold_timeline(log.events(row.batch_id, row.first_position - 1))
     segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}
 
@@ -135,19 +139,22 @@ def show(
             raise typer.BadParameter("name a task and a run once, as in `show 3 7 1` or `show 3 --task 7 --run 1`, or "
                                      "an experience by its id, as in `show 3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
         task, run = numbers[0], numbers[1] if len(numbers) > 1 else None
-    limit = None if every or as_json else 40
+    limit = None if every or as_json else MOST_TASKS
     with common.open_chosen(log, config) as opened:
         batch_id, task_and_run = _batch_of_id(opened, batch)
-        task = task_and_run[0] if task is None and task_and_run else task
-        run = task_and_run[1] if run is None and task_and_run else run
+        if task_and_run is not None:  # the id of an experience
+            task = task_and_run[0] if task is None else task
+            run = task_and_run[1] if run is None else run
         if run is not None and task is None:
             raise typer.BadParameter("name the task too, as in --task 7 --run 1", param_hint="--run")
         if task is not None:
             from trinity_es.cli.commands.show_task import show_task
 
-            show_task(opened, batch_id, task, run, batch if task_and_run else None, every=every, as_json=as_json)
+            eid = batch if task_and_run else None
+            show_task(opened, batch_id, task, run, eid, every=every, as_json=as_json)
             return
-        timeline, rows = attempts.tell(opened.events(batch_id)), _taskset_rows(opened, batch_id, limit)
+        timeline = attempts.fold_timeline(opened.events(batch_id))
+        rows = _taskset_rows(opened, batch_id, limit)
         gaps = opened.without_coordinator(timeline.first_position)
     if as_json:
         document = attempts.as_json(timeline)
@@ -205,24 +212,24 @@ def replay(
     with common.open_chosen(log, config) as opened:
         batch_id = common.find_batch(opened, batch)
         state = opened.replay(batch_id, common.parse_at(at, opened, batch_id))
-        stored, again = opened.check_result(batch_id)
-    equal = None if stored is None else canonical(stored) == canonical(again)
+        stored, recomputed = opened.check_result(batch_id)
+    is_equal = None if stored is None else canonical(stored) == canonical(recomputed)
     if as_json:
         common.print_json({
-            "state": batch_tables.state_json(state), "at": at, "result_equal": equal, "stored_result": stored,
-            "recomputed_result": again,
+            "state": batch_tables.state_json(state), "at": at, "result_equal": is_equal, "stored_result": stored,
+            "recomputed_result": recomputed,
         })
     else:
         batch_tables.print_state(batch_tables.console(), state)
-        if equal is None:
+        if is_equal is None:
             print("the batch has not ended: there is no result to compare")
-        elif equal:
+        elif is_equal:
             print("the stored final result equals the one computed from the log, bit for bit")
         else:
             print("THE STORED FINAL RESULT DIFFERS from the one computed from the log:")
-            for change in sorted(changes(stored, again, "result"), key=lambda change: change.path):
+            for change in sorted(changes(stored, recomputed, "result"), key=lambda change: change.path):
                 print(f"  {change.path}: stored {change.before!r}, computed {change.after!r}")
-    if equal is False:
+    if is_equal is False:
         raise typer.Exit(1)
 
 
@@ -238,10 +245,11 @@ def verify(
     Example:
       trinity-es verify && echo sound
     """
-    started = time.monotonic()
-    url, memory = common.choose_log(log, config), _memory_folder(config, log)
-    report = verify_log(url, common.counter("checked"), common.counter("read", "payloads"), memory)
-    seconds = time.monotonic() - started
+    started_at = time.monotonic()
+    url, memory_folder = common.choose_log(log, config), _memory_folder(config, log)
+    report = verify_log(url, common.progress_counter("checked"), common.progress_counter("read", "payloads"),
+                        memory_folder)
+    seconds = time.monotonic() - started_at
     if as_json:
         document = asdict(report)
         common.print_json({"log": document.pop("url"), **document, "seconds": seconds})
@@ -280,11 +288,11 @@ def rebuild(
       trinity-es rebuild --log runs/letters/first/log.sqlite
     """
     url = common.choose_log(log, config)
-    started = time.monotonic()
+    started_at = time.monotonic()
     with EventLog.open(url, projectors=read_models.projectors()) as opened:
-        opened.rebuild(common.counter("read"))
-        position, shown = opened.head().position, opened.url
-    answer: dict[str, Any] = {"log": shown, "events": position, "seconds": time.monotonic() - started}
+        opened.rebuild(common.progress_counter("read"))
+        position, masked_url = opened.head().position, opened.url
+    answer: dict[str, Any] = {"log": masked_url, "events": position, "seconds": time.monotonic() - started_at}
     if as_json:
         common.print_json(answer)
     else:

@@ -44,29 +44,30 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
     """Run or continue a benchmark with a live view, and show its results. Exits 1 if a result is missing."""
     quiet()
     explorer = Explorer(settings)
-    where = settings.masked()["store"]["url"]
+    store_url = settings.masked()["store"]["url"]
     names = [c.name for c in settings.buffer.explorer_input.eval_tasksets]
     rows: list[BenchRow]
     try:
         if explorer.locate():
             if explorer.resumed:
-                note(f"going on with the benchmark in {where}")
+                note(f"going on with the benchmark in {store_url}")
             rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)
         else:
-            note(f"the benchmark in {where} is complete")
+            note(f"the benchmark in {store_url} is complete")
             with open_log(settings.store.url) as log:
                 rows = read_results(log, [], names, {})
     finally:
         explorer.release()
     if as_json:
-        print_json({"log": where, "checkpoints": [asdict(row) for row in rows]})
+        print_json({"log": store_url, "checkpoints": [asdict(row) for row in rows]})
     else:
-        _print_rewards(rows, names, where)
+        _print_rewards(rows, names, store_url)
     if any(row.problem for row in rows):
         raise typer.Exit(1)
 
 
-def _print_rewards(rows: list[BenchRow], names: list[str], where: str) -> None:
+def _print_rewards(rows: list[BenchRow], names: list[str], store_url: str) -> None:
+    """Print a line per checkpoint: its mean reward on each taskset, and what is missing."""
     width = max(12, *(len(name) for name in names))
     print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
     for row in rows:
@@ -76,7 +77,7 @@ def _print_rewards(rows: list[BenchRow], names: list[str], where: str) -> None:
                    if (count := missing_runs(batch_id_of(row.step, name), "eval", row.metrics))]
         problems = ", ".join([*missing, *([row.problem] if row.problem else [])])
         print(f"{row.step or 'the model':<12}{cells}" + (f"  {problems}" if problems else ""))
-    print(f"\nmean rewards; --json has every metric\nlog  {where}")
+    print(f"\nmean rewards; --json has every metric\nlog  {store_url}")
 
 
 def debug(
@@ -116,19 +117,19 @@ def debug(
 
 
 def _print_played(played: PlayedTask) -> None:
+    """Print a played task: each experience with its texts and metrics, failures with their tracebacks."""
     def indented(text: str | None) -> str:
-        lines = [plain(line) for line in (text or "").split("\n")]
-        whole = "\n".join(f"    {line}" for line in lines)
-        return whole if len(whole) <= SHOWN_CHARACTERS else whole[:SHOWN_CHARACTERS] + " …"
+        lines = "\n".join(f"    {plain(line)}" for line in (text or "").split("\n"))
+        return lines if len(lines) <= SHOWN_CHARACTERS else lines[:SHOWN_CHARACTERS] + " …"
 
     index: dict[str, Any] = played.task.index
     print(f"{index['taskset']} row {index['index']}: {len(played.metrics)} of {played.runs} runs completed in "
           f"{played.seconds:.2f} s")
     for e in played.experiences:
         reward = "-" if e.reward is None else f"{e.reward:g}"
-        cut = f", {e.truncate_status}" if e.truncate_status else ""
+        truncation = f", {e.truncate_status}" if e.truncate_status else ""
         print(f"\nrun {e.eid.run} step {e.eid.step}: reward {reward}, {e.prompt_length} prompt tokens, "
-              f"{len(e.tokens) - e.prompt_length} response tokens{cut}")
+              f"{len(e.tokens) - e.prompt_length} response tokens{truncation}")
         print(f"  prompt\n{indented(e.prompt_text)}\n  response\n{indented(e.response_text)}")
         if e.metrics:
             print("  metrics\n" + "\n".join(f"    {plain(k)} = {v:g}" for k, v in sorted(e.metrics.items())))

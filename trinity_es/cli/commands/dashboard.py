@@ -58,37 +58,37 @@ def dashboard(
     except LogNotFound as e:
         common.note(f"{e.message}; waiting for it")
 
-    served = Dashboard(url, address=address, port=port, token=token, no_token=no_token, hosts=host or [], other=other,
+    server = Dashboard(url, address=address, port=port, token=token, no_token=no_token, hosts=host or [], other=other,
                        cert=cert, key=key)
-    opened = Path()
+    redirect_file: Path | None = None
 
     def announce() -> None:
-        nonlocal opened
+        nonlocal redirect_file
         if as_json:
-            common.print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
+            common.print_json({"url": server.url, "token": server.token, "entrance": server.entrance})
         else:
-            print(f"dashboard at {served.entrance}")
+            print(f"dashboard at {server.entrance}")
             if address in ("0.0.0.0", "::"):
-                print(f"from elsewhere {served.entrance_at(socket.gethostname())}")
+                print(f"from elsewhere {server.entrance_at(socket.gethostname())}")
             print("end with Ctrl-C")
         sys.stdout.flush()
         if open_browser:
-            opened = _open_in_browser(served.entrance)
+            redirect_file = _open_in_browser(server.entrance)
 
     traces = start_traces(url, None if config is None else common.read_config(config).monitor.otlp_endpoint)
     try:
-        served.run(announce)
+        server.run(announce)
     finally:
-        if opened.is_file():
-            opened.unlink()
+        if redirect_file is not None:
+            redirect_file.unlink(missing_ok=True)
         if traces is not None:
             traces.close()
 
 
 def _open_in_browser(address: str) -> Path:
-    """Open this address in a browser and return the file that leads there.
+    """Open this address in a browser, through a file that redirects there; return the file.
 
-    Only this user can read the file; a command's arguments, with the token, every user could see.
+    Only this user can read the file. The browser's arguments, which every user can see, then don't have the token.
     """
     import webbrowser
 

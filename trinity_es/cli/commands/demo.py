@@ -10,7 +10,7 @@ import typer
 
 from trinity_es.cli import demo_folder
 from trinity_es.cli.common import JsonOption, note, print_json, read_config
-from trinity_es.cli.demo_folder import Place
+from trinity_es.cli.demo_folder import Demo
 from trinity_es.cli.run_in_view import explore, print_summary, quiet, run_summary, short_path
 from trinity_es.config.config import Config
 from trinity_es.projections.reading.log_reader import open_log
@@ -39,29 +39,29 @@ def demo(
       trinity-es demo --steps 40 --seed 1
     """
     quiet()
-    place = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
-    note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
-    settings = read_config(place.config)
-    note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(place.config))}")
-    with demo_folder.serving(place):
+    this_demo = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
+    note(f"made {this_demo.folder}: model, taskset, trainer and config.yaml of this demo")
+    settings = read_config(this_demo.config)
+    note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(this_demo.config))}")
+    with demo_folder.serving(this_demo):
         explore(settings, as_json=as_json)
-    end_demo(place, settings, as_json)
+    end_demo(this_demo, settings, as_json)
 
 
-def end_demo(place: Place, settings: Config, as_json: bool) -> None:
+def end_demo(this_demo: Demo, settings: Config, as_json: bool) -> None:
     """Show the summary, the picture and the verdict of a demo. Exits 1 if the model did not learn."""
     with open_log(settings.store.url) as log:
         summary, rows = run_summary(settings, log), log.batches()
-    summary["folder"], summary["config"] = str(place.folder), str(place.config)
-    summary["picture"] = demo_folder.draw(rows, place.folder / "reward.png")
-    verdict = demo_folder.judge(summary, steps=place.steps, engine="vllm" if place.learns else "scripted")
-    summary["learned"], summary["verdict"] = verdict.learned, verdict.text
+    summary |= {"folder": str(this_demo.folder), "config": str(this_demo.config)}
+    summary["picture"] = demo_folder.draw(rows, this_demo.folder / "reward.png")
+    verdict = demo_folder.judge(summary, steps=this_demo.steps, engine="vllm" if this_demo.learns else "scripted")
+    summary |= {"learned": verdict.learned, "verdict": verdict.text}
     if as_json:
         print_json(summary)
     else:
         print_summary(summary)
-        if place.learns:
-            print(f"  trinity-es run {shlex.quote(str(place.config))} --set name=second")
+        if this_demo.learns:
+            print(f"  trinity-es run {shlex.quote(str(this_demo.config))} --set name=second")
         print(f"\n{verdict.text}")
     if verdict.learned is False:
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from trinity_es.cli.render import diff as views_diff
 from trinity_es.events.errors import BatchNotFound, LogNotFound
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.reading import diff as divergence
+from trinity_es.projections.reading import diff as differences
 from trinity_es.projections.reading.diff import BatchDifference, RunsCompared
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.safe_text import place_of
@@ -43,53 +43,54 @@ def diff(
       trinity-es diff runs/p/one/log.sqlite runs/p/two/log.sqlite
     """
     if other is None:
-        differs = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
+        is_different = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
     elif at:
         raise typer.BadParameter("two logs are compared whole: --at is for one batch", param_hint="--at")
     else:
-        differs = _show_logs(batch_or_log, other, as_json)
-    if differs:
+        is_different = _show_logs(batch_or_log, other, as_json)
+    if is_different:
         raise typer.Exit(1)
 
 
 def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
-    """Show how a batch differs between moments; return True if it does."""
+    """Print how a batch differs between two moments, or one and now; return True if it does."""
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("name one or two moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
                                  "two logs name both", param_hint="--at")
     with log:
         batch_id = find_batch(log, batch)
         head = log.head().position
-        ends = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
-        first, second = ends if len(ends) == 2 else (ends[0], head)
-        before, after = (divergence.picture(_state(log, batch_id, position)) for position in (first, second))
-        changes = list(divergence.changes(before, after))
-        between = [r for r in log.events(batch_id, first) if r.position <= second]
+        positions = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
+        first, second = positions if len(positions) == 2 else (positions[0], head)
+        before, after = (differences.readable_state(_state_at(log, batch_id, position)) for position in (first, second))
+        changes = list(differences.changes(before, after))
+        events = [r for r in log.events(batch_id, first) if r.position <= second]
     if as_json:
-        print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(between),
+        print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(events),
                     "changes": [asdict(c) for c in changes]})
     else:
-        views_diff.print_moments(batch_tables.console(), batch_id, (first, second), changes, between)
+        views_diff.print_moments(batch_tables.console(), batch_id, (first, second), changes, events)
     return bool(changes)
 
 
-def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
+def _state_at(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
+    """Return a batch's state at a position; None before it was submitted."""
     try:
         return log.replay(batch_id, position)
-    except BatchNotFound:  # not submitted yet
+    except BatchNotFound:
         return None
 
 
 def _show_logs(first: str, second: str, as_json: bool) -> bool:
-    """Show how two logs differ; return True if they do."""
+    """Print how two logs differ: event by event if they begin the same, else as two runs. Return True if they do."""
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():
             raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` takes two logs. To compare two batches of one log, "
                               f"open /compare?id={first}&id2={second} in `trinity-es dashboard`")
-    with open_log(first) as one, open_log(second) as two:
-        fork = divergence.find_fork(one, two)
-        runs = None if fork.common else divergence.compare_runs(one, two)
-        names = one.url, two.url
+    with open_log(first) as first_log, open_log(second) as second_log:
+        fork = differences.find_fork(first_log, second_log)
+        runs = None if fork.common else differences.compare_runs(first_log, second_log)
+        names = first_log.url, second_log.url
         if as_json:
             events = {"before": list(map(place_of, fork.before)),
                       "after": [list(map(place_of, after)) for after in fork.after]}
@@ -103,6 +104,7 @@ def _show_logs(first: str, second: str, as_json: bool) -> bool:
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:
+    """Return the comparison of two runs for `--json`."""
     def as_json(difference: BatchDifference) -> dict[str, Any]:
         return {"batch_id": difference.batch_id, "changes": [asdict(c) for c in difference.changes]}
 

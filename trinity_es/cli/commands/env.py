@@ -23,9 +23,9 @@ from trinity_es.safe_text import plain
 
 __all__ = ["env", "show", "tokens"]
 
-SHOWN = 200
+MOST_TOKENS = 200
 """Maximum number of generated tokens that `check` prints of an experience."""
-SHOWN_CHARACTERS = 1000
+MOST_CHARACTERS = 1000
 """Maximum number of characters that it prints of a piece of text."""
 HELP = """Install verifiers environments, each in a virtualenv of its own, and try them.
 
@@ -74,10 +74,10 @@ def list_installed(as_json: JsonOption = False) -> None:
     """List the installed environments."""
     installed = environments.installed()
     if as_json:
-        print_json([_as_json(one) for one in installed])
+        print_json([_as_json(environment) for environment in installed])
         return
-    for one in installed:
-        print(_line(one))
+    for environment in installed:
+        print(_line(environment))
     if not installed:
         print(f"none in {environments.environments_folder()}: `trinity-es env install NAME` installs one")
 
@@ -125,6 +125,7 @@ def check(
 
 
 def _scripted_config() -> Config:
+    """Return a config whose engine writes random letters."""
     return Config.from_dict({"name": "check", "explorer": {
         "max_timeout": 300.0, "rollout_model": {"engine_type": "scripted", "max_response_tokens": 16}}})
 
@@ -132,7 +133,7 @@ def _scripted_config() -> Config:
 def _with_environment(settings: Config, name: str) -> Config:
     """Return the config with this environment as its only taskset, with the settings that the config has for it."""
     inputs = settings.buffer.explorer_input
-    configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
+    configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _is_path_of(t.path, name)), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(
         exclude_unset=True)
     data = settings.model_dump(exclude_unset=True)
@@ -140,22 +141,26 @@ def _with_environment(settings: Config, name: str) -> Config:
     return Config.from_dict(data)
 
 
-def _names(path: str, name: str) -> bool:
+def _is_path_of(path: str, name: str) -> bool:
     """Return True if a taskset's path names this environment, in any spelling of the name."""
     return path.startswith(PREFIX) and environments.plain_name(path.removeprefix(PREFIX)) == name
 
 
-def _as_json(one: Installed) -> dict[str, Any]:
-    return {"name": one.name, "distribution": one.distribution, "packages": one.packages, "versions": one.versions,
-            "folder": str(one.folder)}
+def _as_json(environment: Installed) -> dict[str, Any]:
+    return {"name": environment.name, "distribution": environment.distribution, "packages": environment.packages,
+            "versions": environment.versions, "folder": str(environment.folder)}
 
 
-def _line(one: Installed) -> str:
-    return f"{one.name}  {', '.join(f'{n} {v}' for n, v in one.versions.items())}  {one.folder}"
+def _line(environment: Installed) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in environment.versions.items())
+    return f"{environment.name}  {versions}  {environment.folder}"
 
 
 def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
-    """Return an experience token by token; `logprob` is None for tokens that the model did not generate."""
+    """Return an experience token by token; `texts` has the text of each.
+
+    `sampled` is False and `logprob` None for tokens that the model did not generate.
+    """
     ids, first = e.tokens.tolist(), e.prompt_length
     mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
     logprobs = e.logprobs.tolist() if e.logprobs is not None else [None] * (len(ids) - first)
@@ -170,27 +175,28 @@ def show(experiences: list[Experience], texts: list[list[str]], failures: list[t
     """Print a task's experiences: generated text token by token, other text piece by piece."""
     for e, pieces in zip(experiences, texts, strict=True):
         rows = tokens(e, pieces)
-        sampled = sum(row["sampled"] for row in rows)
-        print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled} of them written by the "
-              f"model{f', {e.truncate_status}' if e.truncate_status else ''}")
-        lines = 0
-        for written, group in itertools.groupby(rows, key=lambda row: row["sampled"]):
+        sampled_count = sum(row["sampled"] for row in rows)
+        print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled_count} of them written by "
+              f"the model{f', {e.truncate_status}' if e.truncate_status else ''}")
+        written_count = 0
+        for is_sampled, group in itertools.groupby(rows, key=lambda row: row["sampled"]):
             piece = list(group)
             text = "".join(row["text"] for row in piece)
-            print(f"  {piece[0]['at']}-{piece[-1]['at']}  {'written' if written else 'read'}  {_quoted(text)}")
-            for row in piece if written else ():
-                lines += 1
-                if lines <= SHOWN:
+            print(f"  {piece[0]['at']}-{piece[-1]['at']}  {'written' if is_sampled else 'read'}  {_quoted(text)}")
+            for row in piece if is_sampled else ():
+                written_count += 1
+                if written_count <= MOST_TOKENS:
                     logprob = "" if row["logprob"] is None else f"logprob {row['logprob']:.4f}"
                     print(f"    {row['at']:<6} id {row['id']:<8} {_quoted(row['text']):<12} {logprob}".rstrip())
-        if lines > SHOWN:
-            print(f"    ({lines - SHOWN} more tokens were written: --json has them)")
+        if written_count > MOST_TOKENS:
+            print(f"    ({written_count - MOST_TOKENS} more tokens were written: --json has them)")
         metrics = sorted((e.metrics or {}).items())
         if metrics:
             print("  metrics  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in metrics))
-    for _, kind, why in failures:
-        print(f"FAILED ({kind}): {plain(why, 2000)}")
+    for _, kind, message in failures:
+        print(f"FAILED ({kind}): {plain(message, 2000)}")
 
 
 def _quoted(text: str) -> str:
-    return plain(json.dumps(text, ensure_ascii=False), SHOWN_CHARACTERS)
+    """Return a text in quotes on one line, with escapes, at most MOST_CHARACTERS of it."""
+    return plain(json.dumps(text, ensure_ascii=False), MOST_CHARACTERS)

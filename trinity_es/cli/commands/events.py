@@ -21,7 +21,7 @@ from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["events", "watch"]
 
-_TAIL = 5000
+_TAIL_EVENTS = 5000
 """Number of events at the log's end that are searched first for the last ones of a bulk type."""
 
 
@@ -29,13 +29,14 @@ def events(
     batch: Annotated[str | None, typer.Argument(
         metavar="[BATCH]", help="Only events of this batch.", show_default=False)] = None,
     after: Annotated[int, typer.Option(
-        "--after", min=0, max=common.MOST, help="Only events after this position.")] = 0,
+        "--after", min=0, max=common.MOST_INTEGER, help="Only events after this position.")] = 0,
     since: Annotated[str | None, typer.Option(
         "--since", metavar="TIME", help="Only events recorded since then.")] = None,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST, help="Print at most N events.")] = None,
+        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Print at most N events.")] = None,
     last: Annotated[int | None, typer.Option(
-        "--last", min=1, max=common.MOST, help="Begin with the last N events; --follow goes on from there.")] = None,
+        "--last", min=1, max=common.MOST_INTEGER,
+        help="Begin with the last N events; --follow goes on from there.")] = None,
     types: Annotated[list[str] | None, typer.Option(
         "--type", metavar="TYPE", help="Only events of this type, as in TaskFinished; repeat.")] = None,
     runner: Annotated[str | None, typer.Option(
@@ -52,9 +53,9 @@ def events(
       trinity-es events --runner runner-1 --last 20
       trinity-es events -f --last 10 --json
     """
-    unknown = [name for name in types or [] if name not in EVENTS]
-    if unknown:
-        raise typer.BadParameter(f"no event is called {unknown[0]!r}: there are {', '.join(sorted(EVENTS))}",
+    unknown_types = [name for name in types or [] if name not in EVENTS]
+    if unknown_types:
+        raise typer.BadParameter(f"no event is called {unknown_types[0]!r}: there are {', '.join(sorted(EVENTS))}",
                                  param_hint="--type")
     with common.open_chosen(log, config) as opened:
         stream = None
@@ -65,21 +66,21 @@ def events(
         selection = _Selection(opened, stream, types, runner)
         head = opened.head().position  # read before the tail: --follow then prints what comes in between
         tail = [] if last is None else selection.last(last, after)
-        at = after if last is None else max([head, *(r.position for r in tail)])
         if follow:
-            selected: Iterator[Recorded] = chain(tail, selection.follow(at))
+            follow_after = after if last is None else max([head, *(r.position for r in tail)])
+            selected: Iterator[Recorded] = chain(tail, selection.follow(follow_after))
         else:
-            selected = chain(tail, iter(()) if last is not None else selection.read(after))
-        printed = False
+            selected = selection.read(after) if last is None else iter(tail)
+        has_printed = False
         for recorded in islice(selected, limit):
-            printed = True
+            has_printed = True
             if as_json:
                 common.write_json(safe_text.event_document(recorded).decode())
             else:
                 sys.stdout.write(safe_text.event_line(recorded) + "\n")
             if follow:
                 sys.stdout.flush()
-        if runner is not None and not printed:
+        if runner is not None and not has_printed:
             common.require_runner(opened, runner, "--runner")
 
 
@@ -105,10 +106,11 @@ def watch(
         if as_json:
             common.print_json(look(opened).as_json())
         else:
-            show_live(opened, once=once, every=every)
+            show_live(opened, once=once, interval=every)
 
 
 def _position_before(log: Log, text: str) -> int:
+    """Return the position before the first event at or after this time. Raises typer.BadParameter for a position."""
     at = common.parse_at(text, log, option="--since")
     if isinstance(at, int):
         raise typer.BadParameter(f"{text} is a position: use --after {text}", param_hint="--since")
@@ -123,13 +125,17 @@ class _Selection:
     """Events of a log by stream, type and runner; for rare types the bulk of the log is not read."""
 
     def __init__(self, log: Log, stream: str | None, types: list[str] | None, runner: str | None) -> None:
-        self._log, self._stream, self._types, self._runner = log, stream, types, runner
+        self._log = log
+        self._stream = stream
+        self._types = types
+        self._runner = runner
         self._runner_stream = None if runner is None else f"runner/{runner}"
         # The runner's name in an event's JSON: events without it need not be decoded.
         self._runner_json = b"" if runner is None else orjson.dumps(runner.encode(errors="replace").decode())[1:-1]
-        self._rare = stream is None and types is not None and set(types) <= set(RARE)
+        self._is_rare = stream is None and types is not None and set(types) <= set(RARE)
 
     def _matches(self, r: Recorded) -> bool:
+        """Return whether an event is of the stream, the types and the runner that are selected."""
         if (self._stream is not None and r.stream != self._stream) or (self._types and r.type not in self._types):
             return False
         if self._runner is None or r.stream == self._runner_stream:
@@ -137,11 +143,13 @@ class _Selection:
         return self._runner_json in r.data and getattr(r.event, "runner", None) == self._runner
 
     def read(self, after: int) -> Iterator[Recorded]:
-        if self._rare:
+        """Return the selected events after this position."""
+        if self._is_rare:
             return filter(self._matches, self._log.rare(self._types, after=after))
         return filter(self._matches, self._log.read(stream=self._stream, types=self._types, after=after))
 
     def follow(self, after: int) -> Iterator[Recorded]:
+        """Return the selected events after this position, and wait for new ones for ever."""
         return filter(self._matches, self._log.follow(after, stop=lambda: False, trouble=_OutageNotes()))
 
     def last(self, count: int, after: int) -> list[Recorded]:
@@ -149,22 +157,22 @@ class _Selection:
 
         For bulk types it searches the log's last events, and further back until there are enough.
         """
-        if self._rare:
+        if self._is_rare:
             newest = filter(self._matches, self._log.rare(self._types, after=after, descending=True))
             return list(islice(newest, count))[::-1]
         if self._stream is not None:
             return list(self.read(after))[-count:]
-        head, span = self._log.head().position, _TAIL
+        head, tail_events = self._log.head().position, _TAIL_EVENTS
         while True:
-            start = max(after, head - span)
+            start = max(after, head - tail_events)
             tail = list(self.read(start))
             if len(tail) >= count or start == after:
                 return tail[-count:]
-            span *= 4
+            tail_events *= 4
 
 
 class _OutageNotes:
-    """Notes on stderr, one when the database becomes unavailable and one when it is back."""
+    """Callback that notes on stderr, once when the database becomes unavailable and once when it is back."""
 
     def __init__(self) -> None:
         self._unavailable = False

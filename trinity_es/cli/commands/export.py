@@ -19,8 +19,8 @@ from trinity_es.safe_text import plain
 __all__ = ["export"]
 
 
-def _file_option(content: str) -> Any:
-    return typer.Option(metavar="FILE", help=content, dir_okay=False, show_default=False)
+def _file_option(help_text: str) -> Any:
+    return typer.Option(metavar="FILE", help=help_text, dir_okay=False, show_default=False)
 
 
 def export(
@@ -53,21 +53,23 @@ def export(
     if html is not None and len(batches or ()) != 1:
         raise typer.BadParameter("a page shows one batch: name it, as in `trinity-es export 3 --html batch-3.html`",
                                  param_hint="--html")
-    _check_files([file for file in (experiences, events, trace, html) if file is not None], force)
-    started, written, missing = time.monotonic(), dict[str, Any](), list[str]()
+    _require_writable([file for file in (experiences, events, trace, html) if file is not None], force=force)
+    started_at = time.monotonic()
+    written: dict[str, Any] = {}
+    missing: list[str] = []
     with common.open_chosen(log, config) as opened:
         chosen = [common.find_batch(opened, b) for b in batches] if batches else None
         if experiences is not None:
-            written["experiences"], missing = _write_experiences(opened, experiences, chosen, as_made)
+            written["experiences"], missing = _write_experiences(opened, experiences, chosen, as_made=as_made)
         if events is not None:
-            count = write_events(opened, events, chosen, common.counter("written")).written
+            count = write_events(opened, events, chosen, common.progress_counter("written")).written
             written["events"] = {"file": str(events), "written": count}
         if trace is not None:
             written["trace"] = {"file": str(trace), "written": _write_trace(opened, trace, chosen)}
         if html is not None and chosen is not None:
             written["html"] = {"file": str(html), "written": _write_page(opened, html, chosen[0])}
     if as_json:
-        common.print_json({"log": opened.url, "seconds": time.monotonic() - started, **written})
+        common.print_json({"log": opened.url, "seconds": time.monotonic() - started_at, **written})
     else:
         units = {"experiences": "experiences", "events": "events", "trace": "slices and instants", "html": "characters"}
         for kind, entry in written.items():
@@ -76,7 +78,7 @@ def export(
         raise typer.Exit(1)
 
 
-def _check_files(files: list[Path], force: bool) -> None:
+def _require_writable(files: list[Path], *, force: bool) -> None:
     """Raise typer.BadParameter for a file that would be overwritten by mistake, a log above all."""
     for number, file in enumerate(files):
         if file.resolve() in {other.resolve() for other in files[:number]}:
@@ -93,28 +95,30 @@ def _check_files(files: list[Path], force: bool) -> None:
 
 
 def _write_experiences(
-    log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
+    log: Log, path: Path, chosen: list[BatchId] | None, *, as_made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the file; return what `--json` says of it, and the payloads that are missing."""
-    done = write_experiences(log, path, chosen, as_made=as_made, progress=common.counter("written", "experiences"))
-    if done.freed:
-        common.note(f"not in the file, because they were freed: the experiences of {len(done.freed)} batches: "
-                    f"{plain(', '.join(map(str, done.freed)), 200)}")
-    for problem in done.missing:
+    """Write the experiences of these batches (None: of all); return what `--json` says, and the missing payloads."""
+    progress = common.progress_counter("written", "experiences")
+    result = write_experiences(log, path, chosen, as_made=as_made, progress=progress)
+    if result.freed:
+        common.note(f"not in the file, because they were freed: the experiences of {len(result.freed)} batches: "
+                    f"{plain(', '.join(map(str, result.freed)), 200)}")
+    for problem in result.missing:
         common.note(plain(problem))
-    entry = {"file": str(path), "written": done.written, "batches": done.batches, "freed": done.freed,
-             "missing": done.missing}
-    return entry, done.missing
+    entry = {"file": str(path), "written": result.written, "batches": result.batches, "freed": result.freed,
+             "missing": result.missing}
+    return entry, result.missing
 
 
 def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
-    progress, last = common.counter("drawn"), log.head().position
+    """Write a trace of these batches (None: of the whole log); return the number of its slices and instants."""
+    progress, last = common.progress_counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # with the events of runners and weights in between
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
-        own = [log.events(r.batch_id, r.first_position - 1) for r in rows]
-        recorded = merge(*own, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
+        batch_events = [log.events(r.batch_id, r.first_position - 1) for r in rows]
+        recorded = merge(*batch_events, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
     with export_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
@@ -122,6 +126,7 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
 
 
 def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
+    """Write a batch as an HTML file; return the number of its characters."""
     from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
 
     page = batch_page(log, batch_id)

@@ -59,24 +59,24 @@ def join(
         else:
             note(text)
 
-    run = HostRun(store, host, overrides or [], folder, key_file=key_file, tell=tell)
+    host_run = HostRun(store, host, overrides or [], folder, key_file=key_file, report=tell)
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def run_and_keep_error() -> None:
         try:
-            run.run()
+            host_run.run()
         except BaseException as e:
             errors.append(e)
 
-    def leave(number: int, frame: Any) -> None:
-        run.leave(signal.Signals(number).name, drain)
+    def leave(signal_number: int, frame: Any) -> None:
+        host_run.leave(signal.Signals(signal_number).name, drain)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
-    worker = threading.Thread(target=work, name="join")
-    worker.start()
-    while worker.is_alive():  # signal handlers run in this thread, between two waits
-        worker.join(0.2)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, leave)
+    thread = threading.Thread(target=run_and_keep_error, name="join")
+    thread.start()
+    while thread.is_alive():  # signal handlers run in this thread, between two waits
+        thread.join(0.2)
     if errors:
         raise errors[0]
 
@@ -106,11 +106,12 @@ def hosts(
     settings = settings_of(config, log)
     if name is not None:
         with connect(settings) as client:
-            done = client.drain_host(name, reason=reason)
+            drained = client.drain_host(name, reason=reason)
         if as_json:
-            print_json(done)
+            print_json(drained)
         else:
-            print(plain(f"host {done['host']} gets no more tasks and leaves when its {done['units']} units have ended"))
+            print(plain(f"host {drained['host']} gets no more tasks and leaves when its {drained['units']} units have "
+                        "ended"))
         return
     live, system = health.facts(settings)
     with open_log(settings.store.url) as opened:
@@ -119,4 +120,4 @@ def hosts(
         head, *others = (row.as_dict() for row in rows)
         print_json({"head": head, "hosts": others, "lives": [asdict(life) for life in lives]})
     else:
-        print_hosts(console(), rows, live is not None)
+        print_hosts(console(), rows, live=live is not None)

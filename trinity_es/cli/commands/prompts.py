@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.actors.config.data_sections import TasksetConfig
-from trinity_es.audit.rollout_reader import task_asked
+from trinity_es.audit.rollout_reader import submitted_task
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.events.errors import TasksetError, TrinityError
@@ -41,13 +41,13 @@ def prompts(
     with open_chosen(log, config) as opened:
         tried = prompts_tried(opened)
         unread = _unread_rows(opened, tried.read)
-        texts = {(u.batch_id, u.task): prompt_of(task_asked(opened, u.batch_id, u.task))
+        texts = {(u.batch_id, u.task): prompt_of(submitted_task(opened, u.batch_id, u.task))
                  for u in (tried.never if never else tried.never[:10])}
     if as_json:
         print_json({
             "tasks": tried.tasks, "sent": tried.sent, "unread": unread,
             "never": [asdict(u) | {"prompt": texts.get((u.batch_id, u.task))} for u in tried.never],
-            "read": {name: {"epoch": e, "offset": offset} for name, (e, offset) in tried.read.items()},
+            "read": {name: {"epoch": epoch, "offset": offset} for name, (epoch, offset) in tried.read.items()},
         })
     else:
         runners_weights_usage.print_prompts(batch_tables.console(), tried, unread, texts)
@@ -84,9 +84,9 @@ def _unread_rows(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[i
     `read` has each taskset's epoch and offset.
     """
     config = log.config()[1]
-    out: dict[str, list[int]] = {}
+    rows_by_taskset: dict[str, list[int]] = {}
     if not read or not config:
-        return out
+        return rows_by_taskset
     sources = sources_of(log)
     entries = config.get("buffer", {}).get("explorer_input", {}).get("tasksets", [])
     for entry in entries:
@@ -94,8 +94,9 @@ def _unread_rows(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[i
             epoch, offset = read[entry["name"]]
             try:  # fails if the file is gone or has changed, or the config is of another release
                 taskset = _taskset(TasksetConfig.model_validate(entry), sources)
-                left, _ = taskset.read(Cursor(0, offset), len(taskset) - offset) if epoch == 0 else ([], None)
+                # After the first pass (epoch 0) no row is unread.
+                tasks, _ = taskset.read(Cursor(0, offset), len(taskset) - offset) if epoch == 0 else ([], None)
             except (TrinityError, ValueError, OSError):
                 continue
-            out[entry["name"]] = sorted(task.index["index"] for task in left)
-    return out
+            rows_by_taskset[entry["name"]] = sorted(task.index["index"] for task in tasks)
+    return rows_by_taskset

@@ -38,39 +38,42 @@ def regenerate(
     """
     with open_chosen(log, config) as opened:
         rollout = regenerating.find_rollout(opened, find_batch(opened, batch), task, run)
-    again = regenerating.regenerate(rollout, model=model, weights=weights)
+    result = regenerating.regenerate(rollout, model=model, weights=weights)
     if as_json:
-        print_json(_as_json(again))
+        print_json(_as_json(result))
     else:
-        _print(again)
-    if not again.equal:
+        _print_result(result)
+    if not result.equal:
         raise typer.Exit(1)
 
 
-def _as_json(again: Regeneration) -> dict[str, Any]:
-    rollout = again.rollout
+def _as_json(result: Regeneration) -> dict[str, Any]:
+    """Return the comparison for `--json`."""
+    rollout = result.rollout
     return {
         "batch_id": rollout.batch_id, "task": rollout.task, "run": rollout.run, "attempt": rollout.attempt,
-        "equal": again.equal, "model_version": rollout.version, "model": again.model, "weights": again.weights,
+        "equal": result.equal, "model_version": rollout.version, "model": result.model, "weights": result.weights,
         "runner": rollout.runner, "host": rollout.host, "engine_recorded": rollout.engine_version,
-        "engine": again.engine_version, "turns": [asdict(turn) for turn in again.turns], "why": again.why,
+        "engine": result.engine_version, "turns": [asdict(turn) for turn in result.turns], "why": result.why,
     }
 
 
-def _print(again: Regeneration) -> None:
-    out, rollout = console(), again.rollout
+def _print_result(result: Regeneration) -> None:
+    """Print where the rollout came from, a comparison per turn, and if tokens differ the possible reasons."""
+    out, rollout = console(), result.rollout
     out.print(Text(
         f"batch {plain(rollout.batch_id)}, task {rollout.task}, run {rollout.run}: attempt {rollout.attempt} on "
         f"{plain(rollout.runner)} #{rollout.incarnation}, weights {rollout.version}\n"
-        f"generated again with {plain(again.weights) or 'no model'}, {plain(again.engine_version) or 'engine unknown'}"
+        f"generated again with {plain(result.weights) or 'no model'}, "
+        f"{plain(result.engine_version) or 'engine unknown'}"
     ))
-    for turn in again.turns:
+    for turn in result.turns:
         out.print(Text(f"  {plain(turn.experience)}: {_comparison(turn)}"))
-    if again.equal:
+    if result.equal:
         out.print(Text("every token is the same", style="green"))
         return
     out.print(Text("THE TOKENS DIFFER. Possible reasons:", style="red"))
-    for why in again.why or ["none in the log: perhaps the engine itself, or a changed file of the model"]:
+    for why in result.why or ["none in the log: perhaps the engine itself, or a changed file of the model"]:
         out.print(Text(f"  - {plain(why)}"))
 
 

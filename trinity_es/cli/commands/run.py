@@ -37,7 +37,7 @@ def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption
         run_benchmark(settings, as_json)
     else:
         explore(settings, as_json=as_json)
-        _end(settings, as_json)
+        _print_end(settings, as_json)
 
 
 def resume(
@@ -65,22 +65,23 @@ def resume(
         run_benchmark(settings, as_json)
         return
     explore(settings, as_json=as_json, resuming=True)
-    place = demo_folder.find(settings)
-    if place is None:
-        _end(settings, as_json)
+    demo = demo_folder.find(settings)
+    if demo is None:
+        _print_end(settings, as_json)
     else:
-        end_demo(place, settings, as_json)
+        end_demo(demo, settings, as_json)
 
 
-def _end(settings: Config, as_json: bool) -> None:
+def _print_end(settings: Config, as_json: bool) -> None:
+    """Print the summary of a run. Raises WorkflowError if nothing was generated because every run failed."""
     with open_log(settings.store.url) as log:
         summary = run_summary(settings, log)
-        failed = [row for row in log.batches() if row.failed_attempts][-1:]
-        why = [last_failure(log, row, 1000) for row in failed]
+        last_failed = next((row for row in reversed(log.batches()) if row.failed_attempts), None)
+        error = "" if last_failed is None else last_failure(log, last_failed, 1000)
     if as_json:
         print_json(summary)
     else:
         print_summary(summary)
-    if failed and not summary["response_tokens"]:
-        raise WorkflowError(f"nothing was generated because every run failed, the last with {why[0]}: `trinity-es show "
-                            f"{failed[0].batch_id}` shows all failures")
+    if last_failed is not None and not summary["response_tokens"]:
+        raise WorkflowError(f"nothing was generated because every run failed, the last with {error}: `trinity-es show "
+                            f"{last_failed.batch_id}` shows all failures")

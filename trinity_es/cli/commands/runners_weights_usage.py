@@ -11,7 +11,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
 from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history
-from trinity_es.projections.tables.runner_history import seen
+from trinity_es.projections.tables.runner_history import visible_state
 
 __all__ = ["leases", "runners", "usage", "weights"]
 
@@ -38,7 +38,7 @@ def runners(
             require_runner(opened, runner, "RUNNER")
         up = opened.processes()["up"]
     if as_json:
-        print_json([asdict(life) | {"how": seen(life, up)} for life in lives])
+        print_json([asdict(life) | {"how": visible_state(life, up)} for life in lives])
     elif runner is None:
         runners_weights_usage.print_runners(batch_tables.console(), lives, up)
     else:
@@ -59,21 +59,21 @@ def weights(
       trinity-es weights --adapters --json
     """
     with open_chosen(log, config) as opened:
-        history = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
+        adapter_versions = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
         if adapters:
             if as_json:
-                print_json([asdict(adapter) for adapter in history])
+                print_json([asdict(adapter) for adapter in adapter_versions])
             else:
-                runners_weights_usage.print_adapters(batch_tables.console(), history)
+                runners_weights_usage.print_adapters(batch_tables.console(), adapter_versions)
             return
-        made, total = opened.deliveries_by_version(), opened.count_weights()
+        deliveries, total = opened.deliveries_by_version(), opened.count_weights()
         versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
     if as_json:
-        print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])
+        print_json([{**asdict(version), "delivered": deliveries.get(version.version, 0)} for version in versions])
     else:
-        runners_weights_usage.print_weights(batch_tables.console(), versions, made, total - len(versions))
-        if history:
-            runners_weights_usage.print_adapters(batch_tables.console(), history)
+        runners_weights_usage.print_weights(batch_tables.console(), versions, deliveries, total - len(versions))
+        if adapter_versions:
+            runners_weights_usage.print_adapters(batch_tables.console(), adapter_versions)
 
 
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -107,8 +107,8 @@ def leases(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
       trinity-es leases
     """
     with open_chosen(log, config) as opened:
-        held = opened.leases()
+        open_leases = opened.leases()
     if as_json:
-        print_json([lease.as_dict() for lease in held])
+        print_json([lease.as_dict() for lease in open_leases])
     else:
-        runners_weights_usage.print_leases(batch_tables.console(), held, time.time())
+        runners_weights_usage.print_leases(batch_tables.console(), open_leases, time.time())

@@ -43,13 +43,14 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 
 async def _serve(explorer: Explorer, as_json: bool) -> None:
+    """Serve until SIGTERM, which ends this normally, or Ctrl-C, which raises CancelledError."""
     task = asyncio.current_task()
     assert task is not None
-    ended = False
+    got_sigterm = False
 
     def end() -> None:
-        nonlocal ended
-        ended = True
+        nonlocal got_sigterm
+        got_sigterm = True
         task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
@@ -57,13 +58,14 @@ async def _serve(explorer: Explorer, as_json: bool) -> None:
         await explorer.prepare()
         await explorer.serve(lambda proxy: _print_access(proxy, as_json))
     except asyncio.CancelledError:
-        if not ended:  # Ctrl-C has an exit code of its own
+        if not got_sigterm:  # Ctrl-C has an exit code of its own
             raise
     finally:
         await explorer.shutdown()
 
 
 def _print_access(proxy: Proxy, as_json: bool) -> None:
+    """Print the address and key of the API, with an example of their use."""
     model = proxy.config.explorer.rollout_model.model_path or "rollout"
     if as_json:
         print_json({"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trinity_es.audit.rollout_reader import read_runs, task_asked
+from trinity_es.audit.rollout_reader import read_runs, submitted_task
 from trinity_es.cli.common import print_json
 from trinity_es.cli.render import batch_tables
 from trinity_es.cli.render import task as views_task
@@ -26,46 +26,50 @@ __all__ = ["show_task"]
 def show_task(
     log: Log, batch_id: BatchId, task: int, run: int | None, eid: str | None, *, every: bool, as_json: bool
 ) -> None:
-    """Print one task, or one of its runs. Raises BatchNotFound if there is no such task, run or experience."""
-    history, sample = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
+    """Print one task, or one of its runs with its experiences, of which `eid` chooses one.
+
+    Raises BatchNotFound if there is no such task, run or experience.
+    """
+    history, sample = follow_task(log.events(batch_id), task), submitted_task(log, batch_id, task)
     if history.state == "dropped":
         history.turns += continuations(log, batch_id, task)
     out = batch_tables.console()
     if run is None:
         parts = kept_parts(log, {a.kept.payload for a in history.attempts if a.kept is not None})
         if as_json:
-            runs = [_run_json(made) for _, made in sorted(history.made.items())]
+            runs = [_run_json(row) for _, row in sorted(history.made.items())]
             attempts = [{**asdict(attempt), "parts": [asdict(part) for part in _parts_of(attempt, parts)]}
                         for attempt in history.attempts]
             print_json({**_task_json(history, sample), "attempts": attempts, "runs_made": runs})
         else:
             views_task.print_task(out, history, sample, [(a, _parts_of(a, parts)) for a in history.attempts])
         return
-    made = history.made.get(run)
-    if made is None:
-        done = ", ".join(map(str, sorted(history.made))) or "none"
-        raise BatchNotFound(f"batch {batch_id} task {task} has no completed run {run} (it has {done}): "
+    row = history.made.get(run)
+    if row is None:
+        completed = ", ".join(map(str, sorted(history.made))) or "none"
+        raise BatchNotFound(f"batch {batch_id} task {task} has no completed run {run} (it has {completed}): "
                             f"{history.state}{history.reason and f', {history.reason}'}")
-    [read] = read_runs(log, batch_id, [made], history.delivered)
-    experiences = [(e, e.eid.uid in read.delivered) for e in read.experiences]
-    gone = read.missing or read.trouble or None
+    [result] = read_runs(log, batch_id, [row], history.delivered)
+    experiences = [(e, e.eid.uid in result.delivered) for e in result.experiences]
+    missing = result.missing or result.trouble or None
     if eid is not None:
-        ids = ", ".join(e.eid.uid for e, _ in experiences) or "none"
+        uids = ", ".join(e.eid.uid for e, _ in experiences) or "none"
         experiences = [(e, delivered) for e, delivered in experiences if e.eid.uid == eid]
-        if not experiences and gone is None:
-            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {ids}")
-    weights = _weights(log, made, [e for e, _ in experiences])
+        if not experiences and missing is None:
+            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {uids}")
+    weights = _weights_documents(log, row, [e for e, _ in experiences])
     if as_json:
         print_json({
-            **_task_json(history, sample), "run": {**_run_json(made), "kept": made.kept and asdict(made.kept)},
-            "weights": weights, "payload": gone,
+            **_task_json(history, sample), "run": {**_run_json(row), "kept": row.kept and asdict(row.kept)},
+            "weights": weights, "payload": missing,
             "experiences": [_experience_json(e, delivered) for e, delivered in experiences],
         })
     else:
-        views_task.print_run(out, history, sample, made, weights, experiences, gone, every=every)
+        views_task.print_run(out, history, sample, row, weights, experiences, missing, whole=every)
 
 
 def _task_json(history: TaskHistory, sample: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the part of `--json` that is about the task as a whole; `sample` is the task as submitted."""
     return {
         "batch_id": history.batch_id, "batch_type": history.batch_type, "task": history.task, "runs": history.runs,
         "state": history.state, "reason": history.reason, "asked": sample, "prompt": prompt_of(sample),
@@ -75,22 +79,25 @@ def _task_json(history: TaskHistory, sample: dict[str, Any] | None) -> dict[str,
     }
 
 
-def _run_json(made: RunRow) -> dict[str, Any]:
+def _run_json(row: RunRow) -> dict[str, Any]:
     return {
-        "run": made.run, "runner": made.runner, "incarnation": made.incarnation, "attempt": made.attempt,
-        "oldest_version": made.model_version, "newest_version": made.model_version_end, "reward": made.reward,
-        "prompt_tokens": made.prompt_tokens, "response_tokens": made.response_tokens, "seconds": made.seconds,
-        "at": made.finished_at, "position": made.finish_position,
-        "payload": made.unit_payload and asdict(made.unit_payload),
+        "run": row.run, "runner": row.runner, "incarnation": row.incarnation, "attempt": row.attempt,
+        "oldest_version": row.model_version, "newest_version": row.model_version_end, "reward": row.reward,
+        "prompt_tokens": row.prompt_tokens, "response_tokens": row.response_tokens, "seconds": row.seconds,
+        "at": row.finished_at, "position": row.finish_position,
+        "payload": row.unit_payload and asdict(row.unit_payload),
     }
 
 
 def _parts_of(attempt: Attempt, parts: dict[str, list[JournalPart]]) -> list[JournalPart]:
+    """Return the journal parts from which an attempt went on, of its own runs; `parts` has them by payload."""
     runs = range(attempt.run_id_base, attempt.run_id_base + attempt.runs)
-    return [] if attempt.kept is None else [part for part in parts.get(attempt.kept.payload, ()) if part.run in runs]
+    payload_parts = () if attempt.kept is None else parts.get(attempt.kept.payload, ())
+    return [part for part in payload_parts if part.run in runs]
 
 
 def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
+    """Return an experience with its arrays as lists."""
     start = e.prompt_length
     oldest, newest = e.model_versions
     return e.to_dict() | {
@@ -102,21 +109,22 @@ def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
 
 
 # --- the weights that made them -------------------------------------------------------------------------------------
-def _weights(log: Log, made: RunRow, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+def _weights_documents(log: Log, row: RunRow, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
     """Return each version that may have made a token of the run, and when the run's runner loaded it."""
-    low, high = made.model_version or 0, made.model_version_end or 0
-    stamped: list[Any] = [v for e in experiences for v in e.model_versions]
-    if stamped and all(isinstance(v, int) for v in stamped):  # the run's versions; the row's are of its whole attempt
-        low, high = min(stamped), max(stamped)
+    oldest, newest = row.model_version or 0, row.model_version_end or 0
+    token_versions: list[Any] = [v for e in experiences for v in e.model_versions]
+    if token_versions and all(isinstance(v, int) for v in token_versions):
+        oldest, newest = min(token_versions), max(token_versions)  # of this run; the row's are of its whole attempt
     published = {w.version: w for w in log.weights()}
-    return [_version_json(v, published.get(v), made)
-            for v in range(low, high + 1) if v in published or v in (low, high)]
+    return [_version_json(v, published.get(v), row)
+            for v in range(oldest, newest + 1) if v in published or v in (oldest, newest)]
 
 
-def _version_json(version: int, weights: WeightsVersion | None, made: RunRow) -> dict[str, Any]:
-    if weights is None:  # 0, or the engine's first weights
+def _version_json(version: int, published: WeightsVersion | None, row: RunRow) -> dict[str, Any]:
+    """Return a version as JSON; if it was not published, it is 0 or the engine's first weights."""
+    if published is None:
         return {"version": version, "published_at": None, "method": None, "path": None, "loaded_at": None}
-    load: WeightsLoad | None = next((w for w in weights.loads
-                              if (w.runner, w.incarnation) == (made.runner, made.incarnation)), None)
-    return {"version": version, "published_at": weights.published_at, "method": weights.method, "path": weights.path,
-            "loaded_at": None if load is None else load.at}
+    load: WeightsLoad | None = next((load for load in published.loads
+                                     if (load.runner, load.incarnation) == (row.runner, row.incarnation)), None)
+    return {"version": version, "published_at": published.published_at, "method": published.method,
+            "path": published.path, "loaded_at": None if load is None else load.at}

@@ -71,14 +71,15 @@ def why(
         documents = [answer.as_dict() for answer in answers]
         print_json(documents if batch is None else documents[0])
     else:
-        for line in answers[0].sentences() if batch is not None else _lines(answers):
+        for line in answers[0].sentences() if batch is not None else _overview_lines(answers):
             print(plain(line))
     if any(answer.stalled for answer in answers):
         raise typer.Exit(1)
 
 
-def _lines(answers: list[Why]) -> list[str]:
+def _overview_lines(answers: list[Why]) -> list[str]:
     """Return a line for each open batch, then what to do about the stalled ones."""
-    ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)
-    return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)] or [
-        "no batch is open: `trinity-es status` shows the state of the system"]
+    if not answers:
+        return ["no batch is open: `trinity-es status` shows the state of the system"]
+    ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)  # each once, in order
+    return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)]

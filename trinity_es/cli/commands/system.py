@@ -22,11 +22,13 @@ from trinity_es.system import lifecycle, running_system
 __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
 
-class On(StrEnum):
+class Cluster(StrEnum):
+    """Values of `--on`."""
+
     RAY = "ray"
 
 
-OnOption = Annotated[On | None, typer.Option("--on", help="Cluster that runs it on several nodes: ray.")]
+OnOption = Annotated[Cluster | None, typer.Option("--on", help="Cluster that runs it on several nodes: ray.")]
 
 
 def restart_runner(
@@ -46,11 +48,11 @@ def restart_runner(
       trinity-es restart-runner runner-3 --config config.yaml --reason "its GPU was reset"
     """
     with connect(settings_of(config, log)) as client:
-        done = client.restart_runner(name, reason=reason)
+        restarted = client.restart_runner(name, reason=reason)
     if as_json:
-        common.print_json(done)
+        common.print_json(restarted)
     else:
-        print(f"{done['runner']} was restarted as #{done['incarnation']}; its engine is loading")
+        print(f"{restarted['runner']} was restarted as #{restarted['incarnation']}; its engine is loading")
 
 
 def scale(
@@ -76,11 +78,11 @@ def scale(
     if as_json:
         common.print_json({"servers": servers})
         return
-    for s in servers:
-        state = s["state"] if s["wanted"] else "finishes its tasks, then leaves"
-        waits = "waits for " if s["state"] == "ready" and s["waits_for"] else ""
-        reason = s["waits_for"] or s["problem"]
-        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if reason else ''}{waits}{reason}"))
+    for server in servers:
+        state = server["state"] if server["wanted"] else "finishes its tasks, then leaves"
+        waits = "waits for " if server["state"] == "ready" and server["waits_for"] else ""
+        reason = server["waits_for"] or server["problem"]
+        print(plain(f"{server['url']}  {server['runner']}  {state}{': ' if reason else ''}{waits}{reason}"))
     if not servers:
         print("there is no server")
 
@@ -110,13 +112,13 @@ def redo(
     if as_json:
         common.print_json({"batch_id": batch_id, "tasks": tasks})
     else:
-        one = len(tasks) == 1
-        print(f"{'task' if one else 'tasks'} {', '.join(map(str, tasks))} of batch {batch_id} "
-              f"{'is' if one else 'are'} run again")
+        is_one = len(tasks) == 1
+        print(f"{'task' if is_one else 'tasks'} {', '.join(map(str, tasks))} of batch {batch_id} "
+              f"{'is' if is_one else 'are'} run again")
 
 
 def wait_to_lead(settings: Config) -> None:
-    """Wait until no host has led this run for `hosts.timeout` s. Raises ConfigError for a run of one host."""
+    """Wait until no host has led this run for `hosts.timeout` seconds. Raises ConfigError for a run of one host."""
     from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
 
     if not settings.hosts.address:
@@ -156,7 +158,7 @@ def up(
         raise typer.BadParameter("--hosts goes with --on ray; without it, hosts come with `trinity-es join`")
     if standby:
         wait_to_lead(settings)
-    started = time.monotonic()
+    started_at = time.monotonic()
     admin = lifecycle.start(settings, detach=True)
     try:
         if not no_wait:
@@ -166,25 +168,29 @@ def up(
         end_system(settings)
         raise
     answer = {"port": admin["port"], "pid": admin["pid"], "log": settings.masked()["store"]["url"],
-              "log_dir": settings.system.log_dir, "ready": not no_wait, "seconds": time.monotonic() - started}
+              "log_dir": settings.system.log_dir, "ready": not no_wait, "seconds": time.monotonic() - started_at}
     if as_json:
         common.print_json(answer)
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
-    by_log = f"--log {shlex.quote(str(answer['log']))}"  # --set may have changed the store
-    status, down = (by_log, by_log) if overrides else (f"--config {shlex.quote(str(config))}", shlex.quote(str(config)))
-    print(f"next       trinity-es status {status}\n           trinity-es down {down}")
+    if overrides:  # which may have changed the store
+        status_option = down_option = f"--log {shlex.quote(str(answer['log']))}"
+    else:
+        down_option = shlex.quote(str(config))
+        status_option = f"--config {down_option}"
+    print(f"next       trinity-es status {status_option}\n           trinity-es down {down_option}")
 
 
 def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
+    """Have a Ray cluster start the run's head and hosts; with `wait` return when their engines serve."""
     from trinity_es.hosts import run_on_ray
 
     if standby:
         raise typer.BadParameter("--standby is not for --on ray: Ray restarts the head by itself")
-    started = time.monotonic()
+    started_at = time.monotonic()
     answer = run_on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
-    answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started}
+    answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started_at}
     if as_json:
         common.print_json(answer)
         return
@@ -194,17 +200,17 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
 
 
 class Progress:
-    """Notes on stderr when a runner's activity, or the problem with the list of servers, changes."""
+    """Callback for statuses: it notes on stderr when a runner's activity, or the server list's problem, changes."""
 
     def __init__(self) -> None:
-        self._activities: dict[str, str] = {}
+        self._activity_by_runner: dict[str, str] = {}
         self._list_problem = ""
 
     def __call__(self, status: dict[str, Any]) -> None:
         for runner in status["runners"]:
             activity = does(runner)
-            if self._activities.get(runner["runner"]) != activity:
-                self._activities[runner["runner"]] = activity
+            if self._activity_by_runner.get(runner["runner"]) != activity:
+                self._activity_by_runner[runner["runner"]] = activity
                 common.note(f"{runner['runner']}: {activity}")
         problem = status.get("server_list") or ""
         if problem and problem != self._list_problem:

@@ -15,13 +15,14 @@ from trinity_es.safe_text import plain
 
 __all__ = ["what_if"]
 
-LAST = 10
+LAST_BATCHES = 10
 """Number of batches that are played if none is named."""
 
 
 def what_if(
     batches: Annotated[list[str] | None, typer.Argument(
-        metavar="[BATCH...|all]", help=f"Batches to play. Default: the last {LAST}.", show_default=False)] = None,
+        metavar="[BATCH...|all]", help=f"Batches to play. Default: the last {LAST_BATCHES}.",
+        show_default=False)] = None,
     timeout: Annotated[float | None, typer.Option(
         "--timeout", min=0.001, metavar="SECONDS", help="Value for explorer.max_timeout.")] = None,
     over_rollout_ratio: Annotated[float | None, typer.Option(
@@ -57,29 +58,30 @@ def what_if(
         max_concurrency=max_concurrency, max_retry=max_retry, runs_per_unit=runs_per_unit, seed=seed,
     )
     with open_chosen(log, config) as opened:
-        named = None if not batches or batches == ["all"] else [find_batch(opened, name) for name in batches]
-        prediction = predict(opened, named, settings, last=None if batches else LAST)
+        batch_ids = None if not batches or batches == ["all"] else [find_batch(opened, name) for name in batches]
+        prediction = predict(opened, batch_ids, settings, last=None if batches else LAST_BATCHES)
     if as_json:
         print_json(_as_json(prediction))
     else:
-        _print(prediction)
+        _print_prediction(prediction)
 
 
 def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
     """Return sums over the chosen batches that ended both in the log and in the prediction."""
-    both = [r for r in prediction.batches
-            if r.chosen and r.recorded.seconds is not None and r.predicted.seconds is not None]
-    out: dict[str, dict[str, Any]] = {}
-    for which in ("recorded", "predicted"):
-        figures: list[Figures] = [getattr(r, which) for r in both]
-        out[which] = {
-            "seconds": sum(getattr(r, which).seconds for r in both), "span": getattr(prediction, f"{which}_span"),
+    ended_in_both = [r for r in prediction.batches
+                     if r.chosen and r.recorded.seconds is not None and r.predicted.seconds is not None]
+    totals: dict[str, dict[str, Any]] = {}
+    for side in ("recorded", "predicted"):
+        figures: list[Figures] = [getattr(r, side) for r in ended_in_both]
+        totals[side] = {
+            "seconds": sum(f.seconds or 0.0 for f in figures), "span": getattr(prediction, f"{side}_span"),
             **{name: sum(getattr(f, name) for f in figures) for name in ("finished", "failed", "dropped", "attempts")},
         }
-    return out
+    return totals
 
 
 def _as_json(prediction: Prediction) -> dict[str, Any]:
+    """Return the prediction for `--json`; settings that were not changed have their recorded values."""
     settings = asdict(prediction.settings)
     return {
         "seed": settings.pop("seed"), "recorded_settings": prediction.was,
@@ -89,7 +91,8 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _print(prediction: Prediction) -> None:
+def _print_prediction(prediction: Prediction) -> None:
+    """Print a line per chosen batch, recorded and predicted, then the totals and what was left out."""
     out = console()
     changed = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
     settings = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in changed.items())
@@ -99,35 +102,39 @@ def _print(prediction: Prediction) -> None:
     for row in prediction.batches:
         if row.chosen:
             table.add_row(
-                Text(plain(row.batch_id)), row.batch_type, str(row.tasks), *_seconds(row.recorded, row.predicted),
+                Text(plain(row.batch_id)), row.batch_type, str(row.tasks), *_seconds_cells(row.recorded, row.predicted),
                 *(_change(getattr(row.recorded, name), getattr(row.predicted, name))
                   for name in ("finished", "failed", "dropped", "attempts")), str(row.drawn),
             )
     out.print(table)
     totals = _totals(prediction)
-    was, now = totals["recorded"], totals["predicted"]
-    counts = ", ".join(f"{name} {_change(was[name], now[name])}" for name in ("finished", "failed", "dropped"))
+    recorded, predicted = totals["recorded"], totals["predicted"]
+    names = ("finished", "failed", "dropped")
+    counts = ", ".join(f"{name} {_change(recorded[name], predicted[name])}" for name in names)
+    seconds = recorded["seconds"], predicted["seconds"]
     out.print(Text(
-        f"together {was['seconds']:.2f} s -> {now['seconds']:.2f} s{_percent(was['seconds'], now['seconds'])}; "
-        f"from the first submission to the last end {was['span']:.2f} s -> {now['span']:.2f} s; {counts}"
+        f"together {seconds[0]:.2f} s -> {seconds[1]:.2f} s{_percent(*seconds)}; from the first submission to the last "
+        f"end {recorded['span']:.2f} s -> {predicted['span']:.2f} s; {counts}"
     ))
-    beside = [r for r in prediction.batches if not r.chosen]
-    if beside:
-        out.print(Text(f"{len(beside)} batches that ran at the same time were played too", style="dim"))
+    other_count = sum(not r.chosen for r in prediction.batches)
+    if other_count:
+        out.print(Text(f"{other_count} batches that ran at the same time were played too", style="dim"))
     if prediction.left_out:
         out.print(Text(f"{len(prediction.left_out)} batches of a Scheduler were left out", style="dim"))
     out.print(Text("engines that slow each other down are not modelled: see --help", style="dim"))
 
 
-def _seconds(was: Figures, now: Figures) -> tuple[str, str, str]:
-    before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (was, now))
-    both = was.seconds is not None and now.seconds is not None
-    return before, after, _percent(was.seconds or 0.0, now.seconds or 0.0) if both else ""
+def _seconds_cells(recorded: Figures, predicted: Figures) -> tuple[str, str, str]:
+    """Return recorded and predicted seconds and their difference as text; a batch that didn't end has none."""
+    before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (recorded, predicted))
+    if recorded.seconds is None or predicted.seconds is None:
+        return before, after, ""
+    return before, after, _percent(recorded.seconds, predicted.seconds)
 
 
-def _percent(was: float, now: float) -> str:
-    return f" ({(now - was) / was:+.1%})" if was else ""
+def _percent(recorded: float, predicted: float) -> str:
+    return f" ({(predicted - recorded) / recorded:+.1%})" if recorded else ""
 
 
-def _change(was: int, now: int) -> str:
-    return str(was) if was == now else f"{was} -> {now}"
+def _change(recorded: int, predicted: int) -> str:
+    return str(recorded) if recorded == predicted else f"{recorded} -> {predicted}"

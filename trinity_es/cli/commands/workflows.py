@@ -23,18 +23,18 @@ def workflows(as_json: JsonOption = False) -> None:
       trinity-es workflows
       trinity-es workflows --json
     """
-    documentation = {registry.kind: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
+    lines_by_kind = {registry.kind: _first_lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
     if as_json:
-        print_json(documentation)
+        print_json(lines_by_kind)
         return
-    for kind, lines in documentation.items():
+    for kind, lines in lines_by_kind.items():
         table = Table(kind, "", box=None)
         for name, line in lines.items():
             table.add_row(name, line)
         batch_tables.console().print(table)
 
 
-def _lines(registry: WorkflowRegistry) -> dict[str, str]:
+def _first_lines(registry: WorkflowRegistry) -> dict[str, str]:
     """Return the first line of each docstring by name; an `async_` form has that of the other form."""
     lines = {name: (inspect.getdoc(registry.get(name)) or "").partition("\n")[0] for name in registry.names()}
     return {name: lines.get(name.removeprefix("async_"), line) for name, line in lines.items()}

@@ -25,19 +25,19 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.safe_text import clock, error_line, name_of, plain
 
 __all__ = [
-    "columns", "console", "counted_text", "fitted", "left_out", "metrics_table", "number", "print_batches",
-    "print_state", "print_timeline", "rewarded", "state_json", "state_text", "when",
+    "columns", "console", "counted_text", "metrics_table", "number", "print_batches", "print_fitted", "print_left_out",
+    "print_state", "print_timeline", "reward_text", "state_json", "state_text", "when",
 ]
 
-_BAR = 24
-_FAST = 200
+_BAR_WIDTH = 24
+_MOST_COLOURED_ROWS = 200
 """Maximum number of rows of a coloured table, which takes seconds for thousands; larger tables are plain text."""
-_TURNS = 40
-_PIPE = 100_000
+_MOST_TURNS = 40
+_PIPE_WIDTH = 100_000
 """Width, in characters, of a line in a pipe or a file, where nothing is cut off."""
-_WORDY = 24
+_TEXT_WIDTH = 24
 """Minimum width of a column of text whose lines may break."""
-_STATES = {
+_STATE_COLOURS = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
     "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
     "joined": "green", "leads": "green", "draining": "yellow", "gone": "red",
@@ -47,46 +47,49 @@ _STATES = {
 def console(stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or in a pipe so wide that a table loses nothing."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _PIPE, highlight=False, soft_wrap=False)
+    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
-def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
+def print_fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
     """Print a table so that no number is cut; a table of many rows is plain text.
 
     If the terminal is too narrow, it drops columns of `spare`, beginning with the first, and names them.
     """
-    if table.row_count > _FAST:
+    if table.row_count > _MOST_COLOURED_ROWS:
         _print_plain(out, table)
         return
-    columns, wide, full_widths, widths = list(table.columns), out.options.update_width(_PIPE), [], []
+    columns, wide_options = list(table.columns), out.options.update_width(_PIPE_WIDTH)
+    full_widths, least_widths = [], []
     for column in columns:
-        head = Measurement.get(out, wide, column.header)
-        widest = max((Measurement.get(out, wide, cell).maximum for cell in column.cells), default=0)
-        breaks = column.justify == "left" and not column.no_wrap
+        head = Measurement.get(out, wide_options, column.header)
+        widest = max((Measurement.get(out, wide_options, cell).maximum for cell in column.cells), default=0)
+        may_break = column.justify == "left" and not column.no_wrap
         full_widths.append(max(widest, head.maximum))
-        widths.append(max(min(widest, _WORDY) if breaks else widest, head.minimum))
-    dropped = []
+        least_widths.append(max(min(widest, _TEXT_WIDTH) if may_break else widest, head.minimum))
+    dropped_names = []
     for name in spare:
-        if sum(widths) + 2 * len(widths) <= out.width:
+        if sum(least_widths) + 2 * len(least_widths) <= out.width:
             break
-        at = next(i for i, column in enumerate(columns) if column.header == name)
-        for of_columns in (columns, full_widths, widths):
-            del of_columns[at]
-        dropped.append(name)
-    free = out.width - sum(widths) - 2 * len(widths)
-    fitting = Table(box=None, pad_edge=False, header_style="bold")
-    for column, full_width, width in zip(columns, full_widths, widths, strict=True):
-        more = max(0, min(full_width - width, free))
-        free -= more
-        fitting.add_column(column.header, justify=column.justify, overflow=column.overflow, width=width + more)
+        i = next(i for i, column in enumerate(columns) if column.header == name)
+        for items in (columns, full_widths, least_widths):
+            del items[i]
+        dropped_names.append(name)
+    free_width = out.width - sum(least_widths) - 2 * len(least_widths)
+    fitting_table = Table(box=None, pad_edge=False, header_style="bold")
+    for column, full_width, least_width in zip(columns, full_widths, least_widths, strict=True):
+        extra = max(0, min(full_width - least_width, free_width))
+        free_width -= extra
+        fitting_table.add_column(column.header, justify=column.justify, overflow=column.overflow,
+                                 width=least_width + extra)
     for row in zip(*(column.cells for column in columns), strict=True):
-        fitting.add_row(*row)
-    out.print(fitting)
-    if dropped:
-        out.print(Text(f"too narrow here for {', '.join(dropped)}: a pipe and --json have all", style="dim"))
+        fitting_table.add_row(*row)
+    out.print(fitting_table)
+    if dropped_names:
+        out.print(Text(f"too narrow here for {', '.join(dropped_names)}: a pipe and --json have all", style="dim"))
 
 
 def _print_plain(out: Console, table: Table) -> None:
+    """Print a table without colours, its columns aligned with spaces."""
     cells = [[str(column.header), *map(str, column.cells)] for column in table.columns]
     widths = [max(map(len, column)) for column in cells]
     for line in zip(*cells, strict=True):
@@ -96,7 +99,10 @@ def _print_plain(out: Console, table: Table) -> None:
 
 
 def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None = None) -> Table:
-    """Return a table with these columns; those in `whole` (None: all) never break, those in `right` are numbers."""
+    """Return an empty table with these columns.
+
+    Those in `right` are aligned on the right, as numbers. Lines never break in those in `whole` (None: in all).
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=whole is None or name in whole,
@@ -105,7 +111,7 @@ def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None 
 
 
 def state_text(name: str) -> Text:
-    return Text(name, style=_STATES.get(name, ""))
+    return Text(name, style=_STATE_COLOURS.get(name, ""))
 
 
 def counted_text(count: int, style: str = "red") -> Text:
@@ -121,9 +127,10 @@ def when(at: float | None) -> str:
     return "" if at is None else clock(at, date=True)
 
 
-def left_out(out: Console, count: int, most: int, where: str = "before them") -> None:
-    if count > most:
-        out.print(Text(f"{count - most:,} {where}: --json has all", style="dim"))
+def print_left_out(out: Console, count: int, shown_count: int, what: str = "before them") -> None:
+    """Print how many of `count` lines are not among those shown, if any."""
+    if count > shown_count:
+        out.print(Text(f"{count - shown_count:,} {what}: --json has all", style="dim"))
 
 
 _NUMBERS = ("tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version", "dropped", "step",
@@ -135,23 +142,27 @@ _SPARE = ("experiences", "version", "dropped", "submitted", "tokens", "step", "f
 def print_batches(
     out: Console, rows: Sequence[BatchRow], causes: Sequence[dict[str, Any] | None] | None = None
 ) -> None:
-    """Print a line per batch; `causes` adds what held each one up (`seconds`, `what`; None if unknown)."""
-    cause_cells = [["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}"] for c in causes or ()]
+    """Print a line per batch.
+
+    `causes` adds a column with what held each batch up: a dict with `seconds` and `what`, or None if unknown.
+    """
     table = columns("id", "type", "state", *_NUMBERS, *(["held up by"] if causes is not None else []),
                     right=_NUMBERS, whole=("type", "state", *_NUMBERS))
-    for row, cause in zip(rows, cause_cells or [[]] * len(rows), strict=True):
+    # The cells of the last column, a list per row, which is empty without the column.
+    cause_cells = [["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}"] for c in causes or ()]
+    for row, cells in zip(rows, cause_cells or [[]] * len(rows), strict=True):
         seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
         table.add_row(
             Text(name_of(row.batch_id)), row.batch_type, state_text(row.state), str(row.tasks), str(row.finished),
-            counted_text(row.failed_attempts), str(row.experiences), rewarded(row), f"{row.response_tokens:,}",
+            counted_text(row.failed_attempts), str(row.experiences), reward_text(row), f"{row.response_tokens:,}",
             "" if row.model_version is None else str(row.model_version), counted_text(row.dropped, "yellow"),
             "" if row.trained_step is None else str(row.trained_step), when(row.submitted_at), number(seconds, 2),
-            *map(Text, cause),
+            *map(Text, cells),
         )
-    fitted(out, table, _SPARE)
+    print_fitted(out, table, _SPARE)
 
 
-def rewarded(row: BatchRow) -> str:
+def reward_text(row: BatchRow) -> str:
     """Return a batch's mean reward, and the number of its tasks with missing runs."""
     return number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
 
@@ -161,104 +172,110 @@ def print_timeline(
     out: Console, timeline: BatchTimeline, rows: Sequence[str], limit: int | None,
     gaps: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Print a batch, its result, and a line per task.
+    """Print a batch, what took its time, its result, and a line for each of at most `limit` tasks.
 
     `rows` has each task's row of its taskset, if known; `gaps` has the times without a coordinator.
     """
     state = timeline.state
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
     out.print(head)
-    span = (timeline.ended_at or timeline.last_at) - timeline.submitted_at
+    seconds = (timeline.ended_at or timeline.last_at) - timeline.submitted_at
     versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(timeline.versions.items())) or "none yet"
     needed = "" if state.min_wait_num is None else f" (at least {state.min_wait_num} needed)"
     counts = ", ".join(f"{n} {name}" for name, n in timeline.counts.items() if n) or "none"
     out.print(Text(
         f"tasks       {state.expected_task_count}: {counts}{needed}; {state.failed_attempts} failed attempts\n"
         f"submitted   {clock(timeline.submitted_at, date=True)}, "
-        f"{'ended after' if timeline.ended_at else 'so far'} {span:.2f} s\n"
+        f"{'ended after' if timeline.ended_at else 'so far'} {seconds:.2f} s\n"
         f"positions   {timeline.first_position} to {timeline.last_position}\n"
         f"weights     version {versions}"
     ))
-    for at, what in timeline.turns[:_TURNS]:
+    for at, what in timeline.turns[:_MOST_TURNS]:
         out.print(Text(f"  +{at - timeline.submitted_at:8.2f} s  {error_line(what, 140)}"))
-    if len(timeline.turns) > _TURNS:
-        out.print(Text(f"  and {len(timeline.turns) - _TURNS} more turns: --json has all", style="dim"))
+    if len(timeline.turns) > _MOST_TURNS:
+        out.print(Text(f"  and {len(timeline.turns) - _MOST_TURNS} more turns: --json has all", style="dim"))
     for i, segment in enumerate(_longest_segments(timeline, gaps)):
         out.print(Text(f"{'' if i else 'time spent':<12}{segment.seconds:.2f} s {error_line(segment.what, 140)}"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
     if timeline.tasks:
+        seconds = max(seconds, 1e-9)  # of a batch with one event
         row_column = ["row"] if any(rows) else []
-        spare = ("version", "runs", *row_column, "tokens", "reward", f"0 to {max(span, 1e-9):.2f} s")
-        fitted(out, _tasks_table(timeline, timeline.tasks[:limit], rows, max(span, 1e-9)), spare)
+        spare = ("version", "runs", *row_column, "tokens", "reward", f"0 to {seconds:.2f} s")
+        print_fitted(out, _tasks_table(timeline, timeline.tasks[:limit], rows, seconds), spare)
     if limit is not None and len(timeline.tasks) > limit:
         out.print(Text(f"{len(timeline.tasks) - limit} more tasks: --all shows them", style="dim"))
 
 
 def _longest_segments(timeline: BatchTimeline, gaps: Sequence[tuple[float, float]]) -> list[Segment]:
-    """Return the five longest segments of the batch's time, in order of time."""
-    every = segments(timeline, gaps)
-    whole = sum(s.seconds for s in every)
-    longest = sorted(every, key=lambda s: -s.seconds)[:5]
-    return [s for s in every if s in longest and s.seconds > whole / 100]
+    """Return the five longest segments of the batch's time, in order of time, without those below 1 % of it."""
+    all_segments = segments(timeline, gaps)
+    total_seconds = sum(s.seconds for s in all_segments)
+    longest = sorted(all_segments, key=lambda s: -s.seconds)[:5]
+    return [s for s in all_segments if s in longest and s.seconds > total_seconds / 100]
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
+    """Return a table of metrics by name; a remark says that the count of finished tasks includes failed ones."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     for name in sorted(metrics):
-        counts = " (failed ones too)" if name.endswith("/finished_task_count") else ""
-        table.add_row(Text(plain(name)) + Text(counts, style="dim"), f"{metrics[name]:.6g}")
+        remark = " (failed ones too)" if name.endswith("/finished_task_count") else ""
+        table.add_row(Text(plain(name)) + Text(remark, style="dim"), f"{metrics[name]:.6g}")
     return table
 
 
-def _tasks_table(timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], span: float) -> Table:
+def _tasks_table(timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], seconds: float) -> Table:
+    """Return a line per task; `seconds` is the time that the bars cover."""
     numbers = ("task", "runs", "last attempt", "reward", "tokens", "version")
     with_rows = any(rows)
-    table = columns("task", *(["row"] if with_rows else []), "state", f"0 to {span:.2f} s", *numbers[1:], right=numbers)
+    names = ("task", *(["row"] if with_rows else []), "state", f"0 to {seconds:.2f} s", *numbers[1:])
+    table = columns(*names, right=numbers)
     table.add_column("attempts")
     for task in tasks:
-        last = task.attempts[-1] if task.attempts else None
-        took = "" if last is None or last.seconds is None else f"{last.seconds:.2f} s"
+        attempt = task.attempts[-1] if task.attempts else None
+        took = "" if attempt is None or attempt.seconds is None else f"{attempt.seconds:.2f} s"
         table.add_row(
             str(task.task), *([plain(rows[task.task], 40)] if with_rows else []), state_text(task.state),
-            Text(_bar(timeline, task, span), style=_STATES.get(task.state, "")),
+            Text(_bar(timeline, task, seconds), style=_STATE_COLOURS.get(task.state, "")),
             str(task.runs), took, number(task.reward), f"{task.response_tokens:,}",
-            "" if last is None else str(last.model_version), Text(_attempts_text(timeline, task)),
+            "" if attempt is None else str(attempt.model_version), Text(_attempts_text(timeline, task)),
         )
     return table
 
 
-def _bar(timeline: BatchTimeline, task: TaskTimeline, span: float) -> str:
+def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float) -> str:
     """Return a bar over the batch's time: · the task waited, ━ a runner had it, x an attempt failed."""
-    cells = ["·"] * _BAR
+    cells = ["·"] * _BAR_WIDTH
     for attempt in task.attempts:
         end_at = attempt.ended_at or timeline.ended_at or timeline.last_at
-        first = min(_BAR - 1, int((attempt.dispatched_at - timeline.submitted_at) / span * _BAR))
-        last = max(first, min(_BAR - 1, int((end_at - timeline.submitted_at) / span * _BAR)))
+        first = min(_BAR_WIDTH - 1, int((attempt.dispatched_at - timeline.submitted_at) / seconds * _BAR_WIDTH))
+        last = max(first, min(_BAR_WIDTH - 1, int((end_at - timeline.submitted_at) / seconds * _BAR_WIDTH)))
         cells[first : last + 1] = ["━"] * (last + 1 - first)
         if attempt.outcome not in ("running", "finished", "dropped"):
             cells[last] = "x"
-    ended = task.ended_at or timeline.ended_at
-    if ended is not None:
-        last = min(_BAR - 1, int((ended - timeline.submitted_at) / span * _BAR))
-        cells[last + 1 :] = [" "] * (_BAR - 1 - last)
+    ended_at = task.ended_at or timeline.ended_at
+    if ended_at is not None:
+        last = min(_BAR_WIDTH - 1, int((ended_at - timeline.submitted_at) / seconds * _BAR_WIDTH))
+        cells[last + 1 :] = [" "] * (_BAR_WIDTH - 1 - last)
     return "".join(cells)
 
 
 def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
+    """Return a task's attempts: when each began, its runner, and its end or its error."""
     parts, last_error = [], ""
-    for a in task.attempts:
-        runs = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
-        part = f"+{a.dispatched_at - timeline.submitted_at:.2f} {plain(a.runner)}{runs}"
-        part += f" goes on from {plain(kept_text(a.kept), 300)}" if a.kept is not None else ""
-        if a.outcome == "finished":
-            end = a.dispatched_at if a.ended_at is None else a.ended_at
-            part += f" → +{end - timeline.submitted_at:.2f}"
-        elif a.outcome != "running":
-            error = error_line(a.message, 80)
-            part += f" attempt {a.attempt} {a.outcome}: {'the same' if error == last_error else error}"
+    for attempt in task.attempts:
+        first_run, last_run = attempt.run_id_base, attempt.run_id_base + attempt.runs - 1
+        runs = f" runs {first_run}-{last_run}" if attempt.runs < task.runs else ""
+        part = f"+{attempt.dispatched_at - timeline.submitted_at:.2f} {plain(attempt.runner)}{runs}"
+        part += f" goes on from {plain(kept_text(attempt.kept), 300)}" if attempt.kept is not None else ""
+        if attempt.outcome == "finished":
+            ended_at = attempt.dispatched_at if attempt.ended_at is None else attempt.ended_at
+            part += f" → +{ended_at - timeline.submitted_at:.2f}"
+        elif attempt.outcome != "running":
+            error = error_line(attempt.message, 80)
+            part += f" attempt {attempt.attempt} {attempt.outcome}: {'the same' if error == last_error else error}"
             last_error = error
         else:
             part += " …"
@@ -267,10 +284,11 @@ def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
 
 
 def print_state(out: Console, state: BatchState) -> None:
+    """Print a batch as it was at some position of the log: counts, failed tasks and its result."""
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
-    flights = Counter(flight.runner for flight in state.flights.values())
-    running = ", ".join(f"{n} on {plain(name)}" for name, n in sorted(flights.items())) or "none"
+    units_by_runner = Counter(flight.runner for flight in state.flights.values())
+    running = ", ".join(f"{n} on {plain(name)}" for name, n in sorted(units_by_runner.items())) or "none"
     lines = [
         f"tasks settled     {state.completed_task_count} of {state.expected_task_count}"
         + ("" if state.min_wait_num is None else f", at least {state.min_wait_num} needed"),
@@ -291,6 +309,7 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def state_json(state: BatchState) -> dict[str, Any]:
+    """Return the state that `replay --json` prints."""
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,

@@ -18,47 +18,50 @@ from trinity_es.safe_text import clock, event_line, plain
 
 __all__ = ["print_fork", "print_moments", "print_runs"]
 
-_WIDTH = 70
+_VALUE_CHARACTERS = 70
+"""Maximum number of characters of a value."""
 _MOST = 20
 """Maximum number of changes, events and batches shown; --json has all."""
 
 
 def print_moments(
-    out: Console, batch_id: BatchId, ends: tuple[int, int], changes: Sequence[Change], between: Sequence[Recorded]
+    out: Console, batch_id: BatchId, positions: tuple[int, int], changes: Sequence[Change], events: Sequence[Recorded]
 ) -> None:
-    out.print(Text(f"batch {plain(batch_id)} between positions {ends[0]} and {ends[1]}: {len(between)} events",
+    """Print how a batch differs between two positions of the log, and its events between them."""
+    first, second = positions
+    out.print(Text(f"batch {plain(batch_id)} between positions {first} and {second}: {len(events)} events",
                    style="bold"))
-    out.print(_changes(changes, f"at {ends[0]}", f"at {ends[1]}") if changes else Text("nothing changed"))
-    for recorded in between[:_MOST]:
+    out.print(_changes_table(changes, f"at {first}", f"at {second}") if changes else Text("nothing changed"))
+    for recorded in events[:_MOST]:
         print_line(out, event_line(recorded))
-    _more(out, len(between), "events")
+    _print_left_out(out, len(events), "events")
 
 
 def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
     """Print the first difference of two logs, marked by `>`, and the events around it."""
-    one, two = (plain(name) for name in names)
-    counts = [head - fork.common for head in fork.heads]
-    if counts == [0, 0]:
+    first_name, second_name = (plain(name) for name in names)
+    first_count, second_count = (head - fork.common for head in fork.heads)
+    if (first_count, second_count) == (0, 0):
         out.print(Text(f"the same log: {fork.common:,} events, hash for hash"))
         return
-    out.print(Text(f"the same up to position {fork.common:,}; after it {counts[0]:,} events in {one}, "
-                   f"{counts[1]:,} in {two}", style="bold"), soft_wrap=True)
+    out.print(Text(f"the same up to position {fork.common:,}; after it {first_count:,} events in {first_name}, "
+                   f"{second_count:,} in {second_name}", style="bold"), soft_wrap=True)
     for recorded in fork.before:
         print_line(out, f"  {event_line(recorded)}")
-    for name, after in zip((one, two), fork.after, strict=True):
-        out.print(Text(f"{name}:" if after else f"{name}: ends here", style="cyan"), soft_wrap=True)
-        for i, recorded in enumerate(after):
+    for name, events in zip((first_name, second_name), fork.after, strict=True):
+        out.print(Text(f"{name}:" if events else f"{name}: ends here", style="cyan"), soft_wrap=True)
+        for i, recorded in enumerate(events):
             print_line(out, f"{'>' if i == 0 else ' '} {event_line(recorded)}")
 
 
 def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None:
     """Print the differences of two runs; `>` marks the first batch that differs."""
-    one, two = "1", "2"
-    for number, name, batches in zip((one, two), names, runs.batches, strict=True):
-        out.print(Text(f"{number}: {plain(name)}, {batches} batches", style="bold"), soft_wrap=True)
+    numbers = ("1", "2")
+    for number, name, batch_count in zip(numbers, names, runs.batches, strict=True):
+        out.print(Text(f"{number}: {plain(name)}, {batch_count} batches", style="bold"), soft_wrap=True)
     if runs.settings:
         out.print(Text(f"settings: {len(runs.settings)} differ", style="bold"))
-        out.print(_changes(runs.settings, one, two))
+        out.print(_changes_table(runs.settings, *numbers))
     else:
         out.print(Text("settings: the same"))
     if runs.first is None:
@@ -68,9 +71,9 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
     for row in runs.same[-3:]:
         reward = "" if row.reward is None else f", reward {row.reward:.6g}"
         out.print(Text(f"  batch {plain(row.batch_id)}: {row.tasks} tasks{reward}, weights {row.model_version}"))
-    times = "  ".join(_times(runs.first))
+    times = "  ".join(_submission_times(runs.first))
     out.print(Text(f"> batch {plain(runs.first.batch_id)} is the first that differs{times}", style="bold red"))
-    out.print(_changes(runs.first.changes, one, two))
+    out.print(_changes_table(runs.first.changes, *numbers))
     if runs.later:
         out.print(Text(f"after it {len(runs.later)} more differ", style="bold"))
         table = columns("batch", "differs in", whole=())
@@ -78,17 +81,18 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
             changes = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
             table.add_row(Text(plain(difference.batch_id)), Text(plain(changes, 140)))
         out.print(table)
-        _more(out, len(runs.later), "batches")
+        _print_left_out(out, len(runs.later), "batches")
 
 
-def _times(difference: BatchDifference) -> list[str]:
-    """Return when each run submitted the batch, which is no difference but helps to find it."""
+def _submission_times(difference: BatchDifference) -> list[str]:
+    """Return when each run submitted the batch; this is no difference, but helps to find the batch."""
     return [f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
             for i, row in enumerate(difference.rows) if row is not None]
 
 
-def _changes(changes: Sequence[Change], first: str, second: str) -> Table:
-    table = columns("what", first, second, whole=())
+def _changes_table(changes: Sequence[Change], before_title: str, after_title: str) -> Table:
+    """Return a table of the first changes: path, value before, value after."""
+    table = columns("what", before_title, after_title, whole=())
     table.pad_edge = True
     for change in changes[:_MOST]:
         table.add_row(Text(plain(change.path, 60)), Text(_value(change.before)), Text(_value(change.after)))
@@ -98,17 +102,18 @@ def _changes(changes: Sequence[Change], first: str, second: str) -> Table:
 
 
 def _value(value: Any) -> str:
+    """Return a value of a change as one line; floats with all digits."""
     if value == MISSING or isinstance(value, str):
-        return plain(value, _WIDTH)
+        return plain(value, _VALUE_CHARACTERS)
     if isinstance(value, float):
-        return f"{value!r}"
-    return plain(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode(), _WIDTH)
+        return repr(value)
+    return plain(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode(), _VALUE_CHARACTERS)
 
 
 def print_line(out: Console, line: str) -> None:
     out.print(Text(line), soft_wrap=True)
 
 
-def _more(out: Console, count: int, unit: str) -> None:
+def _print_left_out(out: Console, count: int, unit: str) -> None:
     if count > _MOST:
         out.print(Text(f"and {count - _MOST} more {unit}: --json has all", style="dim"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from trinity_es.cli.render.batch_tables import columns, counted_text, fitted, state_text, when
+from trinity_es.cli.render.batch_tables import columns, counted_text, print_fitted, state_text, when
 from trinity_es.projections.reading.host_list import HostRow
 from trinity_es.projections.why.answer import span
 from trinity_es.safe_text import devices, error_line, plain
@@ -17,7 +17,7 @@ __all__ = ["print_hosts"]
 _NUMBERS = ("epoch", "units", "places", "tasks", "lost")
 
 
-def print_hosts(out: Console, rows: Sequence[HostRow], live: bool) -> None:
+def print_hosts(out: Console, rows: Sequence[HostRow], *, live: bool) -> None:
     """Print a line per host; `live` is False if the rows come from the log alone."""
     table = columns("host", "epoch", "state", "since", "last heard", "address", "devices", "runners", "units", "places",
                     "tasks", "lost", "reason", right=_NUMBERS,
@@ -32,7 +32,7 @@ def print_hosts(out: Console, rows: Sequence[HostRow], live: bool) -> None:
             counted_text(row.lost) if row.host else "",
             Text(error_line(_reason(row), 120)),
         )
-    fitted(out, table, ("lost", "devices", "places", "epoch", "address", "since"))
+    print_fitted(out, table, ("lost", "devices", "places", "epoch", "address", "since"))
     if len(rows) == 1:
         out.print(Text("no other host takes part: run `trinity-es join STORE_URL` on each, with the run's key"))
     if not live:
@@ -40,6 +40,7 @@ def print_hosts(out: Console, rows: Sequence[HostRow], live: bool) -> None:
 
 
 def _last_heard(row: HostRow) -> Text:
+    """Return how long ago the head heard of a host; empty if that is unknown."""
     if row.connected is None:
         return Text("")
     if row.connected:
@@ -48,6 +49,7 @@ def _last_heard(row: HostRow) -> Text:
 
 
 def _reason(row: HostRow) -> str:
+    """Return the recorded reason of the host's state, and why the connection to it is broken."""
     if row.reason and not row.there:
         return row.reason
     return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part)

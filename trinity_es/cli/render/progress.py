@@ -11,24 +11,26 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from trinity_es.cli.render.batch_tables import rewarded
-from trinity_es.cli.render.watch import PAUSES, look, picture_view
+from trinity_es.cli.render.batch_tables import reward_text
+from trinity_es.cli.render.watch import PAUSE_FACTOR, look, picture_view
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
+from trinity_es.projections.reading.short_steps import short_text
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import batch_named, error_line, plain
 
 __all__ = ["RunView", "last_failure", "open_seconds", "step_reward"]
 
-REDRAWN_A_SECOND = 4
+REDRAWS_PER_SECOND = 4
 LOOK_SECONDS = 0.2
-LINES = 24
+"""Seconds between two reads of the log."""
+MOST_LINES = 24
 """Maximum height of the picture, so that earlier output stays in view."""
-SHOWN_TYPES = (
+PRINTED_TYPES = (
     "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "WeightsFailed", "AdapterFailed", "TaskReopened",
     "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
 )
@@ -44,15 +46,20 @@ class RunView:
 
     def __init__(self, url: str, out: Console, *, total_steps: int | None = None, after: int = 0) -> None:
         self.position = after
-        self._out, self._total = out, total_steps
-        self._ended = set[str]()
+        self._out = out
+        self._total_steps = total_steps
+        self._ended_streams = set[str]()
         """Streams of the batches that ended during this view."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=read_repeatedly, name="progress", daemon=True,
-                                        args=(url, self._look, self._stopping, LOOK_SECONDS, lambda error: None))
-        self._drawn: RenderableType | None = None
-        self._followed, self._next_picture, self._started = Followed(), 0.0, time.time()
-        self._live = Live(get_renderable=self._render, console=out, refresh_per_second=REDRAWN_A_SECOND,
+                                        args=(url, self._show_news, self._stopping, LOOK_SECONDS, lambda error: None))
+        self._picture: RenderableType | None = None
+        """Newest picture for a terminal; None until a runner has started."""
+        self._next_picture_at = 0.0
+        """Reading of the monotonic clock."""
+        self._followed = Followed()
+        self._started_at = time.time()
+        self._live = Live(get_renderable=self._render, console=out, refresh_per_second=REDRAWS_PER_SECOND,
                           transient=False) if out.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -67,21 +74,24 @@ class RunView:
         if self._live is not None:
             self._live.stop()
 
-    def _look(self, log: Log) -> None:
-        begun = time.monotonic()
+    def _show_news(self, log: Log) -> None:
+        """Print a line for each new event; on a terminal draw a new picture, if it is time for one."""
+        begun_at = time.monotonic()
         if self._live is None:
             if (head := log.head().position) > self.position:
-                for recorded in log.rare(SHOWN_TYPES, after=self.position, before=head + 1):
+                for recorded in log.rare(PRINTED_TYPES, after=self.position, before=head + 1):
                     self.position = recorded.position
                     if line := self._line(log, recorded):
                         self._out.print(Text(line), soft_wrap=True)
                 self.position = head
-        elif self._stopping.is_set() or begun >= self._next_picture:
-            self._drawn = self._picture(log)
-            self._next_picture = time.monotonic() + max(LOOK_SECONDS, PAUSES * (time.monotonic() - begun))
+        elif self._stopping.is_set() or begun_at >= self._next_picture_at:
+            self._picture = self._draw(log)
+            took = time.monotonic() - begun_at
+            self._next_picture_at = time.monotonic() + max(LOOK_SECONDS, PAUSE_FACTOR * took)
 
     # --- lines ------------------------------------------------------------------------------------------------------
     def _line(self, log: Log, recorded: Recorded) -> str:
+        """Return the line for an event; empty for the training of a batch whose end was printed."""
         event, stream = recorded.event, recorded.stream
         match event:
             case ev.RunnerStarted():
@@ -104,21 +114,25 @@ class RunView:
             return ""
         row = log.batch_row(batch_id)
         if isinstance(event, ev.BatchFinalized | ev.BatchAborted):
-            self._ended.add(stream)
+            self._ended_streams.add(stream)
             return self._ended_line(log, row, recorded, event)
-        return "" if stream in self._ended else f"{self._name(row)}  trained on the experiences that the log had"
+        if stream in self._ended_streams:
+            return ""
+        return f"{self._name(row)}  trained on the experiences that the log had"
 
     def _name(self, row: BatchRow) -> str:
+        """Return a train batch as its step, another one as eval or batch with its id."""
         if row.batch_type == "train":
-            return f"step {row.batch_id}" + (f"/{self._total}" if self._total is not None else "")
+            return f"step {row.batch_id}" + (f"/{self._total_steps}" if self._total_steps is not None else "")
         return f"{'eval' if row.batch_type == 'eval' else 'batch'} {plain(row.batch_id)}"
 
     def _ended_line(
         self, log: Log, row: BatchRow, recorded: Recorded, event: ev.BatchFinalized | ev.BatchAborted
     ) -> str:
-        ended = "  ABORTED" if isinstance(event, ev.BatchAborted) else ""
+        """Return the line for the end of a batch: tasks, reward, tokens, seconds and failed attempts."""
+        aborted = "  ABORTED" if isinstance(event, ev.BatchAborted) else ""
         if row.first_position > recorded.position:
-            return f"{self._name(row)}{ended}  and submitted again"
+            return f"{self._name(row)}{aborted}  and submitted again"
         reward, metrics = mean_reward(event.result), event.result["metrics"]
         mean = "" if reward is None or isinstance(event, ev.BatchAborted) else "  reward " + step_reward(
             reward, missing_runs(row.batch_id, row.batch_type, metrics), event.dropped)
@@ -126,33 +140,39 @@ class RunView:
         rate = tokens / seconds if seconds > 0 else None
         throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         version = "" if row.model_version is None else f"  version {row.model_version}"
-        kinds = ", ".join(f"{n} {why}" for (kind, why), n in sorted(log.losses(row.batch_id).items())
-                          if kind == "attempt")
-        failed = f"  failed attempts: {kinds}; the last: {last_failure(log, row, 160)}" if kinds else ""
+        counts = ", ".join(f"{n} {reason}" for (what, reason), n in sorted(log.losses(row.batch_id).items())
+                           if what == "attempt")
+        failed = f"  failed attempts: {counts}; the last: {last_failure(log, row, 160)}" if counts else ""
+        missing_groups = "" if aborted else short_text(log, row)
+        short = f"  short: {missing_groups}" if missing_groups else ""
         return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
-                f"  {seconds:.2f} s{failed}{ended}")
+                f"  {seconds:.2f} s{short}{failed}{aborted}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
-        waits = Text(f"starting the actor system… {time.time() - self._started:.0f} s", style="cyan")
-        return self._drawn or waits
+        """Return the newest picture, or for how long the system has been starting."""
+        starting = Text(f"starting the actor system… {time.time() - self._started_at:.0f} s", style="cyan")
+        return self._picture or starting
 
-    def _picture(self, log: Log) -> RenderableType | None:
-        picture, first = look(log, followed=self._followed), log.at(1)
-        if not picture.runners or first is None:
+    def _draw(self, log: Log) -> RenderableType | None:
+        """Return the run's figures, its last evals and the picture of `watch`; None before the first runner starts."""
+        picture, first_event = look(log, followed=self._followed), log.at(1)
+        if not picture.runners or first_event is None:
             return None
         rows = [*picture.going_on, *picture.ended]
-        failed = sum(n for (kind, _), n in log.losses().items() if kind == "attempt")
+        failed_attempts = sum(n for (what, _), n in log.losses().items() if what == "attempt")
         tokens = sum(total.response_tokens for total in log.totals())
         figures = [
             *(self._name(row) for row in rows[:1]), f"version {log.model_version()}", f"{tokens:,} tokens",
-            f"{picture.now - first.recorded_at:.0f} s", *[f"{failed} failed attempts"] * bool(failed)]
+            f"{picture.now - first_event.recorded_at:.0f} s"]
+        if failed_attempts:
+            figures.append(f"{failed_attempts} failed attempts")
         lines = [Text("   ".join(figures), style="bold green")]
         evals = log.batches(batch_type="eval", sort="ended", descending=True, limit=4)
         if evals := [row for row in evals if row.ended_at is not None]:
             lines.append(Text("eval   " + "  ".join(
-                f"{plain(row.batch_id)} {rewarded(row) or 'none'}" for row in reversed(evals))))
-        return Group(*lines, picture_view(picture, min(LINES, self._out.height) - len(lines)))
+                f"{plain(row.batch_id)} {reward_text(row) or 'none'}" for row in reversed(evals))))
+        return Group(*lines, picture_view(picture, min(MOST_LINES, self._out.height) - len(lines)))
 
 
 def step_reward(mean: float, missing: int, dropped: int) -> str:
@@ -170,9 +190,11 @@ def last_failure(log: Log, row: BatchRow, width: int) -> str:
 
 def open_seconds(log: Log, row: BatchRow, end: Recorded) -> float:
     """Return the seconds for which a batch was open up to this event, without clock steps and coordinator outages."""
-    gaps = [(gone, back) for gone, back in log.without_coordinator(row.first_position) if back <= end.recorded_at]
-    steps = [(step.recorded_at, step.event.seconds)
-             for step in log.rare(["ClockStepped"], after=row.first_position, before=end.position)
-             if isinstance(step.event, ev.ClockStepped)]
-    stepped = sum(by for at, by in steps if not any(gone <= at <= back for gone, back in gaps))
-    return end.recorded_at - row.submitted_at - stepped - sum(back - gone for gone, back in gaps)
+    outages = [(begin, stop) for begin, stop in log.without_coordinator(row.first_position) if stop <= end.recorded_at]
+    clock_steps = [(recorded.recorded_at, recorded.event.seconds)
+                   for recorded in log.rare(["ClockStepped"], after=row.first_position, before=end.position)
+                   if isinstance(recorded.event, ev.ClockStepped)]
+    # A step during an outage is part of the outage's seconds.
+    stepped_seconds = sum(seconds for at, seconds in clock_steps
+                          if not any(begin <= at <= stop for begin, stop in outages))
+    return end.recorded_at - row.submitted_at - stepped_seconds - sum(stop - begin for begin, stop in outages)

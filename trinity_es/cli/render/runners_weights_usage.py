@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.batch_tables import columns, counted_text, fitted, left_out, state_text, when
+from trinity_es.cli.render.batch_tables import columns, counted_text, print_fitted, print_left_out, state_text, when
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapter_versions import AdapterVersion
 from trinity_es.projections.host_states import host_of
@@ -22,7 +21,7 @@ from trinity_es.projections.tables.runner_history import (
     WeightsVersion,
     by_runner,
     natural,
-    seen,
+    visible_state,
 )
 from trinity_es.projections.why.answer import counted, span
 from trinity_es.safe_text import error_line, plain
@@ -44,37 +43,38 @@ def _table(*names: str, right: Sequence[str] = ()) -> Table:
 def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
     """Print a line per runner; `up` says whether their system has processes, None if unknown."""
     runners = by_runner(lives, up)
-    several = any(host_of(runner.name) for runner in runners)
+    on_several_hosts = any(host_of(runner.name) for runner in runners)
     # On several hosts, deaths that came with the loss of a host have a column of their own.
-    extra = ["with host"] if several else []
+    host_loss_column = ["with host"] if on_several_hosts else []
     right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
-    table = _table(*(["host"] if several else []), "runner", "state", "weights", "lives", "deaths", *extra,
-                   "attempts lost", "seconds lost", "last death", "reason", right=right)
+    table = _table(*(["host"] if on_several_hosts else []), "runner", "state", "weights", "lives", "deaths",
+                   *host_loss_column, "attempts lost", "seconds lost", "last death", "reason", right=right)
     for runner in sorted(runners, key=lambda runner: natural(host_of(runner.name))):
-        last = next((life for life in reversed(runner.all) if life.died), None)
+        last_death = next((life for life in reversed(runner.all) if life.died), None)
         deaths, with_host = runner.deaths - runner.with_host, runner.with_host
         table.add_row(
-            *([Text(plain(host_of(runner.name) or "(head)", 40))] if several else []),
+            *([Text(plain(host_of(runner.name) or "(head)", 40))] if on_several_hosts else []),
             Text(plain(runner.name)), state_text(runner.how), str(runner.last.model_version), str(runner.lives),
-            counted_text(deaths), *([counted_text(with_host, "yellow")] if several else []),
-            str(runner.attempts_lost), f"{runner.seconds_lost:.1f}", when(last.ended_at if last else None),
-            Text(error_line(last.reason, 100) if last else ""),
+            counted_text(deaths), *([counted_text(with_host, "yellow")] if on_several_hosts else []),
+            str(runner.attempts_lost), f"{runner.seconds_lost:.1f}", when(last_death.ended_at if last_death else None),
+            Text(error_line(last_death.reason, 100) if last_death else ""),
         )
-    fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
-    if several:
+    print_fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
+    if on_several_hosts:
         _print_by_host(out, runners)
 
 
 def _print_by_host(out: Console, runners: Sequence[RunnerLives]) -> None:
     """Print the cost of the deaths on each host: those of runners, and those that came with the loss of the host."""
-    hosts: dict[str, list[RunnerIncarnation]] = {}
+    deaths_by_host: dict[str, list[RunnerIncarnation]] = {}
     for runner in runners:
-        hosts.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
-    for host, died in sorted(hosts.items(), key=lambda item: natural(item[0])):
-        own, gone = ([life for life in died if life.went_with_host is with_it] for with_it in (False, True))
-        costs = [f"{counted(len(some), 'death')} {how} ({counted(sum(x.attempts_lost for x in some), 'attempt')}, "
-                 f"{sum(x.seconds_lost for x in some):.1f} s lost)"
-                 for some, how in ((own, "of a runner"), (gone, "with the host")) if some]
+        deaths_by_host.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
+    for host, deaths in sorted(deaths_by_host.items(), key=lambda item: natural(item[0])):
+        own_deaths = [life for life in deaths if not life.went_with_host]
+        host_deaths = [life for life in deaths if life.went_with_host]
+        costs = [f"{counted(len(lives), 'death')} {cause} ({counted(sum(x.attempts_lost for x in lives), 'attempt')}, "
+                 f"{sum(x.seconds_lost for x in lives):.1f} s lost)"
+                 for lives, cause in ((own_deaths, "of a runner"), (host_deaths, "with the host")) if lives]
         out.print(Text(f"{f'host {plain(host, 40)}' if host else 'the head'}: {', '.join(costs) or 'no deaths'}"),
                   soft_wrap=True)
 
@@ -89,15 +89,21 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
             Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
             Text(plain(life.engine, 20)), when(life.started_at),
             "" if life.load_seconds is None else f"{life.load_seconds:.1f}", when(life.ended_at),
-            state_text(seen(life, up)), str(life.model_version), str(life.attempts_lost), f"{life.seconds_lost:.1f}",
+            state_text(visible_state(life, up)), str(life.model_version), str(life.attempts_lost),
+            f"{life.seconds_lost:.1f}",
             Text(error_line(life.reason, 100)),
         )
-    fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
-    left_out(out, len(lives), MOST)
+    print_fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
+    print_left_out(out, len(lives), MOST)
 
 
-def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mapping[int, int], before: int) -> None:
-    """Print a line per version; `made` has the delivered experiences by version, `before` the versions left out."""
+def print_weights(
+    out: Console, versions: Sequence[WeightsVersion], deliveries: Mapping[int, int], left_out: int
+) -> None:
+    """Print a line per version.
+
+    `deliveries` has the number of delivered experiences by version, `left_out` the number of older versions.
+    """
     table = _table("version", "published", "method", "path", "loaded by (seconds after)", "failed", "delivered",
                    right=("version", "delivered"))
     for version in versions:
@@ -106,29 +112,33 @@ def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mappin
         failed = ", ".join(f"{plain(load.runner, 30)}: {error_line(load.error, 80)}" for load in version.failures[:4])
         table.add_row(str(version.version), when(version.published_at), Text(plain(version.method, 20)),
                       Text(plain(version.path, 80)), Text(loads), Text(failed, style="red"),
-                      f"{made.get(version.version, 0):,}")
-    fitted(out, table, ("method", "path"))
-    if made.get(0):
-        out.print(Text(f"version 0, the original model, made {made[0]:,} delivered experiences", style="dim"))
-    left_out(out, before, 0)
+                      f"{deliveries.get(version.version, 0):,}")
+    print_fitted(out, table, ("method", "path"))
+    if deliveries.get(0):
+        out.print(Text(f"version 0, the original model, made {deliveries[0]:,} delivered experiences", style="dim"))
+    print_left_out(out, left_out, 0)
 
 
 def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
     """Print a line per version of a LoRA adapter, the newest last."""
     table = _table("adapter", "version", "published", "rank", "bytes", "path", "loaded by (seconds after)", "failed",
                    "removed", right=("version", "rank", "bytes"))
-    for one in adapters[-MOST:]:
-        loads = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
-        failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}" for runner, _, _, error in one.failures[:4])
+    for adapter in adapters[-MOST:]:
+        loads = ", ".join(f"{plain(runner, 30)} {at - adapter.published_at:+.1f}"
+                          for runner, _, at, _ in adapter.loads[:16])
+        failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}"
+                           for runner, _, _, error in adapter.failures[:4])
         table.add_row(
-            Text(plain(one.adapter, 60)), str(one.version), when(one.published_at), str(one.rank), f"{one.size:,}",
-            Text(plain(one.path, 80)), Text(loads), Text(failed, style="red"), when(one.removed_at),
+            Text(plain(adapter.adapter, 60)), str(adapter.version), when(adapter.published_at), str(adapter.rank),
+            f"{adapter.size:,}",
+            Text(plain(adapter.path, 80)), Text(loads), Text(failed, style="red"), when(adapter.removed_at),
         )
-    fitted(out, table, ("removed", "rank", "path"))
-    left_out(out, len(adapters), MOST, "before them (--adapters)")
+    print_fitted(out, table, ("removed", "rank", "path"))
+    print_left_out(out, len(adapters), MOST, "before them (--adapters)")
 
 
 def print_usage(out: Console, usage: Usage) -> None:
+    """Print how often delivered experiences were used, and those used more than once with their steps."""
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:
@@ -138,16 +148,19 @@ def print_usage(out: Console, usage: Usage) -> None:
         positions = ", ".join(map(str, used.positions))
         out.print(Text(f"  batch {plain(used.batch_id)} experiences {used.first} to {used.first + used.count - 1}: "
                        f"in steps {steps} (positions {positions})", style="red"), soft_wrap=True)
-    left_out(out, len(usage.twice), MOST, "more")
+    print_left_out(out, len(usage.twice), MOST, "more")
 
 
 def print_prompts(
     out: Console, tried: PromptsTried, unread: Mapping[str, list[int]], texts: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
-    """Print how many prompts were tried; of those that never were, print the ones in `texts`."""
-    untried_prompts = "prompt was" if len(tried.never) == 1 else "prompts were"
+    """Print how many prompts were tried, and each prompt in `texts` that never was.
+
+    `texts` has a prompt's text by (batch, task), `unread` the rows of each taskset that no batch ever held.
+    """
+    prompts_were = "prompt was" if len(tried.never) == 1 else "prompts were"
     out.print(Text(f"{tried.tasks:,} tasks submitted, {tried.sent:,} of them sent to a runner; "
-                   f"{len(tried.never):,} {untried_prompts} never tried", style="bold"))
+                   f"{len(tried.never):,} {prompts_were} never tried", style="bold"))
     for untried in tried.never:
         if (untried.batch_id, untried.task) in texts:
             row = "" if untried.row is None else \
@@ -164,18 +177,19 @@ def print_prompts(
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:
-    """Return rows as ranges: 1-5, 9."""
-    spans: list[list[Any]] = []
+    """Return at most `most` ranges of consecutive rows, such as `1-5, 9`, and how many more there are."""
+    ranges: list[list[int]] = []
     for row in rows:
-        if spans and spans[-1][1] == row - 1:
-            spans[-1][1] = row
+        if ranges and ranges[-1][1] == row - 1:
+            ranges[-1][1] = row
         else:
-            spans.append([row, row])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:most])
-    return text + (f" and {len(spans) - most} more ranges" if len(spans) > most else "")
+            ranges.append([row, row])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
+    return text + (f" and {len(ranges) - most} more ranges" if len(ranges) > most else "")
 
 
 def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
+    """Print a line per open lease; red if a release failed, yellow if nothing owns it any more."""
     if not leases:
         out.print("no lease is open")
         return
@@ -191,4 +205,4 @@ def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
             Text(plain(f"{taken.runner} #{taken.incarnation}", 40)),
             Text(error_line(f"try {lease.tries}: {lease.error}" if lease.error else lease.orphaned, 120), style=style),
         )
-    fitted(out, table, ("run", "attempt", "handle", "runner", "provider"))
+    print_fitted(out, table, ("run", "attempt", "handle", "runner", "provider"))

@@ -15,50 +15,60 @@ from trinity_es.safe_text import clock, devices, does, plain
 __all__ = ["show"]
 
 
-def _run_progress(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None) -> str:
-    if run is None and last is not None:
-        ago = span(time.time() - last["ended_at"])
-        return f": batch {plain(last['batch_id'])}, the last, was {last['state']} {ago} ago"
+def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, Any] | None) -> str:
+    """Return how far the run of a system that is down got, and how to go on with it, as the end of a sentence."""
+    if run is None and last_batch is not None:
+        ago = span(time.time() - last_batch["ended_at"])
+        return f": batch {plain(last_batch['batch_id'])}, the last, was {last_batch['state']} {ago} ago"
     if run is None:
         return ": no batch has ended yet"
     if run["complete"]:
         return f": the run is complete, with step {run['step']}"
-    of = "" if run["total_steps"] is None else f" of {run['total_steps']}"
+    of_total = "" if run["total_steps"] is None else f" of {run['total_steps']}"
     end = ", or says that it is complete" if run["complete"] is None else ""
-    return f": the run's last step is {run['step']}{of}, and `{resume_command(store)}` goes on with it{end}"
+    return f": the run's last step is {run['step']}{of_total}, and `{resume_command(store)}` goes on with it{end}"
 
 
-def _idle(last: dict[str, Any]) -> str:
-    """Return when the last batch ended: its trainer may have died without a word."""
-    untrained = last["batch_type"] == "train" and last["state"] == "finalized" and last["trained_step"] is None
-    return (f"nothing is wrong here, and no batch is open: the last, {plain(last['batch_id'])}, was {last['state']} "
-            f"{span(time.time() - last['ended_at'])} ago"
-            + (", and no trainer has acknowledged it" if untrained else ""))
+def _idle_line(last_batch: dict[str, Any]) -> str:
+    """Return the line for a system without an open batch: its trainer may have died without a word."""
+    is_untrained = (last_batch["batch_type"] == "train" and last_batch["state"] == "finalized"
+                    and last_batch["trained_step"] is None)
+    return (f"nothing is wrong here, and no batch is open: the last, {plain(last_batch['batch_id'])}, was "
+            f"{last_batch['state']} {span(time.time() - last_batch['ended_at'])} ago"
+            + (f", with {last_batch['short']}" if last_batch.get("short") else "")
+            + (", and no trainer has acknowledged it" if is_untrained else ""))
 
 
-def _runner_line(r: dict[str, Any]) -> str:
+def _runner_line(runner: dict[str, Any]) -> str:
+    """Return the line of a runner: what it does, its process, weights, places and endpoint."""
     load = ""
-    if "load" in r and r.get("places"):  # a runner of short units has more of them than places
-        ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
-        load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
-    version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
-    model = r.get("model", "rollout")
+    if "load" in runner and runner.get("places"):
+        units, places = runner["load"], runner["places"]
+        # A runner whose units are short gets more of them than it has places.
+        ahead = f", {units - places} more units sent ahead" if units > places else ""
+        load = f", {min(units, places)} of {places} places taken{ahead}"
+    version = f", version {runner['model_version']}" if runner.get("model_version") is not None else ""
+    model = runner.get("model", "rollout")
     version = version if model == "rollout" else f", auxiliary model {model}"
-    endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
-    return f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}"
+    endpoint = f", {runner['endpoint']}" if runner.get("endpoint") else ""
+    return f"{runner['runner']:<12} {does(runner)}, pid {runner['pid']}{version}{load}{endpoint}"
 
 
-def _host_line(h: dict[str, Any]) -> str:
-    since = f" since {clock(h['since'], date=True)}" if h.get("since") else ""
-    away = f", not heard of for {span(h['away_for'])}" if h.get("away_for") and h["state"] != "lost" else ""
-    has = f", {devices(h['places'])}" if devices(h["places"]) else ""
-    runners = counted(len(h["runners"]), "runner") + (f", {len(h['ready'])} ready" if "ready" in h else "")
-    work = "" if h["state"] in ("lost", "left") else f", {runners}, {counted(h['units'], 'unit')}"
-    finished = f", {counted(h['finished'], 'task')} finished" if "finished" in h else ""
-    return f"host {h['host']:<7} {h['state']}{since}{away}, epoch {h['epoch']}, {h['address']}{has}{work}{finished}"
+def _host_line(host: dict[str, Any]) -> str:
+    """Return the line of a host: state, last contact, address, devices, and its work unless it was lost or left."""
+    state = host["state"]
+    since = f" since {clock(host['since'], date=True)}" if host.get("since") else ""
+    silence = f", not heard of for {span(host['away_for'])}" if host.get("away_for") and state != "lost" else ""
+    device_text = f", {devices(host['places'])}" if devices(host["places"]) else ""
+    runners = counted(len(host["runners"]), "runner") + (f", {len(host['ready'])} ready" if "ready" in host else "")
+    work = "" if state in ("lost", "left") else f", {runners}, {counted(host['units'], 'unit')}"
+    finished = f", {counted(host['finished'], 'task')} finished" if "finished" in host else ""
+    return (f"host {host['host']:<7} {state}{since}{silence}, epoch {host['epoch']}, {host['address']}{device_text}"
+            f"{work}{finished}")
 
 
 def show(out: Console, status: dict[str, Any]) -> None:
+    """Print a status: the system, hosts with their runners, open batches, problems, and a verdict if there are none."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 
@@ -72,12 +82,12 @@ def show(out: Console, status: dict[str, Any]) -> None:
         line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
              f"weights version {status['weights_version']}")
     hosts = {h["host"]: h for h in status.get("hosts", [])}
-    for r in sorted(status["runners"], key=lambda r: host_of(r["runner"])):  # on one host the order stays
-        if (h := hosts.pop(host_of(r["runner"]), None)) is not None:
-            line(_host_line(h))
-        line(_runner_line(r))
-    for h in hosts.values():
-        line(_host_line(h))
+    for runner in sorted(status["runners"], key=lambda r: host_of(r["runner"])):  # on one host the order stays
+        if (host := hosts.pop(host_of(runner["runner"]), None)) is not None:
+            line(_host_line(host))
+        line(_runner_line(runner))
+    for host in hosts.values():  # those without a runner
+        line(_host_line(host))
     line(f"open batches {len(status['batches'])}")
     for b in status["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""
@@ -93,7 +103,7 @@ def show(out: Console, status: dict[str, Any]) -> None:
         progress = _run_progress(status.get("run"), status["store"], status.get("last_batch"))
         line(f"nothing runs, and no batch is open{progress}")
     elif not status["batches"] and status.get("last_batch"):
-        line(_idle(status["last_batch"]))
+        line(_idle_line(status["last_batch"]))
     elif any(r["state"] == "ready" for r in status["runners"]):
         line("all is well", "green")
     else:

@@ -20,37 +20,38 @@ __all__ = ["print_run", "print_task"]
 
 _SHORT = 600
 """Maximum number of characters of a text without --all."""
-_MOST = 100
-_BAR = 30
-"""Width of an attempt's bar."""
+_MOST_LINES = 100
+"""Maximum number of turns, of attempts, and of journal parts of one run; --json has all."""
+_BAR_WIDTH = 30
+"""Width of an attempt's bar, in characters."""
 
 
 def print_task(
     out: Console, history: TaskHistory, sample: dict[str, Any] | None,
     attempts: Sequence[tuple[Attempt, Sequence[JournalPart]]],
 ) -> None:
-    """Print a task's turns, attempts and runs; `sample` is the task as submitted, if it can be read.
+    """Print a task's turns (events with their time), attempts and runs.
 
-    `attempts` have what each went on from.
+    `sample` is the task as submitted, if it can be read. `attempts` has the journal parts that each went on from.
     """
     _print_head(out, history, sample)
-    for turn in history.turns[:_MOST]:
+    for turn in history.turns[:_MOST_LINES]:
         _line(out, f"  +{turn.at - history.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
-    if len(history.turns) > _MOST:
-        _line(out, f"  and {len(history.turns) - _MOST} more: --json has all")
+    if len(history.turns) > _MOST_LINES:
+        _line(out, f"  and {len(history.turns) - _MOST_LINES} more: --json has all")
     if any(attempt.kept is not None for attempt, _ in attempts):
         _print_attempts(out, history, attempts)
     if history.made:
         numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
         table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
-        for run, m in sorted(history.made.items()):
+        for run, row in sorted(history.made.items()):
             table.add_row(
-                str(run), Text(plain(f"{m.runner} #{m.incarnation}")), str(m.attempt), _versions(m),
-                "" if m.reward is None else f"{m.reward:.4g}", str(m.prompt_tokens), str(m.response_tokens),
-                f"{m.seconds:.2f}", str(m.finish_position),
+                str(run), Text(plain(f"{row.runner} #{row.incarnation}")), str(row.attempt), _versions(row),
+                "" if row.reward is None else f"{row.reward:.4g}", str(row.prompt_tokens), str(row.response_tokens),
+                f"{row.seconds:.2f}", str(row.finish_position),
             )
         out.print(table)
-        for line in _other_tokens(history):
+        for line in _other_token_lines(history):
             _line(out, line)
     for operator, uids in history.dropped_by.items():
         _line(out, f"filtered out by the pipeline's {plain(operator)}: {plain(', '.join(uids), 300)}")
@@ -61,30 +62,32 @@ def _print_attempts(
 ) -> None:
     """Draw when each attempt played (━), and the kept answers and steps of each run that it went on from."""
     start, end = history.submitted_at, max(turn.at for turn in history.turns)
-    per_second = _BAR / max(end - start, 1e-9)
-    for attempt, parts in attempts[:_MOST]:
-        first, last = (round((at - start) * per_second) for at in (attempt.dispatched_at, attempt.ended_at or end))
-        bar = ("·" * first + "━" * max(1, last - first)).ljust(_BAR, "·")[:_BAR]
-        whose = f"runs {attempt.run_id_base}-{attempt.run_id_base + attempt.runs - 1}"
-        _line(out, f"  attempt {attempt.attempt} {bar} {whose} on {plain(attempt.runner)} #{attempt.incarnation}: "
+    characters_per_second = _BAR_WIDTH / max(end - start, 1e-9)
+    for attempt, parts in attempts[:_MOST_LINES]:
+        first = round((attempt.dispatched_at - start) * characters_per_second)
+        last = round(((attempt.ended_at or end) - start) * characters_per_second)
+        bar = ("·" * first + "━" * max(1, last - first)).ljust(_BAR_WIDTH, "·")[:_BAR_WIDTH]
+        runs = f"runs {attempt.run_id_base}-{attempt.run_id_base + attempt.runs - 1}"
+        _line(out, f"  attempt {attempt.attempt} {bar} {runs} on {plain(attempt.runner)} #{attempt.incarnation}: "
                    f"{attempt.outcome}")
         for run in sorted({part.run for part in parts}):
-            of_run = [_part_text(part) for part in parts if part.run == run]
-            more = f" → and {len(of_run) - _MOST} more" if len(of_run) > _MOST else ""
-            _line(out, f"    run {run} goes on from {' → '.join(of_run[:_MOST])}{more}")
+            texts = [_part_text(part) for part in parts if part.run == run]
+            more = f" → and {len(texts) - _MOST_LINES} more" if len(texts) > _MOST_LINES else ""
+            _line(out, f"    run {run} goes on from {' → '.join(texts[:_MOST_LINES])}{more}")
 
 
 def _part_text(part: JournalPart) -> str:
+    """Return a step, or an answer with its tokens, as a lost attempt left it in the journal."""
     if part.step:
         return f"step {plain(part.step, 80)}{'' if part.finish else ' (unfinished)'}"
-    most = f"/{part.max_tokens:,}" if part.max_tokens and not part.finish else ""
+    of_most = f"/{part.max_tokens:,}" if part.max_tokens and not part.finish else ""
     spliced = f" spliced at {', '.join(map(str, part.splices))}" if part.splices else ""
-    lost = f", begins again because of {part.forbids}" if part.forbids and not part.finish else ""
-    return f"answer {part.tokens:,}{most} tokens ({plain(part.finish, 40) or 'partial'}{lost}){spliced}"
+    restart = f", begins again because of {part.forbids}" if part.forbids and not part.finish else ""
+    return f"answer {part.tokens:,}{of_most} tokens ({plain(part.finish, 40) or 'partial'}{restart}){spliced}"
 
 
-def _other_tokens(history: TaskHistory) -> Iterable[str]:
-    """Yield the difference between the tokens of the runs and those that the task cost."""
+def _other_token_lines(history: TaskHistory) -> Iterable[str]:
+    """Yield lines with the difference between the tokens of the runs and those that the task cost."""
     prompt, response = history.other_prompt_tokens, history.other_response_tokens
     if prompt < 0:
         yield f"other       {-prompt} prompt tokens were not read again: runs that share a prompt read it once"
@@ -96,34 +99,40 @@ def _other_tokens(history: TaskHistory) -> Iterable[str]:
 
 
 def print_run(
-    out: Console, history: TaskHistory, sample: dict[str, Any] | None, made: RunRow,
-    weights: Sequence[dict[str, Any]], experiences: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
+    out: Console, history: TaskHistory, sample: dict[str, Any] | None, row: RunRow,
+    weights: Sequence[dict[str, Any]], experiences: Sequence[tuple[Experience, bool]], missing: str | None, *,
+    whole: bool,
 ) -> None:
-    """Print a run with its experiences, each with whether it was delivered; `gone` says why they can't be read."""
+    """Print a run with its experiences, each with whether it was delivered; `missing` says why they can't be read.
+
+    `weights` has the versions that made its tokens. With `whole`, texts are printed to their end.
+    """
     _print_head(out, history, sample)
-    reward = "" if made.reward is None else f", reward {made.reward:.6g}"
-    _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
-               f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.finish_position}")
-    if made.kept is not None:
-        whose = f" (all {made.kept.runs} runs of its unit)" if made.kept.runs > 1 else ""
-        _line(out, f"went on     from {plain(kept_text(made.kept), 300)}{whose}")
-    for w in weights:
-        if w["published_at"] is None:
+    reward = "" if row.reward is None else f", reward {row.reward:.6g}"
+    _line(out, f"run         {row.run}: attempt {row.attempt} on {plain(row.runner)} #{row.incarnation}, "
+               f"{row.response_tokens} tokens in {row.seconds:.2f} s{reward}, position {row.finish_position}")
+    if row.kept is not None:
+        unit_runs = f" (all {row.kept.runs} runs of its unit)" if row.kept.runs > 1 else ""
+        _line(out, f"went on     from {plain(kept_text(row.kept), 300)}{unit_runs}")
+    for version in weights:
+        if version["published_at"] is None:
             origin = "the model that the engine started with"
         else:
-            origin = f"published {clock(w['published_at'], date=True)}, {plain(w['method'])} {plain(w['path'], 200)}"
-            if w["loaded_at"] is not None:
-                origin += f", in {plain(made.runner)} since {clock(w['loaded_at'], date=True)}"
-        _line(out, f"weights     version {w['version']}: {origin}")
+            published_at = clock(version["published_at"], date=True)
+            origin = f"published {published_at}, {plain(version['method'])} {plain(version['path'], 200)}"
+            if version["loaded_at"] is not None:
+                origin += f", in {plain(row.runner)} since {clock(version['loaded_at'], date=True)}"
+        _line(out, f"weights     version {version['version']}: {origin}")
     if history.trained_step is not None:
         _line(out, f"trained     in step {history.trained_step}")
-    if gone is not None:
-        _line(out, f"experiences not here: {plain(gone, 300)}")
+    if missing is not None:
+        _line(out, f"experiences not here: {plain(missing, 300)}")
     for e, delivered in experiences:
-        _print_experience(out, e, delivered, history.dropped_by, every)
+        _print_experience(out, e, delivered, history.dropped_by, whole=whole)
 
 
 def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:
+    """Print a task's state, the reason if it failed, its row in the taskset, its prompt and its number of runs."""
     out.print(Text(f"batch {plain(history.batch_id)} task {history.task}  ", style="bold") + state_text(history.state))
     if history.reason:
         _line(out, f"because     {error_line(history.reason, 400)}")
@@ -140,19 +149,21 @@ def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | Non
 
 
 def _print_experience(
-    out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], every: bool
+    out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], *, whole: bool
 ) -> None:
+    """Print an experience: tokens, weights, reward, what became of it, and its texts (shortened unless `whole`)."""
     oldest, newest = e.model_versions
     to_newest = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{to_newest}"
     out.print(Text(f"experience  {plain(e.eid.uid, 300)}", style="bold"))
-    masked = 0 if e.action_mask is None else int((~e.action_mask).sum())
+    masked_count = 0 if e.action_mask is None else int((~e.action_mask).sum())
     reward = "" if e.reward is None else f", reward {e.reward:.6g}"
     fate = "delivered" if delivered else next(
         (f"filtered out by the pipeline's {plain(name, 60)}" for name, uids in dropped_by.items() if e.eid.uid in uids),
         "not delivered",
     )
-    _line(out, f"  {e.prompt_length} prompt tokens, {len(e.tokens) - e.prompt_length} after them ({masked} masked)"
+    _line(out, f"  {e.prompt_length} prompt tokens, {len(e.tokens) - e.prompt_length} after them "
+               f"({masked_count} masked)"
                f"{versions}{reward}, {fate}")
     if e.advantages is not None and len(e.advantages):
         _line(out, f"  advantages {_range(e.advantages.tolist())}")
@@ -165,11 +176,12 @@ def _print_experience(
             _line(out, f"  {name}: no text was kept; --json has the token ids")
         else:
             _line(out, f"  {name}:")
-            for line in _lines(text, None if every else _SHORT):
+            for line in _text_lines(text, None if whole else _SHORT):
                 _line(out, f"  | {line}")
 
 
-def _lines(text: str, limit: int | None) -> Iterable[str]:
+def _text_lines(text: str, limit: int | None) -> Iterable[str]:
+    """Yield the lines of at most `limit` characters of a text, and how many characters are left out."""
     for line in text[:limit].split("\n"):
         yield plain(line)
     if limit is not None and len(text) > limit:
@@ -180,10 +192,11 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
 
 
-def _versions(made: RunRow) -> str:
-    return str(made.model_version) if made.model_version == made.model_version_end else \
-        f"{made.model_version} to {made.model_version_end}"
+def _versions(row: RunRow) -> str:
+    oldest, newest = row.model_version, row.model_version_end
+    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def _line(out: Console, text: str) -> None:
+    """Print one line, which may be longer than the terminal is wide."""
     out.file.write(text + "\n")  # not out.print: laying out a text of a megabyte is slow

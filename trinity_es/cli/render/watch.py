@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.batch_tables import columns, console, counted_text, rewarded, state_text, when
+from trinity_es.cli.render.batch_tables import columns, console, counted_text, reward_text, state_text, when
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -35,31 +35,38 @@ from trinity_es.safe_text import clock, devices, error_line, event_line, name_of
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
-PAUSES = 4
+PAUSE_FACTOR = 4
 """Pause before the next picture, as a multiple of the time that one took: drawing takes a fifth of a core at most."""
-WINDOW = 30.0
-"""Seconds over which throughput is measured, up to now, or to the last event of a run that stands still."""
-_MOST = 4000
+WINDOW_SECONDS = 30.0
+"""Time over which throughput is measured, up to now, or to the last event of a run that stands still."""
+_WINDOW_EVENTS = 4000
 """Maximum number of events read for it; the window is shorter if it holds more."""
-_OPEN = ("running", "finalizing", "pending")
+_OPEN_STATES = ("running", "finalizing", "pending")
 
 
 @dataclass(slots=True, kw_only=True)
 class Picture:
+    """What `watch` shows of a run at one moment."""
+
     url: str
     position: int
+    """The log's last position."""
     now: float
     """Unix seconds."""
     last_at: float | None
+    """When the last event was recorded; None in an empty log."""
     going_on: list[BatchRow] = field(default_factory=list)
     ended: list[BatchRow] = field(default_factory=list)
     """The last batches that ended, newest first."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of the last train batches, in order."""
     runners: list[RunnerIncarnation] = field(default_factory=list)
+    """The last life of each runner."""
     deaths: dict[str, int] = field(default_factory=dict)
+    """Number of deaths by runner."""
     hosts: list[HostLife] = field(default_factory=list)
     finished: dict[str, int] = field(default_factory=dict)
+    """Number of tasks finished by host, without the head."""
     tokens_per_second: float = 0.0
     tasks_per_second: float = 0.0
     stalls: list[Recorded] = field(default_factory=list)
@@ -80,56 +87,61 @@ class Picture:
         }
 
 
-def look(log: Log, now: float | None = None, events: int = 12, followed: Followed | None = None) -> Picture:
+def look(log: Log, now: float | None = None, event_count: int = 12, followed: Followed | None = None) -> Picture:
     """Return a picture of the run as it is now; repeated calls should pass the same `followed` (see `Log.why`)."""
     now = time.time() if now is None else now
     head = log.head().position
     newest = log.at(head)
-    out = Picture(url=log.url, position=head, now=now, last_at=None if newest is None else newest.recorded_at)
-    for state in _OPEN:
-        out.going_on += log.batches(state=state, limit=20)
-    out.ended = [row for row in log.batches(sort="ended", descending=True, limit=3) if row.ended_at is not None]
-    trained = log.batches(batch_type="train", sort="ended", descending=True, limit=60)
-    out.rewards = [row.reward for row in reversed(trained) if row.reward is not None]
-    lives: dict[str, RunnerIncarnation] = {}
+    picture = Picture(url=log.url, position=head, now=now, last_at=None if newest is None else newest.recorded_at)
+    for state in _OPEN_STATES:
+        picture.going_on += log.batches(state=state, limit=20)
+    picture.ended = [row for row in log.batches(sort="ended", descending=True, limit=3) if row.ended_at is not None]
+    train_batches = log.batches(batch_type="train", sort="ended", descending=True, limit=60)
+    picture.rewards = [row.reward for row in reversed(train_batches) if row.reward is not None]
+    last_life_by_runner: dict[str, RunnerIncarnation] = {}
     for life in log.runner_lives():
-        lives[life.runner] = life
-        out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died
-    out.runners = sorted(lives.values(), key=lambda life: natural(host_of(life.runner)))
-    out.hosts = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host))
-    out.finished = log.finished_elsewhere()
-    open_ids = {row.batch_id for row in out.going_on}
+        last_life_by_runner[life.runner] = life
+        picture.deaths[life.runner] = picture.deaths.get(life.runner, 0) + life.died
+    picture.runners = sorted(last_life_by_runner.values(), key=lambda life: natural(host_of(life.runner)))
+    picture.hosts = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host))
+    picture.finished = log.finished_elsewhere()
+    open_ids = {row.batch_id for row in picture.going_on}
     with contextlib.suppress(LogError):  # the rest of the picture is shown without it
         answers = log.why_open(now, followed=followed)[:8]
-        out.waiting = [str(why).splitlines()[0] for why in answers if why.batch_id in open_ids]
-    first = min((row.first_position for row in out.going_on), default=head)
-    streams = {batch_stream(row.batch_id) for row in out.going_on}
-    stalled = log.rare(["StallDetected"], after=first, limit=100, descending=True)
-    out.stalls = list(islice((r for r in stalled if r.stream in streams), 5))
-    out.last = list(log.rare(NOTABLE, limit=events, descending=True))[::-1]
-    _measure_throughput(log, out)
-    return out
+        picture.waiting = [str(why).splitlines()[0] for why in answers if why.batch_id in open_ids]
+    first = min((row.first_position for row in picture.going_on), default=head)
+    open_streams = {batch_stream(row.batch_id) for row in picture.going_on}
+    stalls = log.rare(["StallDetected"], after=first, limit=100, descending=True)
+    picture.stalls = list(islice((r for r in stalls if r.stream in open_streams), 5))
+    picture.last = list(log.rare(NOTABLE, limit=event_count, descending=True))[::-1]
+    _measure_throughput(log, picture)
+    return picture
 
 
-def _measure_throughput(log: Log, out: Picture) -> None:
-    if out.last_at is None:
+def _measure_throughput(log: Log, picture: Picture) -> None:
+    """Set the picture's tokens and tasks per second from the events of the last WINDOW_SECONDS."""
+    if picture.last_at is None:
         return
-    end = out.now if out.now - out.last_at < WINDOW else out.last_at
-    start = max(log.position_of(end - WINDOW) or 0, out.position - _MOST)
+    end_at = picture.now if picture.now - picture.last_at < WINDOW_SECONDS else picture.last_at
+    earliest = picture.position - _WINDOW_EVENTS
+    start = max(log.position_of(end_at - WINDOW_SECONDS) or 0, earliest)
     tokens = tasks = 0
     for recorded in log.events(after=start):
         event = recorded.event
         if isinstance(event, ev.RunsFinished):
             tokens += event.response_tokens
             tasks += isinstance(event, ev.TaskFinished)
-    # The span does not start at the window's first event: results that arrive together after a pause took that pause.
-    begun = log.at(max(1, start if start == out.position - _MOST else 1))
-    span = max(1.0, min(WINDOW, end - (end if begun is None else begun.recorded_at)))
-    out.tokens_per_second, out.tasks_per_second = tokens / span, tasks / span
+    # The time does not start at the window's first event: results that arrive together after a pause took that pause.
+    first_event = log.at(max(1, start if start == earliest else 1))
+    begin_at = end_at if first_event is None else first_event.recorded_at
+    seconds = max(1.0, min(WINDOW_SECONDS, end_at - begin_at))
+    picture.tokens_per_second = tokens / seconds
+    picture.tasks_per_second = tasks / seconds
 
 
-# --- drawn ----------------------------------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------------------------
 def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
+    """Return the picture for a terminal; `height` limits its lines, at the cost of the last events."""
     parts: list[RenderableType] = [_head(picture), _runners_table(picture)]
     if picture.hosts:
         parts.append(_hosts_table(picture))
@@ -139,20 +151,22 @@ def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
         parts.append(_one_line(Text(f"  {plain(line, 300)}", style="cyan")))
     for stall in picture.stalls:
         parts.append(_one_line(Text(f"stall  {event_line(stall)}", style="bold yellow")))
-    used = 4 + len(picture.runners) + len(picture.going_on) + len(picture.ended) + len(picture.waiting) \
+    other_lines = 4 + len(picture.runners) + len(picture.going_on) + len(picture.ended) + len(picture.waiting) \
         + len(picture.stalls) + (len(picture.hosts) + 1 if picture.hosts else 0)
-    room = len(picture.last) if height is None else max(2, height - used - 2)
+    room = len(picture.last) if height is None else max(2, height - other_lines - 2)
     parts.append(Text("last events", style="bold"))
     parts += [_one_line(Text(event_line(recorded))) for recorded in picture.last[-room:]]
     return Group(*parts)
 
 
 def _one_line(line: Text) -> Text:
+    """Make a text end with … at the terminal's edge, and return it."""
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
 def _head(picture: Picture) -> Text:
+    """Return the line of figures at the top."""
     if picture.last_at is None:
         return Text(f"{plain(picture.url)}: no event yet", style="bold")
     silence = picture.now - picture.last_at
@@ -180,11 +194,11 @@ def _runners_table(picture: Picture) -> Table:
 def _hosts_table(picture: Picture) -> Table:
     table = columns("host", "state", "since", "runners ready", "tasks", "devices", "reason", right=("tasks",))
     for host in picture.hosts:
-        live = [life for life in picture.runners if host_of(life.runner) == host.host and life.how == "running"]
-        ready = sum(life.ready_at is not None for life in live)
+        running = [life for life in picture.runners if host_of(life.runner) == host.host and life.how == "running"]
+        ready_count = sum(life.ready_at is not None for life in running)
         table.add_row(
             Text(plain(f"{host.host} #{host.epoch}", 40)), state_text(host.state), clock(host.since, date=True),
-            f"{ready} of {len(live)}" if host.there else "", f"{picture.finished.get(host.host, 0):,}",
+            f"{ready_count} of {len(running)}" if host.there else "", f"{picture.finished.get(host.host, 0):,}",
             devices(host.places), Text(error_line(host.reason, 80)),
         )
     return table
@@ -197,14 +211,17 @@ def _batches_table(picture: Picture) -> Table:
         table.add_row(
             Text(plain(name_of(row.batch_id), 40)), row.batch_type, state_text(row.state),
             f"{row.finished + row.failed}/{row.tasks}", str(row.failed_attempts),
-            rewarded(row), f"{row.response_tokens:,}",
+            reward_text(row), f"{row.response_tokens:,}",
             "" if row.model_version is None else str(row.model_version), f"{end - row.submitted_at:.1f}",
         )
     return table
 
 
-def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
-    """Draw until q or Ctrl-C; in a pipe print a picture whenever there are new events."""
+def show_live(log: Log, *, once: bool = False, interval: float = 1.0) -> None:
+    """Draw every `interval` seconds until q or Ctrl-C; in a pipe print a picture whenever there are new events.
+
+    With `once`, print one picture.
+    """
     out = console()
     if not out.is_terminal:
         out.width = 180  # people read it in a pipe too, so its lines are cut
@@ -212,23 +229,25 @@ def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
         out.print(picture_view(look(log)))
         return
     if not out.is_terminal:
-        _print_news(log, out, every)
+        _print_news(log, out, interval)
         return
-    with contextlib.suppress(KeyboardInterrupt), _keys() as quits, \
+    with contextlib.suppress(KeyboardInterrupt), _quit_key() as wait_for_quit, \
             Live(console=out, screen=True, auto_refresh=False) as live:
-        for picture, outage in _pictures(log, every, quits):
+        for picture, outage in _pictures(log, interval, wait_for_quit):
             view = "" if picture is None else picture_view(picture, out.height - bool(outage))
             live.update(Group(Text(outage, style="red"), view) if outage else view, refresh=True)
 
 
-def _pictures(log: Log, every: float, quits: Callable[[float], bool]) -> Iterator[tuple[Picture | None, str]]:
-    """Yield the newest picture and an empty text.
+def _pictures(
+    log: Log, interval: float, wait_for_quit: Callable[[float], bool]
+) -> Iterator[tuple[Picture | None, str]]:
+    """Yield the newest picture and an empty text, until `wait_for_quit` returns True.
 
     While the database or its file is unavailable, yield the last picture and the reason.
     """
     picture, followed = None, Followed()
     while True:
-        begun, outage = time.monotonic(), ""
+        begun_at, outage = time.monotonic(), ""
         try:
             picture = look(log, followed=followed)
         except LogUnavailable as e:
@@ -236,14 +255,15 @@ def _pictures(log: Log, every: float, quits: Callable[[float], bool]) -> Iterato
                 raise
             outage = plain(f"waiting for the log: {e.message}")
         yield picture, outage
-        if quits(max(every, PAUSES * (time.monotonic() - begun))):
+        if wait_for_quit(max(interval, PAUSE_FACTOR * (time.monotonic() - begun_at))):
             return
 
 
-def _print_news(log: Log, out: Console, every: float) -> None:
+def _print_news(log: Log, out: Console, interval: float) -> None:
+    """Print a picture after new events, and a line when the log becomes unavailable or is back; until Ctrl-C."""
     position, last_outage = -1, ""
     with contextlib.suppress(KeyboardInterrupt):
-        for picture, outage in _pictures(log, every, _wait):
+        for picture, outage in _pictures(log, interval, _wait):
             if outage != last_outage:
                 out.print(Text(outage or "the log is back"))
                 last_outage = outage
@@ -255,12 +275,13 @@ def _print_news(log: Log, out: Console, every: float) -> None:
 
 
 def _wait(seconds: float) -> bool:
+    """Wait, and return False: without a terminal no key ends the view."""
     time.sleep(seconds)
     return False
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
+def _quit_key() -> Iterator[Callable[[float], bool]]:
     """Yield a function that waits for some seconds and returns True if q is pressed meanwhile."""
     if not sys.stdin.isatty():
         yield _wait
@@ -268,14 +289,14 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import termios
     import tty
 
-    before = termios.tcgetattr(sys.stdin)
+    old_settings = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
 
-    def quits(seconds: float) -> bool:
+    def wait_for_quit(seconds: float) -> bool:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         return bool(ready) and sys.stdin.read(1) in ("q", "Q", "\x04", "")
 
     try:
-        yield quits
+        yield wait_for_quit
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, old_settings)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
-from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, cells, drawing, kind_of, lane, rewards_between
+from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, cells, drawing, kind_of, lane, reward_range_of
 from trinity_es.dashboard.page_urls import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.records.log_values import Recorded
@@ -22,23 +22,27 @@ from trinity_es.safe_text import summary
 
 __all__ = ["ROUTES", "asof", "batch", "batch_cache", "steps", "tasks_of"]
 
-SIZE = 50
-STEPS = 200
+TASKS_PER_PAGE = 50
+EVENTS_PER_PART = 200
 """Number of events that are shown at first, and that each "more" adds."""
-DRAWN = 1000
+MOST_DRAWN = 1000
 """Maximum number of attempts for which bars by runner are drawn."""
-GRID = 384
+GRID_TASKS = 384
 """Number of tasks in the grid of a past state."""
-SHOWN = 6000
-"""Maximum number of characters of a stored event."""
+EVENT_CHARACTERS = 6000
+"""Maximum number of characters of a stored event that are shown."""
+EVENT_BYTES = 200_000
+"""Size from which a stored event is shown as it is stored, not indented."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
-SPREAD = ("mean", "min", "max", "std")
+STATISTICS = ("mean", "min", "max", "std")
 ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RunnerWork:
+    """Work of one runner in the batch."""
+
     name: str
     attempts: int
     finished: int
@@ -53,20 +57,21 @@ class Work:
 
 
 def batch_cache(request: PageRequest) -> BatchCache:
-    cache: BatchCache = request.kept.setdefault("batch_cache", BatchCache())
+    cache: BatchCache = request.server_values.setdefault("batch_cache", BatchCache())
     return cache
 
 
 def batch(request: PageRequest) -> Page:
     """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state at that event."""
-    batch_id = request.batch()
+    batch_id = request.batch_id()
     row = request.log.batch_row(batch_id)
     why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))
-    dead = why is not None and why.cause in ("no_system", "unseen") and request.now - why.moved_at > 60
+    # In a run without processes nothing moves, so the time that is shown ends with the last event.
+    is_dead = why is not None and why.cause in ("no_system", "unseen") and request.now - why.moved_at > 60
     with batch_cache(request).of(request.log, batch_id) as cached:
         timeline = cached.timeline
         assert timeline is not None
-        values = _timeline_values(request, timeline, dead) | _history_values(request, cached)
+        values = _timeline_values(request, timeline, is_dead=is_dead) | _history_values(request, cached)
     neighbours = _neighbours(request, row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
@@ -79,41 +84,43 @@ def batch(request: PageRequest) -> Page:
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
 def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
+    """Return the tasks in this state (all if it is empty), sorted by one of SORTS; those without a value come last."""
     chosen = [t for t in timeline.tasks if not state or t.state == state]
-    keys: dict[str, Callable[[TaskTimeline], float | None]] = {
+    values: dict[str, Callable[[TaskTimeline], float | None]] = {
         "task": lambda t: t.task, "state": lambda t: STATES.index(t.state), "reward": lambda t: t.reward,
         "tokens": lambda t: t.response_tokens, "attempts": lambda t: len(t.attempts),
         "seconds": lambda t: None if t.ended_at is None else t.ended_at - timeline.submitted_at,
     }
-    return sort_known_first(chosen, keys[sort], descending)
+    return sort_known_first(chosen, values[sort], descending)
 
 
-def window_of(timeline: BatchTimeline, now: float, dead: bool) -> Window:
-    """Return the time from its submission to its end; if it is open, to now, or in a dead run to its last event."""
-    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if dead else now
+def window_of(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
+    """Return the batch's time: to its end, or if it is open to now, or in a dead run to its last event."""
+    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else now
     return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
 
 
-def _timeline_values(request: PageRequest, timeline: BatchTimeline, dead: bool) -> dict[str, Any]:
-    state, window = timeline.state, window_of(timeline, request.now, dead)
-    sort, kind = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
+def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: bool) -> dict[str, Any]:
+    """Return what the page shows of the batch's timeline: one page of its tasks, its runners' work and its metrics."""
+    state, window = timeline.state, window_of(timeline, request.now, is_dead=is_dead)
+    sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
-    chosen = tasks_of(timeline, kind, sort, descending)
-    number, pages = request.page_of(len(chosen), SIZE)
-    shown = chosen[(number - 1) * SIZE : number * SIZE]
+    chosen = tasks_of(timeline, task_state, sort, descending)
+    number, pages = request.page_of(len(chosen), TASKS_PER_PAGE)
+    shown = chosen[(number - 1) * TASKS_PER_PAGE : number * TASKS_PER_PAGE]
     by_runner = attempts_by_runner(timeline)
-    drawn = sum(map(len, by_runner.values())) <= DRAWN
+    with_lanes = sum(map(len, by_runner.values())) <= MOST_DRAWN
     return drawing(timeline, window, shown) | {
         "ended": state.state in ENDED,
-        "sort": sort, "kind": kind, "descending": descending, "pages": pages, "number": number,
+        "sort": sort, "kind": task_state, "descending": descending, "pages": pages, "number": number,
         "chosen": len(chosen), "states": STATES,
         "runners": [
-            Work(
+            RunnerWork(
                 name=name, attempts=len(pairs), finished=sum(kind_of(a) == "finished" for _, a in pairs),
                 failed=sum(kind_of(a) == "failed" for _, a in pairs),
                 seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
                 versions=sorted({a.model_version for _, a in pairs}),
-                lane=lane(pairs, window, window.end) if drawn else None,
+                lane=lane(pairs, window, window.end) if with_lanes else None,
             )
             for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],
@@ -125,42 +132,43 @@ def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return metrics grouped by the part before the first slash; `x/mean`, `x/min`, ... share a line."""
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
-        head, _, rest = name.partition("/")
+        group_name, _, rest = name.partition("/")
         rest = rest or name
-        base, _, kind = rest.rpartition("/")
-        is_spread = bool(base) and kind in SPREAD
-        of_base = groups.setdefault(head, {}).setdefault(base if is_spread else rest, {})
-        of_base[kind if is_spread else ""] = metrics[name]
+        base, _, last_part = rest.rpartition("/")
+        is_statistic = bool(base) and last_part in STATISTICS
+        line = groups.setdefault(group_name, {}).setdefault(base if is_statistic else rest, {})
+        line[last_part if is_statistic else ""] = metrics[name]
     out = []
-    for head, bases in sorted(groups.items(), key=lambda item: (item[0] == "experience_pipeline", item[0])):
-        kinds = [k for k in SPREAD if any(k in v for v in bases.values())]
-        spreads = [(base, [v.get(k) for k in kinds]) for base, v in bases.items() if v.keys() - {""}]
-        single = [(base, v[""]) for base, v in bases.items() if "" in v]
-        out.append({"name": head, "kinds": kinds, "spreads": spreads, "single": single})
+    for group_name, lines in sorted(groups.items(), key=lambda item: (item[0] == "experience_pipeline", item[0])):
+        statistics = [s for s in STATISTICS if any(s in line for line in lines.values())]
+        spreads = [(base, [line.get(s) for s in statistics]) for base, line in lines.items() if line.keys() - {""}]
+        single = [(base, line[""]) for base, line in lines.items() if "" in line]
+        out.append({"name": group_name, "kinds": statistics, "spreads": spreads, "single": single})
     return out
 
 
 def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
+    """Return the ids of the batches submitted just before and just after this position."""
     return {
         "before": _submitted(request, before=position, descending=True),
         "after": _submitted(request, after=position, descending=False),
     }
 
 
-def _submitted(request: PageRequest, **where: Any) -> Any:
+def _submitted(request: PageRequest, **range_options: Any) -> Any:
     """Return the id of the first batch that was submitted at these positions; None if there is none."""
-    submission = next(request.log.rare(["BatchSubmitted"], limit=1, **where), None)
+    submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
 
 def _config(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
-    """Return position and keys of the config that the system had when the batch was submitted."""
-    at, config = request.log.config(position)
-    return (at, list(_flat(config))) if config else None
+    """Return the config of the system when the batch was submitted: its position and (key path, value) pairs."""
+    config_position, config = request.log.config(position)
+    return (config_position, list(_flat(config))) if config else None
 
 
 def _flat(value: Any, path: str = "") -> Any:
-    """Yield (key path, text of the value) of every value in a config."""
+    """Yield (key path, text of the value) of every value in a config; `path` is that of this part of it."""
     if isinstance(value, dict) and value:
         for key in value:
             yield from _flat(value[key], f"{path}.{key}" if path else str(key))
@@ -170,30 +178,34 @@ def _flat(value: Any, path: str = "") -> Any:
 
 # --- its events -----------------------------------------------------------------------------------------------------
 def _history_values(request: PageRequest, cached: CachedBatch) -> dict[str, Any]:
+    """Return a part of the batch's events: around the parameter `at`, else the first ones, or the last if it is open.
+
+    With `at`, a position of the log, also the state as of the event there.
+    """
     total = len(cached.positions)
-    at = cached.version_at(request.number("at")) if "at" in request.query else 0
-    if at:
-        first = max(1, at - STEPS // 2)
+    version = cached.version_at(request.number("at")) if "at" in request.query else 0
+    if version:
+        first = max(1, version - EVENTS_PER_PART // 2)
     else:
         assert cached.timeline is not None
-        first = 1 if cached.timeline.ended_at is not None else max(1, total - STEPS + 1)
-    events = cached.page(request.log, first, STEPS)
+        first = 1 if cached.timeline.ended_at is not None else max(1, total - EVENTS_PER_PART + 1)
+    events = cached.page(request.log, first, EVENTS_PER_PART)
     return {
-        "steps": [(r, summary(r.event)) for r in events], "total": total, "at": at,
+        "steps": [(r, summary(r.event)) for r in events], "total": total, "at": version,
         "earlier": max(0, first - 1), "later": total - (first + len(events) - 1),
-        "moment": _moment(request, cached, at) if at else None,
+        "moment": _moment(request, cached, version) if version else None,
         "submitted_at": cached.timeline and cached.timeline.submitted_at,
     }
 
 
 def steps(request: PageRequest) -> Page:
-    """Return more of its events as rows: from version `first` on, or before version `before`."""
-    batch_id = request.batch()
+    """Return `/batch/steps`, more rows of the table of events: from version `first` on, or before version `before`."""
+    batch_id = request.batch_id()
     with batch_cache(request).of(request.log, batch_id) as cached:
         total = len(cached.positions)
         before = request.number("before")
-        first = max(1, before - STEPS) if before else request.number("first", 1, low=1)
-        count = min(STEPS, before - first) if before else STEPS
+        first = max(1, before - EVENTS_PER_PART) if before else request.number("first", 1, low=1)
+        count = min(EVENTS_PER_PART, before - first) if before else EVENTS_PER_PART
         events = cached.page(request.log, first, count)
         later = 0 if before else max(0, total - (first + len(events) - 1))
         return Page(
@@ -205,34 +217,37 @@ def steps(request: PageRequest) -> Page:
 
 
 def asof(request: PageRequest) -> Page:
-    """Return the part of the page that shows the batch's state as of its event of version `n`."""
-    batch_id = request.batch()
+    """Return `/batch/asof`, the part of the page with the batch's state as of its event of version `n`."""
+    batch_id = request.batch_id()
     with batch_cache(request).of(request.log, batch_id) as cached:
-        n = request.number("n", 1, low=1, high=len(cached.positions))
-        return Page(template="asof.html", title="", values={"moment": _moment(request, cached, n)})
+        version = request.number("n", 1, low=1, high=len(cached.positions))
+        return Page(template="asof.html", title="", values={"moment": _moment(request, cached, version)})
 
 
-def _moment(request: PageRequest, cached: CachedBatch, n: int) -> dict[str, Any]:
-    """Return the state as of one event as values, copied out of the state, which later requests change."""
-    state, recorded = cached.state_at(request.log, n)
-    touched = _touched(recorded)
+def _moment(request: PageRequest, cached: CachedBatch, version: int) -> dict[str, Any]:
+    """Return the state as of the event of this version as values, copied, because later requests change the state.
+
+    The grid shows at most GRID_TASKS tasks: the first ones, or those around the first task that the event is about.
+    """
+    state, recorded = cached.state_at(request.log, version)
+    touched = _touched_tasks(recorded)
     first = 0
-    if len(state.tasks) > GRID and touched:
-        first = min(touched) // GRID * GRID
-    numbers = list(range(first, min(len(state.tasks), first + GRID)))
+    if len(state.tasks) > GRID_TASKS and touched:
+        first = min(touched) // GRID_TASKS * GRID_TASKS
+    numbers = list(range(first, min(len(state.tasks), first + GRID_TASKS)))
     assert cached.timeline is not None
     return {
-        "n": n, "total": len(cached.positions), "recorded": recorded, "said": summary(recorded.event),
+        "n": version, "total": len(cached.positions), "recorded": recorded, "said": summary(recorded.event),
         "since": recorded.recorded_at - cached.timeline.submitted_at,
-        "data": _data(recorded), "figures": _figures(state), "touched": touched,
-        "grid": cells(state, numbers, rewards_between(state)), "first": first, "tasks": len(state.tasks),
+        "data": _stored_text(recorded), "figures": _figures(state), "touched": touched,
+        "grid": cells(state, numbers, reward_range_of(state)), "first": first, "tasks": len(state.tasks),
         "runs": max((state.tasks[t].total_runs for t in numbers), default=1),
         "errors": [(t, e) for t in sorted(touched)[:5] if t < len(state.tasks) and (e := state.tasks[t].first_error)],
     }
 
 
-def _touched(recorded: Recorded) -> set[int]:
-    """Return the tasks that an event is about."""
+def _touched_tasks(recorded: Recorded) -> set[int]:
+    """Return the numbers of the tasks that an event is about, which its fields `units`, `tasks` or `task` have."""
     event = recorded.event
     if (units := getattr(event, "units", None)) is not None:
         return {unit.task for unit in units}
@@ -244,11 +259,12 @@ def _touched(recorded: Recorded) -> set[int]:
 
 
 def _figures(state: BatchState) -> list[tuple[str, str]]:
-    failed = sum(not s.ok for s in state.statuses.values())
+    """Return the figures of a past state as (name, text)."""
+    failed_count = sum(not s.ok for s in state.statuses.values())
     figures = [
         ("state", state.state.value + (", paused" if state.paused else "")),
         ("tasks settled", f"{state.completed_task_count:,} of {state.expected_task_count:,}"),
-        ("tasks failed", f"{failed:,}"), ("tasks dropped", f"{len(state.dropped):,}"),
+        ("tasks failed", f"{failed_count:,}"), ("tasks dropped", f"{len(state.dropped):,}"),
         ("units with runners", f"{len(state.flights):,}"), ("units waiting", f"{len(state.pending):,}"),
         ("failed attempts", f"{state.failed_attempts:,}"),
         ("oldest weights", "–" if state.oldest_version is None else str(state.oldest_version)),
@@ -258,13 +274,12 @@ def _figures(state: BatchState) -> list[tuple[str, str]]:
     return figures
 
 
-def _data(recorded: Recorded) -> str:
-    """Return the stored event as indented JSON, at most `SHOWN` characters of it."""
-    data = recorded.data if len(recorded.data) < 200_000 else None
-    if data is None:
-        return recorded.data[:SHOWN].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"
-    text = orjson.dumps(orjson.loads(data), option=orjson.OPT_INDENT_2).decode()
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}\n… {len(text):,} characters in all"
+def _stored_text(recorded: Recorded) -> str:
+    """Return at most EVENT_CHARACTERS of the stored event, as indented JSON unless it has EVENT_BYTES or more."""
+    if len(recorded.data) >= EVENT_BYTES:
+        return recorded.data[:EVENT_CHARACTERS].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"
+    text = orjson.dumps(orjson.loads(recorded.data), option=orjson.OPT_INDENT_2).decode()
+    return text if len(text) <= EVENT_CHARACTERS else f"{text[:EVENT_CHARACTERS]}\n… {len(text):,} characters in all"
 
 
 ROUTES = [Route("/batch", batch), Route("/batch/steps", steps), Route("/batch/asof", asof)]

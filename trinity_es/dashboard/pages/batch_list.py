@@ -8,16 +8,20 @@ from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 
 __all__ = ["NAV", "ROUTES", "batches"]
 
-SIZE = 100
+BATCHES_PER_PAGE = 100
 STATES = ("pending", "running", "finalizing", "finalized", "aborted")
 TYPES = ("train", "eval", "collect")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """Column of the list of batches."""
+
     title: str
     sort: str = ""
+    """Value of the parameter `sort` for this column."""
     right: bool = True
+    """True if the heading is on the right, above numbers."""
     hint: str = ""
 
 
@@ -41,21 +45,22 @@ _SORTS = tuple(c.sort for c in COLUMNS)
 
 def batches(request: PageRequest) -> Page:
     """Return the page `/batches`, by default the newest first."""
-    state, kind = request.choice("state", STATES), request.choice("type", TYPES)
+    state, batch_type = request.choice("state", STATES) or None, request.choice("type", TYPES) or None
     sort = request.choice("sort", _SORTS, "position")
     descending = request.choice("order", ("up", "down"), "down") == "down"
-    total = request.log.count_batches(state=state or None, batch_type=kind or None)
-    number, pages = request.page_of(total, SIZE)
+    total = request.log.count_batches(state=state, batch_type=batch_type)
+    number, pages = request.page_of(total, BATCHES_PER_PAGE)
     rows = request.log.batches(
-        state=state or None, batch_type=kind or None, sort=sort, descending=descending, limit=SIZE,
-        offset=(number - 1) * SIZE,
+        state=state, batch_type=batch_type, sort=sort, descending=descending, limit=BATCHES_PER_PAGE,
+        offset=(number - 1) * BATCHES_PER_PAGE,
     )
-    everything = total if not (state or kind) else request.log.count_batches()
+    unfiltered_total = request.log.count_batches() if state or batch_type else total
     return Page(
         template="batches.html", title="Batches", nav="batches", watch=("batch/",),
         values={
-            "rows": rows, "total": total, "everything": everything, "pages": pages, "number": number, "state": state,
-            "type": kind, "sort": sort, "descending": descending, "columns": COLUMNS, "states": STATES, "types": TYPES,
+            "rows": rows, "total": total, "everything": unfiltered_total, "pages": pages, "number": number,
+            "state": state, "type": batch_type, "sort": sort, "descending": descending, "columns": COLUMNS,
+            "states": STATES, "types": TYPES,
         },
     )
 

@@ -8,17 +8,19 @@ from typing import Any
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, batch_of, batch_ref
 from trinity_es.events.errors import BatchNotFound, DataError, TrinityError
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, tell
-from trinity_es.projections.reading.diff import changes, is_clock, picture
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, fold_timeline
+from trinity_es.projections.reading.diff import changes, is_time_metric, readable_state
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "side"]
 
-TASKS = 200
+MOST_TASKS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
+    """One of the two batches that are compared."""
+
     log: str
     """The log's URL, without a password."""
     batch_id: BatchId
@@ -36,32 +38,34 @@ def comparison(request: PageRequest) -> Page:
     """
     sides: list[Side] = []
     trouble = ""
-    elsewhere = request.other is not None and request.choice("in", ("this", "other"), "other") == "other"
+    open_other_log = request.open_other_log
+    in_other_log = open_other_log is not None and request.choice("in", ("this", "other"), "other") == "other"
     if request.text("id"):
         try:
-            log = request.other() if elsewhere and request.other is not None else request.log
+            second_log = open_other_log() if in_other_log and open_other_log is not None else request.log
             sides = [_requested_side(request.log, request.text("id"), request.text("at")),
-                     _requested_side(log, request.text("id2") or request.text("id"), request.text("at2"))]
+                     _requested_side(second_log, request.text("id2") or request.text("id"), request.text("at2"))]
         except TrinityError as e:
             trouble = e.message
-    only = request.choice("show", ("differing", "all"), "differing")
+    show = request.choice("show", ("differing", "all"), "differing")
     differing = differences(*sides) if sides else {}
-    by_number = [{t.task: t for t in s.timeline.tasks} for s in sides]
-    numbers = sorted({number for tasks in by_number for number in tasks})
-    tasks = [(n, by_number[0].get(n), by_number[1].get(n), differing.get(f"task {n}", [])) for n in numbers
-             if only == "all" or f"task {n}" in differing]
+    tasks_of_sides = [{t.task: t for t in s.timeline.tasks} for s in sides]
+    numbers = sorted({number for tasks_of_side in tasks_of_sides for number in tasks_of_side})
+    tasks = [(n, tasks_of_sides[0].get(n), tasks_of_sides[1].get(n), differing.get(f"task {n}", [])) for n in numbers
+             if show == "all" or f"task {n}" in differing]
     names = list(dict.fromkeys(name for s in sides for name in s.facts if not name.startswith("task ")))
     facts = [(name, sides[0].facts.get(name), sides[1].facts.get(name)) for name in names]
     return Page(
         template="compare.html", title="Compare", nav="compare", watch=(),
         values={
-            "sides": sides, "trouble": trouble, "tasks": tasks[:TASKS], "tasks_left": max(0, len(tasks) - TASKS),
+            "sides": sides, "trouble": trouble, "tasks": tasks[:MOST_TASKS],
+            "tasks_left": max(0, len(tasks) - MOST_TASKS),
             "facts": [f for f in facts if not f[0].startswith("result ")],
             "metrics": [(name.removeprefix("result "), a, b, b - a if isinstance(a, float) and isinstance(b, float)
                          else None) for name, a, b in facts if name.startswith("result ")],
             "differing": [name for name in differing if not name.startswith("task ")],
             "tasks_differing": [n for n in numbers if f"task {n}" in differing], "tasks_in_all": len(numbers),
-            "show": only, "two": request.other is not None, "elsewhere": elsewhere,
+            "show": show, "two": open_other_log is not None, "elsewhere": in_other_log,
             "ids": (request.text("id"), request.text("id2")), "ats": (request.text("at"), request.text("at2")),
             "newest": [batch_ref(row.batch_id) for row in
                       request.log.batches(sort="position", descending=True, limit=200)],
@@ -69,23 +73,24 @@ def comparison(request: PageRequest) -> Page:
     )
 
 
-def _requested_side(log: Log, ref: str, at: str) -> Side:
-    batch_id = batch_of(log, ref.strip())
-    if not at.strip():
+def _requested_side(log: Log, ref: str, position: str) -> Side:
+    """Return the batch that the parameters `id` and `at` name. Raises BatchNotFound, DataError."""
+    batch_id, position = batch_of(log, ref.strip()), position.strip()
+    if not position:
         return side(log, batch_id)
-    if not (at.strip().isdecimal() and at.isascii() and len(at.strip()) < 20):
-        raise DataError(f"{at[:40]!r} is no position of the log: use a number, as in the list of events")
-    return side(log, batch_id, int(at))
+    if not (position.isdecimal() and position.isascii() and len(position) < 20):
+        raise DataError(f"{position[:40]!r} is no position of the log: use a number, as in the list of events")
+    return side(log, batch_id, int(position))
 
 
 def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
     """Return a batch as it is, or as it was at a position. Raises BatchNotFound, also if it was submitted later."""
     events = log.events(batch_id)  # raises BatchNotFound
     try:
-        timeline = tell(recorded for recorded in events if at is None or recorded.position <= at)
+        timeline = fold_timeline(recorded for recorded in events if at is None or recorded.position <= at)
     except BatchNotFound:
         raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at position {at}") from None
-    state, state_facts = timeline.state, picture(timeline.state)
+    state, state_facts = timeline.state, readable_state(timeline.state)
     facts = {
         "type": state.batch_type, "minimum of tasks": state.min_wait_num,
         "attempts per unit": state.max_attempts, **{f"tasks {name}": n for name, n in timeline.counts.items()},
@@ -98,6 +103,7 @@ def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
 
 
 def _task_facts(task: TaskTimeline, outcome: str) -> dict[str, Any]:
+    """Return what is compared of one task; the runner and the weights version are those of its last attempt."""
     last = task.attempts[-1] if task.attempts else None
     return {
         "state": task.state, "runs": task.runs, "reward": sorted(task.rewards), "tokens": task.response_tokens,
@@ -107,11 +113,11 @@ def _task_facts(task: TaskTimeline, outcome: str) -> dict[str, Any]:
 
 
 def differences(a: Side, b: Side) -> dict[str, list[str]]:
-    """Return the names of facts that differ, without times; for `task N` with the parts that differ."""
+    """Return the facts that differ, without times, by name: for `task N` the names of its parts that differ."""
     differing: dict[str, list[str]] = {}
     for change in changes(a.facts, b.facts):
         name, _, part = change.path.partition(".") if change.path.startswith("task ") else (change.path, "", "")
-        if not is_clock(name):
+        if not is_time_metric(name):
             differing.setdefault(name, []).append(part or "only on one side")
     return differing
 

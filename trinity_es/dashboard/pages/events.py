@@ -5,13 +5,13 @@ from __future__ import annotations
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, link, runner_url
 from trinity_es.safe_text import summary
 
-__all__ = ["NAV", "ROUTES", "events", "where"]
+__all__ = ["NAV", "ROUTES", "events", "subject_url"]
 
-SIZE = 200
+EVENTS_PER_PAGE = 200
 
 
-def where(stream: str) -> str | None:
-    """Return the page of a stream's subject; None for a subject without a page."""
+def subject_url(stream: str) -> str | None:
+    """Return the URL of the page about a stream's batch, runner or weights; None for other streams."""
     kind, _, name = stream.partition("/")
     if kind == "batch":
         return link("/batch", id=name)
@@ -23,25 +23,26 @@ def where(stream: str) -> str | None:
 def events(request: PageRequest) -> Page:
     """Return the page `/events`; `kind=rare` leaves out events of single tasks.
 
-    Without `before` it begins at the log's end and is live.
+    Without the parameter `before`, a position, it shows the log's end and is live.
     """
     rare = request.choice("kind", ("all", "rare"), "all") == "rare"
     before = request.number("before", request.position + 1, low=1, high=request.position + 1)
     if rare:
-        rows = list(request.log.rare(before=before, limit=SIZE, descending=True))
+        rows = list(request.log.rare(before=before, limit=EVENTS_PER_PAGE, descending=True))
     else:
-        first = max(0, before - 1 - SIZE)
+        first = max(0, before - 1 - EVENTS_PER_PAGE)
         rows = []
         for recorded in request.log.read(after=first) if before > 1 else ():
             if recorded.position >= before:
                 break
             rows.append(recorded)
         rows.reverse()
-    older = rows[-1].position if rows and rows[-1].position > 1 and (len(rows) == SIZE or not rare) else None
+    has_older = bool(rows) and rows[-1].position > 1 and (len(rows) == EVENTS_PER_PAGE or not rare)
     return Page(
         template="events.html", title="Events", nav="events", watch=() if "before" in request.query else None,
         values={
-            "rows": [(r, where(r.stream), summary(r.event)) for r in rows], "rare": rare, "older": older,
+            "rows": [(r, subject_url(r.stream), summary(r.event)) for r in rows], "rare": rare,
+            "older": rows[-1].position if has_older else None,
             "at_end": "before" not in request.query,
         },
     )

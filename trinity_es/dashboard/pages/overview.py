@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
-from trinity_es.dashboard.pages.events import where
+from trinity_es.dashboard.pages.events import subject_url
 from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.overview import Overview, Point
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
@@ -20,92 +20,99 @@ from trinity_es.safe_text import summary
 
 __all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
 
-POINTS = 600
+CURVE_POINTS = 600
 """Maximum number of points of a curve; more are drawn as means of neighbours."""
 BINS = 24
-LAST = 10
-"""Number of batches whose distributions are shown."""
-OPEN = 8
-EVENTS = 12
+DISTRIBUTION_BATCHES = 10
+"""Number of batches, the last ones, whose distributions are shown."""
+OPEN_BATCHES_SHOWN = 8
+EVENTS_SHOWN = 12
+LOSSES_SHOWN = 6
+"""Maximum number of reasons that are shown for each kind of loss."""
 
 T = TypeVar("T")
 
 
 class _LastValue:
-    """Value computed once for the last key, which threads share."""
+    """Value for the last key. Threads share it, and only one of them computes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._key: Hashable = None
         self._value: Any = None
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return the stored value if it is for this key; else compute and store it."""
         with self._lock:
             if key != self._key:
-                self._value = make()
+                self._value = compute()
                 self._key = key
             value: T = self._value
             return value
 
 
 def overview(request: PageRequest) -> Page:
-    run: _LastValue = request.kept.setdefault("overview", _LastValue())
-    waits: _LastValue = request.kept.setdefault("waits", _LastValue())
-    head = request.log.head().hash
-    values = run.get(head, lambda: _values(request)) | waits.get((head, int(request.now)), lambda: _waits(request))
-    left = {host.host for host in values["hosts"] if host.state == "left"}
-    lives = [life for life in values["lives"] if host_of(life.runner) not in left]
-    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], lives)
+    """Return the page `/`. Most values are computed only after a new event, those that also change with time once a
+    second."""
+    last_log_values: _LastValue = request.server_values.setdefault("overview", _LastValue())
+    last_wait_values: _LastValue = request.server_values.setdefault("waits", _LastValue())
+    head_hash = request.log.head().hash
+    log_values = last_log_values.get(head_hash, lambda: _log_values(request))
+    values = log_values | last_wait_values.get((head_hash, int(request.now)), lambda: _wait_values(request))
+    hosts_that_left = {host.host for host in values["hosts"] if host.state == "left"}
+    lives = [life for life in values["lives"] if host_of(life.runner) not in hosts_that_left]
     runners = by_runner(values["lives"], values["up"])
-    values |= {"verdict": verdict, "runners": sorted(runners, key=lambda runner: not runner.last.died)}
-    return Page(
-        template="overview.html", title=values["name"] or "Overview", nav="overview",
-        values=values | {"quiet": None if values["run"].last_at is None else request.now - values["run"].last_at},
-    )
+    last_at = values["run"].last_at
+    values |= {
+        "verdict": _verdict(values["up"], values["released"], values["waits"], values["stalled"], lives),
+        "runners": sorted(runners, key=lambda runner: not runner.last.died),
+        "seconds_since_event": None if last_at is None else request.now - last_at,
+    }
+    return Page(template="overview.html", title=values["name"] or "Overview", nav="overview", values=values)
 
 
 def followed(request: PageRequest) -> Followed:
-    """Return the folds of open batches that this server keeps for `Log.why`."""
-    folds: Followed = request.kept.setdefault("followed", Followed())
+    """Return the folds of open batches that this server keeps for `Log.why`, so that it folds only new events."""
+    folds: Followed = request.server_values.setdefault("followed", Followed())
     return folds
 
 
-def _waits(request: PageRequest) -> dict[str, Any]:
-    """Return values that change with time: the reasons why open batches wait."""
-    opened, facts = request.log.why_open(request.now, followed=followed(request)), request.log.processes()
-    return {"up": facts["up"], "released": facts.get("released", False),
-            "opened": opened[:OPEN],
-            "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
+def _wait_values(request: PageRequest) -> dict[str, Any]:
+    """Return values that change with time: why open batches wait, and whether the run's processes are there."""
+    waits = request.log.why_open(request.now, followed=followed(request))
+    processes = request.log.processes()
+    return {"up": processes["up"], "released": processes.get("released", False), "waits": waits[:OPEN_BATCHES_SHOWN],
+            "more_open": max(0, len(waits) - OPEN_BATCHES_SHOWN), "stalled": sum(wait.stalled for wait in waits)}
 
 
-def _values(request: PageRequest) -> dict[str, Any]:
+def _log_values(request: PageRequest) -> dict[str, Any]:
     """Return values that change only with the log."""
-    run = request.log.overview(EVENTS)
-    spread = request.log.distributions(last=LAST)
-    lives = request.log.runner_lives()
+    run = request.log.overview(EVENTS_SHOWN)
+    distributions = request.log.distributions(last=DISTRIBUTION_BATCHES)
     config = run.config
-    fast = [p for p in run.throughput if p.tokens > 0]
+    busy_points = [p for p in run.throughput if p.tokens > 0]
     return {
         "run": run, "name": "/".join(str(config[k]) for k in ("project", "name") if config.get(k)),
         "mode": config.get("mode"), "batches": sum(run.states.values()),
-        "tokens_now": fast[-1].tokens if fast else None,
+        "tokens_now": busy_points[-1].tokens if busy_points else None,
         "reward": curve("step", {"reward": run.rewards}), "evals": curve("step", _by_name(run.evals)),
         "staleness": curve("step", {"versions behind": run.staleness}),
         "throughput": _throughput(run),
-        "latency": histogram(spread.attempt_seconds), "failed_latency": len(spread.failed_seconds),
-        "spread": histogram(spread.rewards), "lengths": histogram(spread.response_tokens),
-        "of_batches": len(spread.batch_ids),
+        "latencies": histogram(distributions.attempt_seconds), "run_rewards": histogram(distributions.rewards),
+        "lengths": histogram(distributions.response_tokens), "distribution_batches": len(distributions.batch_ids),
         "hosts": list(last_lives(request.log.hosts()).values()),
-        "lives": lives, "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
+        "lives": request.log.runner_lives(),
+        "recent": [(r, subject_url(r.stream), summary(r.event)) for r in run.recent],
         "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
                    *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
                    *(("experience", why or "by a filter", n) for why, n in _largest(run.experiences_dropped))],
-        "where": where,
+        "subject_url": subject_url,
     }
 
 
 def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: -item[1])[:6]
+    """Return the LOSSES_SHOWN largest counts as (reason, count), the largest first."""
+    return sorted(counts.items(), key=lambda item: -item[1])[:LOSSES_SHOWN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,50 +126,57 @@ class Verdict:
 
 
 def _verdict(
-    up: bool | None, released: bool, opened: Sequence[Why], stalled: int, lives: Sequence[RunnerIncarnation]
+    up: bool | None, released: bool, waits: Sequence[Why], stalled: int, lives: Sequence[RunnerIncarnation]
 ) -> Verdict:
+    """Return the run's verdict from why open batches wait, the number of stalled ones and the runners' lives.
+
+    `up`: True if its processes are there, None if it is on another machine; `released`: True if it ended in order.
+    """
     problems = []
     if up is False:
-        word = "ended" if released else "gone"
-        if opened:
-            problems = [w.strip() for w in (opened[0].sentence, opened[0].sentences()[-1])]
+        if waits:
+            problems = [line.strip() for line in (waits[0].sentence, waits[0].sentences()[-1])]
         elif not released:
             problems = ["its processes are gone without `trinity-es down`, but no batch is open"]
-        return Verdict(word=word, problems=problems)
-    last = {life.runner: life for life in lives}
-    down = [life for life in last.values() if life.died]
-    if down:
-        names = ", ".join(f"{x.runner} {x.how}" + (f" ({x.reason})" if x.reason else "") for x in down[:3])
-        problems.append(f"{len(down)} of {len(last)} runners do not serve: {names}" + (" …" if len(down) > 3 else ""))
-    problems += [w.line for w in opened if w.stalled][:3]
-    word = "stalled" if stalled else "unseen" if up is None else "running" if opened else "idle"
+        return Verdict(word="ended" if released else "gone", problems=problems)
+    last_life_by_runner = {life.runner: life for life in lives}
+    dead = [life for life in last_life_by_runner.values() if life.died]
+    if dead:
+        names = ", ".join(f"{x.runner} {x.how}" + (f" ({x.reason})" if x.reason else "") for x in dead[:3])
+        more = " …" if len(dead) > 3 else ""
+        problems.append(f"{len(dead)} of {len(last_life_by_runner)} runners do not serve: {names}{more}")
+    problems += [wait.line for wait in waits if wait.stalled][:3]
+    word = "stalled" if stalled else "unseen" if up is None else "running" if waits else "idle"
     return Verdict(word=word, problems=problems)
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
+    """Return the points of each curve by its name, in order."""
     series: dict[str, list[Point]] = {}
     for point in points:
         series.setdefault(point.name, []).append(point)
     return series
 
 
-def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
-    """Return data for charts.js: values by step, or, if a point lacks a step, in the order of their ends."""
-    stepped = all(p.step is not None for points in series.values() for p in points)
+def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
+    """Return data for charts.js: values by step, or, if a point lacks a step, in the order of their ends.
+
+    Of more than CURVE_POINTS values of x, each `means_of` neighbours become one point, their mean.
+    """
+    by_step = all(p.step is not None for points in series.values() for p in points)
     values: dict[float, dict[str, list[float]]] = {}
     for name, points in series.items():
         for i, point in enumerate(points):
-            at = point.step if stepped and point.step is not None else i + 1
-            values.setdefault(at, {}).setdefault(name, []).append(point.value)  # a step may be of several batches
+            x = point.step if by_step and point.step is not None else i + 1
+            values.setdefault(x, {}).setdefault(name, []).append(point.value)  # several batches may have one step
     names = [name for name, points in series.items() if points]
-    order = sorted(values)
-    size = max(1, -(-len(order) // POINTS))
-    groups = [order[i : i + size] for i in range(0, len(order), size)]
-    rows = [[_mean([value for at in group for value in values[at].get(name, ())]) for group in groups]
-            for name in names]
-    return {"x": x if stepped else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
-            "means_of": size}
+    xs = sorted(values)
+    group_size = max(1, -(-len(xs) // CURVE_POINTS))
+    groups = [xs[i : i + group_size] for i in range(0, len(xs), group_size)]
+    rows = [[_mean([value for x in group for value in values[x].get(name, ())]) for group in groups] for name in names]
+    return {"x": x_title if by_step else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
+            "means_of": group_size}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -170,10 +184,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _throughput(run: Overview) -> dict[str, Any]:
+    """Return data for charts.js: response tokens a second over time."""
     zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
     return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
-            "means_of": 1,
-            "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
+            "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +207,18 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | Non
         return None
     ordered = sorted(values)
 
-    def at(share: float) -> float:
+    def quantile(share: float) -> float:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
-    low, high = ordered[0], at(0.99)
+    low, high = ordered[0], quantile(0.99)
     width = (high - low) / bins or 1.0
     counts = [0] * bins
     for value in ordered:
         counts[min(bins - 1, int((value - low) / width))] += 1
-    most = max(counts)
+    largest_count = max(counts)
     return {
-        "bins": [Bin(100 * n / most, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],
-        "low": low, "high": high, "median": median(ordered), "p95": at(0.95), "most": ordered[-1],
+        "bins": [Bin(100 * n / largest_count, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],
+        "low": low, "high": high, "median": median(ordered), "p95": quantile(0.95), "most": ordered[-1],
         "count": len(ordered),
     }
 

@@ -15,17 +15,17 @@ from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.runner_work import WORK, work_of
 from trinity_es.projections.host_states import HostLife, host_of
 from trinity_es.projections.reading.host_list import read_hosts
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, visible_state
 from trinity_es.safe_text import devices, summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
-BATCHES = 10
+BATCHES_PER_PAGE = 10
 """Number of batches whose events one page of a runner reads."""
-EVENTS = 40
-LIVES = 200
-ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
-ABOUT_LIFE = (*RUNNER_LIFE, "WeightsFailed")
+MOST_EVENTS = 40
+MOST_LIVES = 200
+WEIGHTS_EVENTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
+LIFE_EVENTS = (*RUNNER_LIFE, "WeightsFailed")
 SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 
@@ -39,63 +39,70 @@ class Bar:
     title: str
 
 
-def _span(request: PageRequest) -> tuple[float, float]:
-    """Return when the log begins and ends, in unix seconds."""
+def _log_period(request: PageRequest) -> tuple[float, float]:
+    """Return when the log's first and last event were recorded, in unix seconds; (0, 1) for an empty log."""
     first = next(request.log.rare(limit=1), None)
     last = next(request.log.events(after=max(0, request.position - 1)), first)
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
 
-class _Line:
+class _TimeLine:
+    """Line from `begin` to `end`, in unix seconds, on which bars are placed."""
+
     def __init__(self, begin: float, end: float) -> None:
-        self._begin, self._whole = begin, max(end - begin, 1e-9)
+        self._begin, self._seconds = begin, max(end - begin, 1e-9)
 
     def bar(self, start: float, stop: float, kind: str, title: str) -> Bar:
-        x, until = (round(1000 * min(1.0, max(0.0, (at - self._begin) / self._whole)), 2) for at in (start, stop))
-        return Bar(x=x, width=max(1.0, until - x), kind=kind, title=title)
+        """Return the bar from `start` to `stop`, cut at the ends of the line, at least one thousandth wide."""
+        x, x_stop = (round(1000 * min(1.0, max(0.0, (at - self._begin) / self._seconds)), 2) for at in (start, stop))
+        return Bar(x=x, width=max(1.0, x_stop - x), kind=kind, title=title)
 
     def death(self, at: float, title: str) -> Bar:
-        return replace(bar := self.bar(at, at, "death", title), x=max(0.0, bar.x - 3), width=4.0)
+        """Return a short bar that ends just after this moment, so that it covers the end of the life's bar."""
+        moment = self.bar(at, at, "death", title)
+        return replace(moment, x=max(0.0, moment.x - 3), width=4.0)
 
 
 def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
-    """Return a runner's life as bars: loading, serving, death."""
-    line, name = _Line(begin, end), f"life {life.incarnation}"
-    started = life.started_at or life.ready_at or life.ended_at or begin
-    ended = life.ended_at if life.ended_at is not None else end
-    ready = min(life.ready_at if life.ready_at is not None else ended, ended)
-    bars = [line.bar(started, ready, "loading", f"{name} loads its engine")]
+    """Return one life of a runner as bars: loading, serving, death."""
+    line, name = _TimeLine(begin, end), f"life {life.incarnation}"
+    started_at = life.started_at or life.ready_at or life.ended_at or begin
+    ended_at = life.ended_at if life.ended_at is not None else end
+    ready_at = min(life.ready_at if life.ready_at is not None else ended_at, ended_at)
+    bars = [line.bar(started_at, ready_at, "loading", f"{name} loads its engine")]
     if life.ready_at is not None:
-        bars.append(line.bar(ready, ended, "serving", f"{name} serves"))
+        bars.append(line.bar(ready_at, ended_at, "serving", f"{name} serves"))
     if life.died and life.ended_at is not None:
-        bars.append(line.death(ended, f"{name}: {life.how}"))
+        bars.append(line.death(ended_at, f"{name}: {life.how}"))
     return bars
 
 
 def _without_overlaps(bars: list[Bar]) -> list[Bar]:
-    """Return the bars without those that would cover another one of their kind."""
-    places = {(bar.kind, round(bar.x), round(bar.width)): bar for bar in reversed(bars)}
-    return list(reversed(places.values()))
+    """Return the bars without those that would cover another one of their kind; of these the first stays."""
+    bar_by_place = {(bar.kind, round(bar.x), round(bar.width)): bar for bar in reversed(bars)}
+    return list(reversed(bar_by_place.values()))
 
 
 def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
     """Return the lives of a host as bars: joined, draining, lost."""
-    line, bars = _Line(begin, end), list[Bar]()
+    line, bars = _TimeLine(begin, end), list[Bar]()
     for life in lives:
-        name, ended = f"epoch {life.epoch}", end if life.ended_at is None else life.ended_at
-        drains = ended if life.draining_at is None else life.draining_at
-        bars.append(line.bar(life.joined_at, drains, "serving", f"{name}: joined"))
+        name = f"epoch {life.epoch}"
+        ended_at = end if life.ended_at is None else life.ended_at
+        draining_at = ended_at if life.draining_at is None else life.draining_at
+        bars.append(line.bar(life.joined_at, draining_at, "serving", f"{name}: joined"))
         if life.draining_at is not None:
-            bars.append(line.bar(drains, ended, "draining", f"{name} drains: {life.reason}"))
+            bars.append(line.bar(draining_at, ended_at, "draining", f"{name} drains: {life.reason}"))
         if life.state == "lost":
-            bars.append(line.death(ended, f"{name} is lost: {life.reason}"))
+            bars.append(line.death(ended_at, f"{name} is lost: {life.reason}"))
     return bars
 
 
 def runners(request: PageRequest) -> Page:
     """Return the page `/runners`, a line per runner with its last life and the cost of its deaths, grouped by host."""
-    begin, end = _span(request)
-    sort, descending = request.choice("sort", SORTS, "runner"), request.choice("order", ("up", "down"), "up") == "down"
+    begin, end = _log_period(request)
+    sort = request.choice("sort", SORTS, "runner")
+    descending = request.choice("order", ("up", "down"), "up") == "down"
     runners = by_runner(request.log.runner_lives(), request.log.processes()["up"])
     if sort != "runner":
         runners.sort(key=lambda runner: getattr(runner, sort), reverse=descending)
@@ -124,45 +131,46 @@ def runner(request: PageRequest) -> Page:
     lives = [life for life in request.log.runner_lives() if life.runner == name]
     if not lives:
         raise RunnerNotFound(f"no runner {name!r} in {request.log.url}")
-    one = request.number("life") if request.text("life") else None
-    chosen = [life for life in lives if one in (None, life.incarnation)]
-    begin, end = _span(request)
-    number, pages = request.page_of(request.log.count_batches(), BATCHES)
-    versions, events = _newest(request, name, one)
+    incarnation = request.number("life") if request.text("life") else None
+    chosen = [life for life in lives if incarnation in (None, life.incarnation)]
+    begin, end = _log_period(request)
+    number, pages = request.page_of(request.log.count_batches(), BATCHES_PER_PAGE)
+    weights_events, life_events = _newest_events(request, name, incarnation)
     work_rows = []
-    for row in request.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):
+    for row in request.log.batches(sort="position", descending=True, limit=BATCHES_PER_PAGE,
+                                   offset=(number - 1) * BATCHES_PER_PAGE):
         recorded = request.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
-        work = work_of(recorded, name, one)
+        work = work_of(recorded, name, incarnation)
         if work.units or work.runs or work.failures:
             work_rows.append((row.batch_id, work))
     return Page(
         template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "up": request.log.processes()["up"], "seen": seen,
-            "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
+            "name": name, "up": request.log.processes()["up"], "visible_state": visible_state,
+            "lives": lives[: -MOST_LIVES - 1 : -1], "lives_left": max(0, len(lives) - MOST_LIVES), "life": incarnation,
             "begin": begin, "end": end,
             "bars": _without_overlaps([bar for life in chosen for bar in _bars(life, begin, end)]),
-            "versions": versions, "events": [(r, summary(r.event)) for r in events], "most": EVENTS,
-            "work_rows": work_rows, "page_number": number, "pages": pages, "per_page": BATCHES,
+            "versions": weights_events, "events": [(r, summary(r.event)) for r in life_events], "most": MOST_EVENTS,
+            "work_rows": work_rows, "page_number": number, "pages": pages, "per_page": BATCHES_PER_PAGE,
         },
     )
 
 
-def _newest(request: PageRequest, name: str, life: int | None) -> list[list[Recorded]]:
-    """Return the runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
+def _newest_events(request: PageRequest, name: str, incarnation: int | None) -> list[list[Recorded]]:
+    """Return the runner's last WEIGHTS_EVENTS and its last LIFE_EVENTS, the newest first, of one life or of all.
 
     Only the end of the log is searched if it has enough of them; else the runner's whole stream is.
     """
-    stream, kinds = f"runner/{name}", (ABOUT_WEIGHTS, ABOUT_LIFE)
-    if life is None:
-        ends = [islice(request.log.rare(types, descending=True), 50 * EVENTS) for types in kinds]
-        last = [[r for r in end if r.stream == stream][:EVENTS] for end in ends]
-        if all(len(some) == EVENTS for some in last):
-            return last
-    own = [r for r in request.log.read(stream=stream, types=sorted({*ABOUT_WEIGHTS, *ABOUT_LIFE}))
-           if life is None or orjson.loads(r.data)["incarnation"] == life]
-    return [[r for r in reversed(own) if r.type in types][:EVENTS] for types in kinds]
+    stream, type_groups = f"runner/{name}", (WEIGHTS_EVENTS, LIFE_EVENTS)
+    if incarnation is None:
+        log_ends = [islice(request.log.rare(types, descending=True), 50 * MOST_EVENTS) for types in type_groups]
+        event_lists = [[r for r in log_end if r.stream == stream][:MOST_EVENTS] for log_end in log_ends]
+        if all(len(events) == MOST_EVENTS for events in event_lists):
+            return event_lists
+    own_events = [r for r in request.log.read(stream=stream, types=sorted({*WEIGHTS_EVENTS, *LIFE_EVENTS}))
+                  if incarnation is None or orjson.loads(r.data)["incarnation"] == incarnation]
+    return [[r for r in reversed(own_events) if r.type in types][:MOST_EVENTS] for types in type_groups]
 
 
 NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]

@@ -11,9 +11,9 @@ from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVer
 __all__ = ["NAV", "ROUTES", "weights"]
 
 PER_PAGE = 40
-ADAPTER_EVENTS_READ = 2000
+MOST_ADAPTER_EVENTS = 2000
 """Maximum number of events of LoRA adapters that the page reads, the newest ones."""
-BATCHES = 200
+MOST_BATCHES = 200
 """Maximum number of batches on the page of one version."""
 
 
@@ -24,8 +24,8 @@ def weights(request: PageRequest) -> Page:
     total, deliveries = request.log.count_weights(), request.log.deliveries_by_version()
     number, pages = request.page_of(total, PER_PAGE)
     versions = request.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
-    newest = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=ADAPTER_EVENTS_READ))
-    adapters = adapter_history(reversed(newest))
+    adapter_events = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=MOST_ADAPTER_EVENTS))
+    adapters = adapter_history(reversed(adapter_events))
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
         values={
@@ -36,39 +36,41 @@ def weights(request: PageRequest) -> Page:
     )
 
 
-def _version_page(request: PageRequest, number: int) -> Page:
-    published = next(iter(request.log.weights(version=number)), None)
-    ready = [
+def _version_page(request: PageRequest, version: int) -> Page:
+    """Return the page of one version: who loaded it and when, and the batches that it made. Raises WeightNotFound."""
+    published = next(iter(request.log.weights(version=version)), None)
+    loads_at_start = [
         WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
-             seconds=r.event.load_seconds, error=None)
+                    seconds=r.event.load_seconds, error=None)
         for r in request.log.rare(["RunnerReady"])
-        if isinstance(r.event, ev.RunnerReady) and r.event.model_version == number
+        if isinstance(r.event, ev.RunnerReady) and r.event.model_version == version
     ]
-    loads = [(load, "started with it") for load in ready]
+    loads = [(load, "started with it") for load in loads_at_start]
     if published is not None:
         loads += [(load, "loaded it") for load in published.loads]
         loads += [(load, "failed to load it") for load in published.failures]
     loads.sort(key=lambda pair: pair[0].at)
-    batches = request.log.batches_made_by(number, BATCHES)
-    if published is None and not ready and not batches:
-        raise WeightNotFound(f"no version {number} of the weights in {request.log.url}")
+    batches = request.log.batches_made_by(version, MOST_BATCHES)
+    if published is None and not loads_at_start and not batches:
+        raise WeightNotFound(f"no version {version} of the weights in {request.log.url}")
     return Page(
-        template="weights_version.html", title=f"Weights version {number}", nav="weights",
+        template="weights_version.html", title=f"Weights version {version}", nav="weights",
         watch=("weights", "runner/"),
         values={
-            "version": number, "published": published, "loads": loads,
-            "count": request.log.deliveries_by_version().get(number, 0),
-            "newest": max((v.version for v in request.log.weights(limit=1)), default=None),
-            "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches], "most": BATCHES,
-            "lag": _lag(published) if published is not None else None,
+            "version": version, "published": published, "loads": loads,
+            "count": request.log.deliveries_by_version().get(version, 0),
+            "newest": max((w.version for w in request.log.weights(limit=1)), default=None),
+            "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches],
+            "most": MOST_BATCHES,
+            "lag": _load_delays(published) if published is not None else None,
         },
     )
 
 
-def _lag(version: WeightsVersion) -> tuple[float, float] | None:
-    """Return the seconds from the publication until the first and the last engine had loaded it."""
-    after = [load.at - version.published_at for load in version.loads]
-    return (min(after), max(after)) if after else None
+def _load_delays(version: WeightsVersion) -> tuple[float, float] | None:
+    """Return the seconds from the publication until the first and the last engine had loaded it; None without loads."""
+    delays = [load.at - version.published_at for load in version.loads]
+    return (min(delays), max(delays)) if delays else None
 
 
 NAV = [Nav(name="weights", title="Weights", path="/weights", key="w")]

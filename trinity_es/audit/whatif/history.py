@@ -1,0 +1,163 @@
+"""Values of a replay: the settings to simulate, and the recorded history of batches, runners and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+
+__all__ = ["Addition", "Anchor", "Duration", "History", "Life", "PastBatch", "Settings", "WeightsUpdate"]
+
+LATE_SECONDS = 0.05
+"""If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
+
+Anchor = tuple[str, Any]
+"""Moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings to simulate; None: as recorded."""
+
+    timeout: float | None = None
+    """`explorer.max_timeout` in seconds."""
+    over_rollout_ratio: float | None = None
+    """`explorer.over_rollout.ratio`, of train batches."""
+    runners: int | None = None
+    """Number of engines of the rollout model. Additional ones are like the recorded ones and never die."""
+    max_concurrency: int | None = None
+    """`explorer.max_concurrency`, of each runner."""
+    max_retry: int | None = None
+    """`explorer.max_retry_times`."""
+    runs_per_unit: int | None = None
+    """`explorer.max_repeat_times_per_runner`."""
+    seed: int = 0
+    """Seed of the random draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """Duration and outcome of one run in one attempt."""
+
+    seconds: float
+    kind: str = ""
+    """FailureKind; empty if it completed."""
+    limit: float = 0.0
+    """Time limit in seconds."""
+    cut: bool = False
+    """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Tasks that a client added, with the pipeline's result that they answer, if any."""
+
+    event: ev.TasksAdded
+    added_at: float
+    missing: ev.GroupsMissing | None = None
+    pipeline_seconds: float = 0.0
+    """Duration of the pipeline that left too few groups."""
+    pause: float = 0.0
+    """Seconds from there until the tasks were added."""
+
+
+@dataclass(kw_only=True)
+class PastBatch:
+    """Record of one batch."""
+
+    submitted: ev.BatchSubmitted
+    submitted_at: float
+    state: BatchState | None = None
+    took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
+    """Durations by (task, run, attempt)."""
+    rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
+    from there until its outcome was in the log."""
+    due_at: float | None = None
+    """When it had enough, so that finalizing begins if a caller waits."""
+    finalizing_at: float | None = None
+    """When finalizing first began."""
+    pipeline_at: float | None = None
+    """When the pipeline first began after the last tasks were added."""
+    additions: list[Addition] = field(default_factory=list)
+    ended_at: float | None = None
+    trained_at: float | None = None
+    attempts: int = 0
+    """Number of units sent to runners."""
+
+    @property
+    def batch_id(self) -> BatchId:
+        return self.submitted.batch_id
+
+    @property
+    def asked_late(self) -> bool:
+        """True if it had enough and waited for its caller."""
+        begun = self.finalizing_at
+        return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
+
+    @property
+    def timer_late(self) -> float:
+        """Seconds by which the timer of `wait_after_min` was late."""
+        if self.asked_late or self.finalizing_at is None or self.due_at is None:
+            return 0.0
+        return max(0.0, self.finalizing_at - self.due_at)
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Duration of the pipeline that ended it, without those after which tasks were added."""
+        return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
+
+    @cached_property
+    def usual_rest(self) -> tuple[float, float]:
+        """Return the medians of the units' overheads, as in `rest`; (0, 0) without units."""
+        rests = list(self.rest.values())
+        return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """Life of a runner of the rollout model, from when it was ready."""
+
+    runner: str
+    incarnation: int
+    places: int
+    ready_at: float
+    ended_at: float | None
+    blamed: bool = True
+    """True if its end counts as a failed attempt of its units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsUpdate:
+    """Publication of new weights, with the time that each runner took to load them."""
+
+    version: int
+    published_at: float
+    loads: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """Record of batches that overlap no others, with their runners and weights."""
+
+    config: dict[str, Any]
+    batches: list[PastBatch]
+    lives: list[Life]
+    changes: list[WeightsUpdate]
+    pace: ev.PaceMeasured | None
+    """Pace of attempts before the first of these batches."""
+    unit_seconds: float | None
+    """Approximate time of a unit before the first of these batches; None if there were no batches before."""
+    anchors: list[tuple[float, Anchor]]
+    """Anchors in order of time; the first is ("begin", None)."""
+
+    def before(self, at: float) -> tuple[Anchor, float]:
+        """Return the last anchor before this time, and the seconds since then."""
+        first = self.anchors[0]
+        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
+        return anchor, at - when
