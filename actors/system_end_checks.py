@@ -99,7 +99,8 @@ def end_processes(admin: int, runners: list[int]) -> None:
 def printing_to(output: str) -> list[int]:
     """Return the ids of this user's processes whose standard output or error is the file `output` (Linux)."""
     pids = set()
-    for link in Path("/proc").glob("[0-9]*/fd/[12]"):
+    # `fd/[12]` would list the folder, which raises if its process ends meanwhile; a plain name is only looked up.
+    for link in (link for fd in (1, 2) for link in Path("/proc").glob(f"[0-9]*/fd/{fd}")):
         with contextlib.suppress(OSError):  # the process is gone, a zombie, or another user's
             if os.readlink(link) == output:
                 pids.add(int(link.parts[2]))

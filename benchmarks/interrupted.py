@@ -32,6 +32,7 @@ from benchmarks.compared import options_of, write_json
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
@@ -84,10 +85,25 @@ def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
     return len(everybody)
 
 
+def trained_steps(log: Log) -> list[int]:
+    """Return the steps that the trainer's last weights are made of, in order.
+
+    A trainer that was killed before it saved a step's weights goes back to its checkpoint. The steps after that are
+    delivered to it again, and it trains them again.
+    """
+    steps: list[int] = []
+    for recorded in log.read(types=["BatchTrained", "ExperiencesRedelivered"]):
+        if isinstance(recorded.event, ev.ExperiencesRedelivered):
+            steps = [step for step in steps if step not in recorded.event.batches]
+        else:
+            steps.append(int(recorded.stream.split("/")[1]))
+    return steps
+
+
 def account(config: Config) -> dict[str, Any]:
     """Figures of a run, from its log."""
     with trinity_es.open_log(config.store.url) as log:
-        trained = [int(r.stream.split("/")[1]) for r in log.read(types=["BatchTrained"])]
+        trained = trained_steps(log)
         finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
                            if isinstance(r.event, ev.TaskFinished))
         rewards = {str(b.batch_id): b.reward for b in log.batches() if b.batch_type == "eval"}

@@ -1,4 +1,4 @@
-"""Folds of the hosts that joined the head's own: their current states, and the lives of each. Pure.
+"""Folds of the hosts that joined the head's host: their current states, and the lives of each. Pure.
 
 The coordinator decides on this state in `actors/coordinator/decisions/host_decisions.py`.
 """

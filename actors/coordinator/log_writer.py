@@ -1,14 +1,16 @@
 """Group commit: one thread appends to the log, so that no handler waits for a disk.
 
-The coordinator decides and folds at once. It hands over the events with the actions to take when they are durable
-(`durable_calls`). The thread puts all waiting turns into one transaction; then the actor's loop calls them in order.
+The coordinator decides and folds at once. It hands over a turn: the events of one message, with the calls to make when
+they are durable (`durable_calls`). The thread puts all waiting turns into one transaction; then the actor's loop makes
+their calls in order.
 
 After transient trouble (a database restart, a lock) the thread retries the append under the same commit id. If the
 first try was written after all, the log recognizes the id and writes nothing twice. Meanwhile new turns queue up.
 
-If an append fails for good, the writer calls `on_failure` for its group and the queue behind it, and the session reads
-the state in memory again. If only the content of one turn can't be stored, the thread writes the turns of the group one
-by one. That turn gets its error; the turns behind it get Undone, and the router handles their requests again.
+If an append fails for good, the writer calls `on_failure` for its group and the queue behind it, and the log's session
+folds the state in memory again from the log. If only the content of one turn can't be stored, the thread writes the
+turns of the group one by one. That turn gets its error; the turns behind it get Undone, and the router handles their
+requests again.
 """
 
 from __future__ import annotations

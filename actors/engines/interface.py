@@ -77,14 +77,14 @@ class Sampling:
 
     def recorded(self) -> dict[str, Any]:
         """Return the fields to record for a repeat: those up to `ignore_eos`, and any other that is not the default."""
-        names = [f.name for f in fields(self) if f.name != "top_logprobs"]
-        optional_names = names[names.index("ignore_eos") + 1 :]
-        default = Sampling()
-        values = {name: getattr(self, name) for name in names}
-        return {
-            name: list(value) if name == "stop" else value for name, value in values.items()
-            if name not in optional_names or value != getattr(default, name)
-        }
+        values = {name: getattr(self, name) for name in _ALWAYS_RECORDED}
+        values["stop"] = list(self.stop)
+        return values | {name: value for name, default in _RECORDED_IF_SET if (value := getattr(self, name)) != default}
+
+
+_NAMES = [f.name for f in fields(Sampling)]
+_ALWAYS_RECORDED = _NAMES[: _NAMES.index("ignore_eos") + 1]
+_RECORDED_IF_SET = [(f.name, f.default) for f in fields(Sampling) if f.name not in (*_ALWAYS_RECORDED, "top_logprobs")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

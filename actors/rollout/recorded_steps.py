@@ -37,7 +37,10 @@ class RunSteps:
         return await self._play(name, fn, args, idempotent, sync=False)
 
     def step(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
-        """Return a step's value. Raises WorkflowError in a thread with a running event loop."""
+        """Return a step's recorded value; if there is none, call `fn` and record its value.
+
+        Raises WorkflowError in a thread with a running event loop.
+        """
         if running_loop() is not None:
             raise WorkflowError(f"the blocking {'now()' if fn is time.time else f'step {name!r}'} would stop this "
                                 "thread's event loop: await step_async or now_async")

@@ -151,7 +151,7 @@ class EngineLoop(_Loop):
                                 "it alone")
 
     def playing(self) -> Any:
-        """Return the unit whose workflow's main task the loop executes now; None if unknown. For any thread."""
+        """Return the unit whose workflow the loop executes now; None if unknown. Callable in any thread."""
         return getattr(asyncio.current_task(self), "owner", None)
 
 

@@ -52,7 +52,7 @@ class Journal:
 
     async def run(self) -> None:
         """Write queued records as they come and, at each interval, the new tokens of open calls, until cancelled."""
-        with contextlib.suppress(LogUnavailable):  # the first write tries again, and says so
+        with contextlib.suppress(Exception):  # the first write tries again, and says so
             await self._in_thread(self._open)
         due = time.monotonic() + self._settings.seconds
         while True:
@@ -154,6 +154,8 @@ class Journal:
 
     def _grow(self, size: int) -> None:
         """Count written bytes. Begin a new segment if this one is full, and drop the oldest beyond the limit."""
+        if not size:  # a sync, which succeeds on a full disk too
+            return
         if self._failing:
             self._log.warning("the journal is written again")
             self._failing = False

@@ -49,8 +49,9 @@ class Reporter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # works even while every workflow hangs
 
     def open(self) -> None:
-        """Open the payload store. Here and in each call, wait for a database that is away, because finished work is
-        expensive.
+        """Open the payload store.
+
+        This and the other methods wait while the database is away, because finished work is expensive to do again.
         """
         store = self.store
         opened = patiently(

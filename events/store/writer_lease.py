@@ -1,7 +1,7 @@
 """Leases, which decide who may write.
 
-A lease is held until another writer takes it. Each append compares its epoch in its transaction, so no clock matters.
-A lease also records its store: in a copy of the store it does not count.
+A lease is held until another writer takes it. Each append checks in its transaction that the writer still has the
+lease's newest epoch, so no clock matters. A lease also records its store: in a copy of the store it does not count.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class Followed:
         self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId],
         read: Callable[[BatchId, int], Iterable[Recorded]],
     ) -> SystemSnapshot:
-        """Add these batches to a snapshot that has the runners. The result is that of `observe` over all events.
+        """Return the snapshot, which has only runners yet, with these batches: what `observe` makes of all events.
 
         Drops the folds of other batches. `read(batch_id, position)` returns a batch's events after a position.
         """
@@ -303,7 +303,7 @@ class Followed:
 
 
 def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
-    """Fold these events of one batch into `batch`, or from its submission on; for KeptFold."""
+    """Fold events of one batch into `batch`; None: they begin with its submission. Called by a KeptFold."""
     snapshot = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
     return observe(snapshot, recorded).batches.get(batch_id)
 

@@ -94,7 +94,7 @@ def test_an_agent_that_can_t_do_its_work_says_so_and_goes_on_trying(
     monkeypatch.chdir(tmp_path)
     agent = Agent({"config": {"unknown": 1}, "key": "k" * 40, "folder": "/nowhere"}, 0)
     try:
-        agent._over.wait(0.5)
+        agent._ended.wait(0.5)
         problem = agent.report()["problem"]
         assert "unknown" in problem["text"]
         assert problem["for_good"]

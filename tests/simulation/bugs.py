@@ -64,7 +64,7 @@ def drain_before_success() -> Patch:
 
     def report(self: Runner, outcomes: Any) -> None:
         real(self, outcomes)
-        self.outbox.unacked.clear()
+        self.outbox.unconfirmed.clear()
 
     return mock.patch.object(Runner, "report", report)
 

@@ -79,7 +79,7 @@ class FarHost:
         self.send([])
         for runner in self.runners.values():
             runner.announce()
-            for group in runner.outbox.due(self.world.now, anew=True):
+            for group in runner.outbox.due(self.world.now, resend_all=True):
                 self.say(runner.name, group)
 
     def say(self, name: str, message: Any) -> None:

@@ -369,7 +369,8 @@ class Invariants:
             return "the log is being written"
         for process in world.processes.values():
             if process.kind == "runner" and process.alive and not process.stopped and self._of_this_system(process):
-                groups = getattr(process.receiver, "unacked", None)
+                outbox = getattr(process.receiver, "outbox", None)  # none before it knows its runner
+                groups = outbox and outbox.unconfirmed
                 if groups:
                     return f"{process.label} keeps outcomes {sorted(groups)}"
         return None

@@ -235,7 +235,7 @@ class World:
             if guardian.alive and guardian.pid == owner:
                 return guardian
             actor = guardian.receiver
-            begins = not getattr(actor, "epoch", 0) and not getattr(actor, "fenced", "")
+            begins = not getattr(actor, "epoch", 0) and not getattr(actor, "fencing_owner", "")
             if guardian.alive and guardian.pid > owner and begins:
                 found = guardian
         return found

@@ -252,7 +252,7 @@ class Connection:
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
-        """Replace a dead session, in a thread; `joining` gets its result when that is done or failed."""
+        """Replace a dead session; called in a thread. `joining` ends when that is done, or with its error."""
         try:
             session = self._next_session(dead_session.admin)
         except BaseException as e:

@@ -254,7 +254,7 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
 
 
 def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:
-    """Return the step at which a run's tasksets end; `step`: the last one that was submitted.
+    """Return the last step for which a run's tasksets have rows, counted from `step`, the last submitted one.
 
     None if there is no taskset, or if one is endless or not in the log.
     """

@@ -36,7 +36,7 @@ _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """An installed environment."""
+    """Environment package that is installed here."""
 
     name: str
     distribution: str

@@ -355,7 +355,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Connect as a trainer at this step, and move the data's sampler to its epoch, which TRL does not do."""
+        """Connect as a trainer at `state.global_step`; move the sampler to its epoch, which TRL does not do."""
         per_generation = args.steps_per_generation * args.num_iterations
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)

@@ -214,7 +214,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
     def _count_taken(self, sample: Any, batch: int | None = None) -> None:
-        """Count a sample that the trainer took, or a whole `batch` without samples."""
+        """Count a sample that the trainer took; without one, the batch with this number, which had no samples."""
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
             self._samples_left[n] -= sample is not None

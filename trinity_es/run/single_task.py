@@ -24,6 +24,7 @@ from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugin_lookup import look_in, resolve
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.actors.serving.engine_server import EngineServer
@@ -32,7 +33,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
 from trinity_es.events.private_files import make_private_folder
-from trinity_es.events.values import Task
+from trinity_es.events.values import FailureKind, Task
 from trinity_es.tasksets.taskset import Taskset
 
 __all__ = ["PlayedTask", "choose", "play"]
@@ -172,10 +173,10 @@ class _TracebackRunner(WorkflowRunner):
         super().__init__(*args, **kwargs)
         self.tracebacks: list[str] = []
 
-    def _failed(self, error: Exception, *rest: Any) -> Any:
+    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         """Keep the error's traceback, and go on as the base class."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
-        return super()._failure(error, *rest)
+        return super()._failure(error, out)
 
 
 def _write(played: PlayedTask) -> None:

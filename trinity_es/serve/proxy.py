@@ -78,7 +78,10 @@ def api_key(config: Config) -> str:
 
 
 class Proxy:
-    """Proxy of a running system, on the event loop on which it is started. Making one raises WrongKey."""
+    """HTTP server before the engines of a running system, on the event loop on which it is started.
+
+    The constructor raises WrongKey if there is no key, or if another user could have read it.
+    """
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
         self.config, self.api_key = config, api_key(config)
@@ -213,12 +216,12 @@ class Proxy:
         server = self._server
         if not engine_count:
             status = "no engine serves"
-        elif server.taken >= server.most:
+        elif server.connection_count >= server.limit:
             status = f"full: new clients wait, as {server.files} open files allow no more"
         else:
             status = "ok"
-        health = {"status": status, "engines": engine_count, "connections": server.taken,
-                  "most_connections": server.most}
+        health = {"status": status, "engines": engine_count, "connections": server.connection_count,
+                  "most_connections": server.limit}
         return json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:

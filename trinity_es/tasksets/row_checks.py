@@ -280,7 +280,7 @@ def _is_bytes(arrow_type: Any) -> bool:
 def _map_object(
     pairs: Iterable[tuple[Any, Any]], *, read_key: Callable[[Any], Any], read_value: Callable[[Any], Any]
 ) -> Any:
-    """Return the pairs of a map as an object. Raises ValueError if a key appears twice."""
+    """Return the pairs of an Arrow map as a dict. Raises ValueError if a key appears twice."""
     members: dict[str, Any] = {}
     for key, value in pairs:
         name = str(read_key(key))

@@ -1,4 +1,4 @@
-"""Monitors: receivers of the metrics of steps, trainer steps and evals during a run.
+"""Monitors: receivers of the metrics of explorer steps, trainer steps and evals during a run.
 
 All have `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
 `wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
@@ -8,7 +8,8 @@ the next steps.
 Monitors follow the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_metrics`), so
 they work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the log,
 then grows line by line. So no step has a metric twice, metrics of steps after the run's checkpoint are left out (these
-steps are trained again), and lines that an earlier process did not write are there. Each line has its log position.
+steps are trained again), and lines that an earlier process had no time to write are added. Each line has its log
+position.
 """
 
 from __future__ import annotations

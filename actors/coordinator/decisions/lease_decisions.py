@@ -19,8 +19,8 @@ from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
-    "GRACE_SECONDS", "SPLIT", "IsRead", "apply_change", "attachable", "due", "end_of_attempt", "give_up", "orphans",
-    "released",
+    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "attachable", "due", "end_of_attempt", "give_up",
+    "orphans", "released",
 ]
 
 GRACE_SECONDS = 30.0
@@ -44,11 +44,11 @@ def end_of_attempt(batch: BatchState | None, life: RunnerLife | None, holder: Le
     return ""
 
 
-IsRead = Callable[[BatchState, tuple[int, int]], bool]
+IsBeingRead = Callable[[BatchState, tuple[int, int]], bool]
 """Function that returns True while the journal of a lost unit is being read."""
 
 
-def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_read: IsRead) -> bool:
+def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBeingRead) -> bool:
     """Return True if the run of a lost attempt goes on, or may, from what its journal has."""
     if batch is None or batch.submission != taken.submission:
         return False
@@ -60,10 +60,12 @@ def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_read: IsRead) ->
     kept += [f.kept for f in batch.flights.values() if f.kept is not None and has_run(f.unit)]
     if any(k.attempt >= taken.unit.attempt and not k.possibly_delivered for k in kept):
         return True
-    return any(has_run(batch.pending.get(key)) and is_read(batch, key) for key in batch.lost)
+    return any(has_run(batch.pending.get(key)) and is_being_read(batch, key) for key in batch.lost)
 
 
-def attachable(leases: OpenLeases, batch: BatchState | None, change: LeaseChange, is_read: IsRead) -> OpenLease | None:
+def attachable(
+    leases: OpenLeases, batch: BatchState | None, change: LeaseChange, is_being_read: IsBeingRead
+) -> OpenLease | None:
     """Return the lease of an earlier attempt whose resource a new lease may take over."""
     if not change.attachable:
         return None
@@ -75,7 +77,7 @@ def attachable(leases: OpenLeases, batch: BatchState | None, change: LeaseChange
         if (
             identity == wanted and taken.attachable and taken.unit.attempt < change.unit.attempt and lease.held
             and lease.handle is not None and not lease.orphaned and taken.lease not in claimed_ids
-            and _goes_on(batch, taken, is_read)
+            and _goes_on(batch, taken, is_being_read)
         ):
             return lease
     return None
@@ -124,7 +126,7 @@ def apply_change(
 
 def orphans(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
-    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_read: IsRead,
+    lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:
     """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
 
@@ -139,7 +141,7 @@ def orphans(
             continue
         batch = batches.get(taken.batch_id)
         reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)
-        if reason and taken.attachable and lease.held and _goes_on(batch, taken, is_read):
+        if reason and taken.attachable and lease.held and _goes_on(batch, taken, is_being_read):
             reason = ""
         if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"

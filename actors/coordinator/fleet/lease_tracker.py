@@ -45,10 +45,10 @@ class LeaseFleet:
 
     def __init__(
         self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
-        is_read: decisions.IsRead = lambda batch, key: False,
+        is_being_read: decisions.IsBeingRead = lambda batch, key: False,
     ) -> None:
-        """Take `is_read`, which returns True while the journal of a lost unit is being read."""
-        self._is_read = is_read
+        """Take `is_being_read`, which returns True while the journal of a lost unit is being read."""
+        self._is_read = is_being_read
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""

@@ -218,7 +218,7 @@ class BatchHandlers:
         return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
-        """Have a batch that has enough tasks finalized after this time, unless its timer runs already."""
+        """Start a timer that finalizes a batch with enough tasks after `seconds`, unless its timer runs already."""
 
         def end_grace() -> None:
             for waiter in self.waiters.get(batch_id, []):

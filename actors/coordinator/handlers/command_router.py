@@ -95,7 +95,7 @@ class CommandRouter:
         self._handle(request, Fetch())
 
     def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool:
-        """Answer a request that came before, or let it wait under its new address; return False if it is new."""
+        """Answer a request that came before, or answer it at `sender` once it ends. Return False if it is new."""
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender

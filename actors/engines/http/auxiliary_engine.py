@@ -88,7 +88,7 @@ class RemoteEngine:
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """Yield the whole answer as one part, after `generate`."""
+        """Wait for `generate`, and yield its whole answer as one part."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 

@@ -210,7 +210,7 @@ class HTTPEngine(ServerWeights):
                 _log.warning("%s: %s", self.server.url, problem)
 
     async def _update_waits(self) -> None:
-        """Update `waits_for` and `runs_wait`; the pause of this engine's own change of weights does not count."""
+        """Update `waits_for` and `runs_wait`. While this engine changes its weights, its own pause is no wait."""
         url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
         is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
         end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"

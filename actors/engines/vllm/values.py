@@ -173,7 +173,7 @@ def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
 
 
 async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
-    """Set the texts of finished outputs if `read_at_the_end` had vLLM make none, of long ones off the event loop."""
+    """Set the texts of finished outputs if `read_at_the_end` turned vLLM's off; long ones are made in a thread."""
     if params.detokenize:
         return
 

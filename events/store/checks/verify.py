@@ -2,7 +2,8 @@
 
 After a break in the chain it continues from the stored hash, so that one changed event is one problem and not a
 thousand. No content of a damaged file stops it. Events are read page by page up to the head. A short last transaction
-reads the rest and everything to compare as of one moment, so concurrent writers cause no false problems.
+reads the events since then and the tables that they are compared with, both as of one moment, so concurrent writers
+cause no false problems.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_an_answer_in_flight_ends_with_the_old_weights_and_the_next_waits_for_th
         await server.start()
         try:
             first = asyncio.ensure_future(ask(server))
-            await until(lambda: live.engine._open_count, "the first request")
+            await until(lambda: live.engine._request_tasks, "the first request")
             load = asyncio.ensure_future(engine.load_weights(before + 1, str(tmp_path / "same")))
             await asyncio.sleep(0)
             [new] = await ask(server)

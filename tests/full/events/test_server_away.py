@@ -206,7 +206,7 @@ def test_verify_accuses_no_log_whose_server_went_away(
     urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch, own_server: Server
 ) -> None:
     """In the last transaction, where a connection that is lost can't be made again."""
-    parts = [(verifying._Fold, name) for name in ("_definitions", "_checkpoints", "_leases")]
+    parts = [(verifying._Fold, name) for name in ("_check_definitions", "_check_checkpoints", "_check_leases")]
     for place, part in [*parts, (tables, "_compare")]:
         whole = getattr(place, part)
 

@@ -127,7 +127,7 @@ def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
     with closing(socket.create_server(("127.0.0.1", 0))) as shut, monkeypatch.context() as elsewhere:
         port = shut.getsockname()[1]
         elsewhere.setattr("trinity_es.cli.join_checks.find_head", lambda url: HeadPlace(f"127.0.0.1:{port}", bytes(32)))
-        elsewhere.setattr("trinity_es.cli.join_checks.PATIENCE", 0.5)
+        elsewhere.setattr("trinity_es.cli.join_checks.PATIENCE_SECONDS", 0.5)
         elsewhere.setattr("trinity_es.cli.join_checks.ANSWER_SECONDS", 1.0)
         [silent] = checked(head)["head"]
         assert silent["verdict"] == "missing"

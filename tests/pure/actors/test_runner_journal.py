@@ -30,10 +30,11 @@ class Memory:
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
         assert life == ("runner-0", 3)
-        if self.full:
+        if self.full and data:  # a file of a full disk can be synced
             raise LogUnavailable("no space left on device")
         self.writes.append((len(data), durable))
-        self.segments[segment] = self.segments.get(segment, b"") + data
+        if data:
+            self.segments[segment] = self.segments.get(segment, b"") + data
 
     def read(self, life: Life) -> list[bytes]:
         return [self.segments[s] for s in sorted(self.segments)]
@@ -152,7 +153,7 @@ def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(
         journal.begin(ONE)
         await journal.write([b"before"])
         store.full = True
-        await journal.write([b"lost"])
+        await journal.write([b"lost"], durable=True)
         await journal.write([b"lost"])
         store.full = False
         await journal.write([b"after"])
@@ -178,6 +179,7 @@ def test_a_store_that_hangs_holds_no_call_up(monkeypatch: pytest.MonkeyPatch) ->
         await journal.write([b"one"])
         await journal.write([b"two"])
         assert store.segments == {}
+        monkeypatch.undo()  # the last write may take longer
         answers.set()
 
     assert [*play(test).segments.values()] == [b"onetwo."]

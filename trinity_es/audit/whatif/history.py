@@ -114,7 +114,7 @@ class PastBatch:
 
     @cached_property
     def usual_rest(self) -> tuple[float, float]:
-        """Return the medians of the units' overheads, as in `rest`; (0, 0) without units."""
+        """Return the median overhead of a unit in its place, and until its outcome was in the log, in seconds."""
         rests = list(self.rest.values())
         return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
 

@@ -39,9 +39,9 @@ NEEDED_KEYS = (
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
-    """Return the time of runs in sequence or at once.
+    """Return the total time of runs: their sum if `sequential`, else the longest.
 
-    Times that are equal to the last bit come from one event for all runs, so they count once.
+    Times that are equal to the last bit were measured once for all runs, so they count once.
     """
     if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
         return sum(seconds)

@@ -91,7 +91,7 @@ class RunView:
 
     # --- lines ------------------------------------------------------------------------------------------------------
     def _line(self, log: Log, recorded: Recorded) -> str:
-        """Return the line for an event; empty for the training of a batch whose end was printed."""
+        """Return the line for an event; empty for a BatchTrained if the line of the batch's end was printed."""
         event, stream = recorded.event, recorded.stream
         match event:
             case ev.RunnerStarted():
