@@ -31,7 +31,7 @@ def config_of(folder: Path, answers: int, bound: int) -> Config:
     (folder / "train.jsonl").write_text("\n".join(
         json.dumps({"prompt": f"{'long' if i % 10 == 0 else 'short'} {i}", "answer": "x"}) for i in range(500)))
     return Config.from_dict({
-        "mode": "both", "total_steps": -(-answers // (TASKS * RUNS)) + 1,
+        "mode": "both", "total_steps": -(-answers // (TASKS * RUNS)) + 3,
         "explorer": {
             "max_staleness": bound, "over_rollout": {"ratio": 0.1, "wait_after_min": 0.0},
             "progress": {"seconds": 0.1}, "rollout_model": {"engine_type": "scripted", "script": {

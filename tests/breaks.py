@@ -211,7 +211,7 @@ BREAKS = (
           "pass", "full/events/test_log_end.py::test_an_append_is_noted_before_it_returns[sqlite]"),
     Break(13, "What a client of an earlier life knows of the log is not looked up.",
           "actors/coordinator/sender_mark_checks.py", "if mark is None or mark.teller == self._teller or", "if True or",
-          "full/actors/test_witnesses.py::test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done"),
+          "full/actors/test_sender_mark_checks.py::test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done"),
     Break(14, "A lease whose attempt is over belongs to it still, and is not released.",
           "actors/coordinator/decisions/lease_decisions.py",
           "reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)",

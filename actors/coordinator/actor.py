@@ -227,7 +227,7 @@ class Coordinator(BaseActor):
             self.handlers.servers.start_reading()
             self.every(LOOK_SECONDS, "servers", self.handlers.servers.update)
         if self.mark_checks.unheard_runners:
-            self.after(HEAR_SECONDS, "unheard", self.mark_checks.handle_held_requests)
+            self.after(HEAR_SECONDS, "unheard", self.mark_checks.stop_waiting_for_runners)
 
     def require_session(self) -> LogSession:
         """Return the session, which exists from the first message on."""

@@ -94,7 +94,11 @@ class SessionHost(TimerHost, Protocol):
 
 
 class LogSession:
-    """Session with one log; the attributes without a value here exist once `has_live_state` is True."""
+    """Session with one log.
+
+    `live`, `lease` and `events` exist once `has_live_state` is True; `watch`, `mark_checks` and `writer` are
+    made in the same call.
+    """
 
     live: LiveState
     lease: Lease

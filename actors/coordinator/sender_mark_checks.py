@@ -51,7 +51,7 @@ class SenderMarkChecks:
         self._is_checking = False
         self.unheard_runners = set(unheard_runners)
         """Runners that have not yet sent their mark."""
-        self._held_requests: list[Callable[[], None]] = []
+        self._requests_after_runners: list[Callable[[], None]] = []
         """Calls that handle clients' requests once all runners have sent their marks."""
 
     def log_end(self) -> Mark | None:
@@ -60,13 +60,15 @@ class SenderMarkChecks:
         return None if mark is None else mark._replace(teller=self._teller)
 
     # --- marks ------------------------------------------------------------------------------------------------------
-    def admit(self, mark: Mark | None, sender: str, act: Callable[[], None], *, if_unreadable: bool = False) -> None:
+    def admit(
+        self, mark: Mark | None, sender_name: str, act: Callable[[], None], *, if_unreadable: bool = False
+    ) -> None:
         """Call `act` once the log has proved to hold the mark of this sender: at once for a mark known before. If the
         log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages."""
         if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified_marks:
             act()
             return
-        self._waiting_checks.append(_Check(Claim(mark._replace(teller=""), sender), act, if_unreadable))
+        self._waiting_checks.append(_Check(Claim(mark._replace(teller=""), sender_name), act, if_unreadable))
         if not self._is_checking:
             self._start_checks()
 
@@ -99,7 +101,7 @@ class SenderMarkChecks:
         if isinstance(error, LogRewound):
             self._on_rewound(error)
         elif error is not None:  # the clients ask again
-            logging.getLogger("trinity_es.witnesses").warning("senders' marks of the log can't be checked: %s", error)
+            logging.getLogger("trinity_es.marks").warning("senders' marks of the log can't be checked: %s", error)
             checks = [check for check in checks if check.if_unreadable]
         elif has_later_mark:  # only the next coordinator can have written more; clients will find it
             self._on_replaced()
@@ -117,19 +119,19 @@ class SenderMarkChecks:
     def after_runners(self, act: Callable[[], None]) -> None:
         """Call `act` once every runner that may have seen more of the log has reported."""
         if self.unheard_runners:
-            self._held_requests.append(act)
+            self._requests_after_runners.append(act)
         else:
             act()
 
     def note_runner(self, name: str) -> None:
-        """Note that a runner has sent its mark, or never will; after the last one, handle the held requests."""
+        """Note that a runner has sent its mark, or never will; after the last one, handle clients' requests."""
         self.unheard_runners.discard(name)
         if not self.unheard_runners:
-            self.handle_held_requests()
+            self.stop_waiting_for_runners()
 
-    def handle_held_requests(self) -> None:
+    def stop_waiting_for_runners(self) -> None:
         """Go on without the runners that have not reported, since one may be suspended."""
         self.unheard_runners = set()
-        acts, self._held_requests = self._held_requests, []
+        acts, self._requests_after_runners = self._requests_after_runners, []
         for act in acts:
             act()

@@ -190,7 +190,7 @@ class Guardian(BaseActor):
             self.waiting_coordinator = message.coordinator
 
     def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
-        """Note the state of a runner; end one that failed after an earlier life in its slot came up."""
+        """Note the state of a runner; end one that failed and is not the first in its slot, or that never began."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or child.is_gone():
             return
@@ -206,7 +206,7 @@ class Guardian(BaseActor):
             self.after(LEFT_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
         elif message.state == "failed":
             child.reason = message.reason
-            # An engine of this slot came up before, so the cause may pass: another process in its memory, say. Or
+            # This is not the first life of its slot, so the cause may pass: another process in its memory, say. Or
             # this life never began, and then it can't report to the coordinator itself.
             if (not child.first or child.pid == 0) and not self.stopping:
                 self.end_child(child, child.end_reason(message.reason))
@@ -289,7 +289,7 @@ class Guardian(BaseActor):
             self.end_child(child, message.reason, asked=True)
 
     def end_child(self, child: Child, reason: str, *, asked: bool = False) -> None:
-        """Kill a child's process; `asked` means that a client requested it."""
+        """Kill a child's process; `asked` means that the end was requested."""
         if child.pid == 0:
             self.send(child.address, ActorExitRequest())
         elif child.is_coordinator():

@@ -307,7 +307,7 @@ def finalized(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Finalize a batch with the result of its pipeline; the arguments are fields of BatchFinalized."""
+    """Finalize a batch with the result of its pipeline; the arguments are its fields in BatchFinalized."""
     return [ev.BatchFinalized(
         result=batch_result(batch, metrics), pipeline_metrics=metrics, experiences=experiences, selected=selected,
         dropped=dropped, dropped_by=dropped_by or {}, model_versions=model_versions or [],

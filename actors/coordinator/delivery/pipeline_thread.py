@@ -37,7 +37,7 @@ class PipelineJob:
 
 @dataclass(frozen=True, slots=True)
 class PipelineDone:
-    """Result of a job; fields without a text are those of BatchFinalized."""
+    """Result of a job; fields without a text are those of BatchFinalized (`metrics` its `pipeline_metrics`)."""
 
     metrics: dict[str, float]
     refs: list[PayloadRef]

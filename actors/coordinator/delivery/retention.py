@@ -155,7 +155,7 @@ class Retention:
         own: set[str] = set()
         for stream in streams:
             own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
-        used_elsewhere = set(experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"])))
+        used_elsewhere = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         used_elsewhere.update(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
         return own - used_elsewhere
 

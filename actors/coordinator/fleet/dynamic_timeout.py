@@ -51,8 +51,8 @@ class DynamicTimeout:
             "ratio": dynamic.ratio, "warmup_min_steps": dynamic.warmup_min_steps, "max_timeout": explorer.max_timeout,
         }
 
-    def record_batch(self, batch: BatchState) -> None:
-        """Record the measurements after a batch that has just ended."""
+    def record_attempt_times(self, batch: BatchState) -> None:
+        """Record the measurements of a batch's attempts, once it has ended."""
         event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
             self._live.record(event)

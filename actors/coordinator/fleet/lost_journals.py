@@ -90,7 +90,7 @@ class LostJournals:
 
     def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
         """Store what the journals have of the open units of a batch that cuts its open tasks. Then call `record` with
-        the events that name the payloads, unless the batch was submitted again meanwhile."""
+        the events that name the payloads, unless the batch ended or was submitted again meanwhile."""
         if batch.submission in self._cut_submissions:
             return
         batch_id, submission = batch.batch_id, batch.submission

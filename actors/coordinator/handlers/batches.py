@@ -295,7 +295,7 @@ class BatchHandlers:
         """Answer the clients that wait for a batch that has just ended, and do what follows from its end."""
         batch = self.live.ended_batches[batch_id]
         self._answer_waiters(batch_id, batch.final_result, None)
-        self.dynamic_timeout.record_batch(batch)
+        self.dynamic_timeout.record_attempt_times(batch)
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:

@@ -89,7 +89,7 @@ class SchedulerHandlers:
         end_events = collect_decisions.end_if_done(batch)
         self._live.record_batch(batch.batch_id, end_events)
         if end_events:
-            self._dynamic_timeout.record_batch(batch)
+            self._dynamic_timeout.record_attempt_times(batch)
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
@@ -180,8 +180,9 @@ class SchedulerHandlers:
     def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
         """Drop the unsettled tasks of one batch or of all, and stop their runs."""
         batch_id, reason = request.command.batch_id, request.command.reason
-        batches = self._scheduled_batches()
-        if batch_id is not None:
+        if batch_id is None:
+            batches = self._scheduled_batches()
+        else:
             batch = self._open_batch(batch_id)
             batches = [] if batch is None else [batch]
         return_partial = request.command.return_partial

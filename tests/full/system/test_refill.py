@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.handmade import cli
-from tests.helpers.runs import count, events_of, killed_when, make_config, outcome, went_well
+from tests.helpers.runs import events_of, killed_when, make_config, outcome, went_well
 from tests.helpers.systems import StartSystem
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import BatchNotFound, BatchTypeMismatch, DataError, TooFewGroups
@@ -21,10 +21,12 @@ pytestmark = pytest.mark.timeout(240)
 
 ROWS, SIZE, AT_MOST = 40, 4, 12
 REWARD = "tests.helpers.runs:odd_question"
+MOMENTS = ("BatchSubmitted", "GroupsMissing", "TasksAdded", "BatchFinalizing")
+"""Events after which a run is killed."""
 PIPELINE = {"operators": [{"name": "reward_filter", "args": {"threshold": 1.0}}]}
 
 
-def refilled_run(folder: Path, *, latency: float = 0.0, at_most: int = AT_MOST) -> Path:
+def refilled_run(folder: Path, *, latency: float = 0.0, at_most: int = AT_MOST, **sections: Any) -> Path:
     script = {"latency_seconds": latency}
     return make_config(
         folder, rows=ROWS,
@@ -35,6 +37,7 @@ def refilled_run(folder: Path, *, latency: float = 0.0, at_most: int = AT_MOST) 
             "rollout_args": {"max_tokens": 8},
         }]}},
         trainer={"class": "tests.helpers.runs:SteadyTrainer", "args": {"seconds": 0.0}, "keep_checkpoints": 2},
+        **sections,
     )
 
 
@@ -48,21 +51,32 @@ def require_full_steps(config: Config) -> None:
         assert log.verify() == []
 
 
+def reached(kind: str, nth: int, config: Config) -> bool:
+    return len(events_of(config, kind)) >= nth
+
+
 @pytest.mark.slow
-def test_a_refilled_run_that_is_killed_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("store", "kills"), [
+    ("sqlite", 3),
+    pytest.param("sqlite", 20, marks=pytest.mark.all),
+    pytest.param("postgresql", 20, marks=[pytest.mark.all, pytest.mark.postgres, pytest.mark.timeout(600)]),
+])
+def test_a_refilled_run_that_is_killed_ends_as_if_nothing_had_been(
+    store: str, kills: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     went_well("run", calm := refilled_run(tmp_path / "calm"), cwd=tmp_path)
-    require_full_steps(load_config(calm))
-    moments: list[tuple[str, Callable[[Config], bool]]] = [
-        ("groups of step 1 are missing", lambda c: count(c, "GroupsMissing", 1) >= 1),
-        ("step 2 got more tasks", lambda c: count(c, "TasksAdded", 2) >= 1),
-        ("step 3 is in the pipeline", lambda c: count(c, "BatchFinalizing", 3) >= 1),
-    ]
-    path = refilled_run(tmp_path / "run", latency=0.05)
-    for moment, reached in moments:
-        config = killed_when(reached, path, moment)
+    require_full_steps(calm_config := load_config(calm))
+    kinds = [type(event).__name__ for _, event in events_of(calm_config, *MOMENTS)][:20]
+    assert len(kinds) == 20
+    url = f"sqlite:///{tmp_path / 'killed.db'}" if store == "sqlite" else request.getfixturevalue("postgres")()
+    path = refilled_run(tmp_path / "run", latency=0.05, store={"url": url})
+    config = load_config(path)
+    for i in range(20 // kills - 1, 20, 20 // kills):
+        nth = kinds[:i + 1].count(kinds[i])
+        killed_when(partial(reached, kinds[i], nth), path, f"{kinds[i]} number {nth}")
     went_well("resume", path, "--set", "explorer.rollout_model.script.latency_seconds=0", cwd=tmp_path)
     require_full_steps(config)
-    assert outcome(config) == outcome(load_config(calm))
+    assert outcome(config) == outcome(calm_config)
 
 
 def test_a_step_ends_with_what_it_has_when_its_further_tasks_are_spent(tmp_path: Path) -> None:

@@ -118,6 +118,6 @@ def test_clients_wait_for_runners_that_were_told_more_and_not_for_ever(place: Pl
     assert place.acted == ["client", "another"]
     silent = Place(Path(place.log._db.path or "").with_name("other.sqlite"), ("runner-0",))
     silent.mark_checks.after_runners(lambda: silent.acted.append("client"))
-    silent.mark_checks.handle_held_requests()
+    silent.mark_checks.stop_waiting_for_runners()
     assert silent.acted == ["client"]
     silent.log.close()
