@@ -4,8 +4,9 @@ A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) run
 with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then it measures in turn, on the
 same files (the delivered payloads and the raw ones that they refer to):
 
-- delivered: `client.experiences(batch)` reads the files, compares their digests, and makes each experience with
-  writable arrays;
+- columns: `client.columns(batch)` reads the files, compares their digests and joins their arrays, and everything that a
+  trainer needs is computed: tokens, logprobs, masks, advantages, returns, rewards, versions, groups, runs, truncation;
+- delivered: `client.experiences(batch)` makes an object of each experience on top of that;
 - floor: the same files are read, and nothing is done with their bytes (in the page cache for both);
 - the floor with the SHA-256 of each file, which a store addressed by content must compute.
 
@@ -31,6 +32,7 @@ import numpy as np
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
 from benchmarks.dispatch import Bench, check_experiences
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.projections.verify.log import verify_log
 
@@ -38,7 +40,9 @@ SIZES = {512: 1024, 8192: 192}
 """Experiences of one batch, by their tokens."""
 REPEATS, ROUNDS = 11, 3
 """Number of measurements, and of reads in each."""
-AIM, STORED_AIM = 0.7, 1.3
+AIMS = {512: 0.5, 8192: 0.8}
+"""Aim of columns over reading the files and their SHA-256, by tokens."""
+STORED_AIM = 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
 
@@ -83,6 +87,14 @@ def check_advantages(found: Sequence[Experience]) -> None:
             raise SystemExit(f"experience {e.eid} has another advantage than its reward gives")
 
 
+def use(columns: ExperienceColumns) -> int:
+    """Compute what a trainer needs of columns; return the number of its values."""
+    vectors = columns.tokens, columns.logprobs, columns.action_mask, columns.advantages, columns.returns
+    values = [columns.prompt_lengths, columns.rewards, columns.versions]
+    values += [columns.groups, columns.runs, columns.truncated]
+    return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
+
+
 def numbers_of(count: int, tokens: int) -> int:
     """Return the number of tokens and logprobs of a batch."""
     return count * (tokens + tokens - tokens // 2)
@@ -97,6 +109,8 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     made = {name: size for name, size in store.files().items() if name not in before}
     delivered_size = sum(made[ref.digest] for ref in client.batch(batch_id).experiences)
     delivered_now = list(client.experiences(batch_id))
+    if client.columns(batch_id).experiences() != delivered_now:
+        raise SystemExit("columns have other experiences than are delivered one by one")
     check_experiences(delivered_now, count, tokens, reward_of)
     check_advantages(delivered_now)
     digests = list(made)
@@ -110,22 +124,31 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
             raise SystemExit(f"{found} experiences were delivered where {ROUNDS * count} are")
         return ROUNDS * size / seconds / 1e6
 
+    def columns() -> float:
+        started = time.perf_counter()
+        found = sum(use(client.columns(batch_id)) for _ in range(ROUNDS))
+        seconds = time.perf_counter() - started
+        if found != ROUNDS * (count * (tokens + 4 * (tokens - tokens // 2) + 8)):
+            raise SystemExit(f"{found} values were delivered in columns of {count} experiences")
+        return ROUNDS * size / seconds / 1e6
+
     def floor(checked: bool) -> float:
         started = time.perf_counter()
         read = sum((store.read_checked if checked else store.read)(digests) for _ in range(ROUNDS))
         return read / (time.perf_counter() - started) / 1e6
 
     found = alternate(
-        {"ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
+        {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
     )
-    of = f"delivered, {tokens:,} tokens"
+    of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
     own = delivered_size / numbers_of(count, tokens)
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
     stored, least = size / numbers_of(count, tokens), float(BYTES)
     return [
+        pairs(as_columns, "MB/s", found["columns"], "reading and their SHA-256", found["checked"], aim=AIMS[tokens]),
         Row(of, "experiences/s", per_second),
-        pairs(of, "MB/s", found["ours"], "reading the files", found["floor"], aim=AIM),
+        pairs(of, "MB/s", found["ours"], "reading the files", found["floor"]),
         pairs(of, "MB/s", found["ours"], "reading and their SHA-256", found["checked"]),
         Row(f"stored, raw and delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([stored]),
             f"{BYTES} bytes each", Spread.of([least]), Spread.of([stored / least]), STORED_AIM, most=True),

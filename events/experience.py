@@ -15,9 +15,20 @@ import numpy as np
 
 from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import DataError, NotFinite
-from trinity_es.events.experience_encoding import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of, same_array
+from trinity_es.events.experience_encoding import (
+    JSON,
+    TEXTS,
+    VECTORS,
+    Decoder,
+    columns_of,
+    fields_of,
+    item_of,
+    same_array,
+)
+from trinity_es.events.flat_columns import Array
 from trinity_es.events.json_values import NotPlain, plain
-from trinity_es.events.payload_format import DTYPES, Array, Payload, decoding, encode
+from trinity_es.events.payload_format import DTYPES, Payload, decoding, encode
+from trinity_es.events.token_versions import listed, model_versions, version_spans
 from trinity_es.events.values import shown
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
@@ -336,35 +347,26 @@ class Experience:
         eid = self.eid
         return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
-    def _info_list(self, name: str) -> list[Any]:
-        """Return a list in `info`; [] for any other value, since a user may write anything there."""
-        value = self.info.get(name) if isinstance(self.info, dict) else None
-        return value if isinstance(value, list) else []
-
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:
         """(version, start, end) over the response, of the weights that made it; [] if its `info` has none."""
-        return [(span[0], span[1], span[2]) for span in self._info_list("version_spans")
-                if isinstance(span, list) and [type(n) for n in span] == [int, int, int]]
+        return version_spans(self.info)
 
     @property
     def adapter_spans(self) -> list[tuple[str, int, int, int]]:
         """(adapter, version, start, end) over the response, of the LoRA adapters that made it; [] without any."""
-        return [(span[0], span[1], span[2], span[3]) for span in self._info_list("adapter_spans")
+        return [(span[0], span[1], span[2], span[3]) for span in listed(self.info, "adapter_spans")
                 if isinstance(span, list) and [type(part) for part in span] == [str, int, int, int]]
 
     @property
     def splices(self) -> list[int]:
         """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] without any."""
-        return [n for n in self._info_list("splices") if type(n) is int]
+        return [n for n in listed(self.info, "splices") if type(n) is int]
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
         """Oldest and newest weights that made any of its tokens; None where `info` has neither spans nor a version."""
-        if versions := [version for version, _, _ in self.version_spans]:
-            return min(versions), max(versions)
-        oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")
-        return oldest, oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
+        return model_versions(self.info)
 
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
@@ -376,8 +378,9 @@ class Experience:
         if first < 0 or (count is not None and count < 0):
             raise DataError(f"can't read {count} experiences from number {first} on: both must be 0 or more")
         with decoding():
-            payload = Payload(bytearray(data))
-            return cls.of_fields(fields_in(payload, payload.part(first, count), {}))
+            payload, decoder = Payload(bytearray(data)), Decoder()
+            decoder.add(payload, payload.part(first, count), {})
+            return cls.of_fields(fields_of(decoder.decoded()))
 
     @classmethod
     def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:

@@ -7,16 +7,20 @@ names fields that only the base has. All other fields in the item or among the a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
 
 from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import CorruptPayload
-from trinity_es.events.payload_format import Array, Column, Payload
+from trinity_es.events.flat_columns import Array, FlatColumn, Rows, presence
+from trinity_es.events.payload_format import Column, ColumnKey, Payload
 
-__all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of", "same_array"]
+__all__ = [
+    "JSON", "TEXTS", "VECTORS", "Decoded", "Decoder", "columns_of", "difference", "fields_of", "item_of", "same_array",
+    "source_numbers",
+]
 
 Fields = dict[str, Any]
 """`__dict__` of an experience."""
@@ -48,7 +52,7 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return the item: all fields but the arrays, and but None and empty ones, which `fields_in` restores."""
+    """Return the item: all fields but the arrays, and but None and empty ones, which `fields_of` restores."""
     item = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
     item |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
     item |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
@@ -89,26 +93,113 @@ def same_array(a: Array, b: Array | None) -> bool:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the base of each difference, as {source: {number of the base in that payload: index in `numbers`}}."""
-    bases: dict[int, dict[int, int]] = {}
-    for index, number in enumerate(numbers):
-        base = payload.items[number].get("of")
-        if base is not None:
-            source, base_number = base
-            bases.setdefault(source, {})[base_number] = index
-    return bases
+class Decoded(NamedTuple):
+    """Experiences as items and columns."""
+
+    items: list[Fields]
+    """The fields of each experience that are no arrays, as `item_of` makes them; experiences may share values."""
+    columns: dict[ColumnKey, FlatColumn]
 
 
-def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
-    """Return the fields of these experiences of a payload.
+class Decoder:
+    """Collector of experiences of open payloads."""
 
-    `bases` has the fields of each difference's base, by its index in `numbers`; the result reuses them.
-    """
-    items = payload.items
-    all_fields = [_fields_of(items[number], bases.get(index)) for index, number in enumerate(numbers)]
-    for name, key, arrays in payload.columns(numbers):
-        for fields, array in zip(all_fields, arrays, strict=True):
+    def __init__(self) -> None:
+        self._firsts: dict[int, int] = {}
+        """Row of the first experience of each payload, by the payload's `id`; rows are counted over all payloads."""
+        self._payloads: list[Payload] = []
+        self._rows = 0
+        self._items: list[Fields] = []
+        self._own: list[Array] = []
+        """Rows of the experiences."""
+        self._bases: list[Array] = []
+        """Rows of the experiences' bases; -1 without one."""
+        self._without: dict[str, list[int]] = {}
+        """Experiences (indices) that do not have the arrays of their base, by field."""
+
+    def add(self, payload: Payload, numbers: range, sources: Mapping[int, Payload]) -> None:
+        """Add these experiences of a payload; `sources`: the payloads of their bases. Raises CorruptPayload."""
+        items, bases = payload.items[numbers.start : numbers.stop], [-1] * len(numbers)
+        complete = {source: self._complete(payload.sources[source], sources.get(source))
+                    for source in sorted(source_numbers(payload, numbers))}
+        for number, item in enumerate(items if complete else ()):
+            base = item.get("of")
+            if base is not None:
+                source, base_number = base
+                first, source_items = complete[source]
+                if not 0 <= base_number < len(source_items):
+                    digest = payload.sources[source]
+                    raise CorruptPayload(f"payload {digest} holds {len(source_items)} experiences, and another payload "
+                                         f"refers to number {base_number}", digest=digest)
+                bases[number] = first + base_number
+                items[number] = self._completed(item, source_items[base_number], len(self._items) + number)
+        self._own.append(np.arange(numbers.start, numbers.stop) + self._first(payload))
+        self._bases.append(np.array(bases, np.int64))
+        self._items += items
+
+    def _complete(self, digest: str, source: Payload | None) -> tuple[int, list[Fields]]:
+        """Return the row of the first experience of a source, and its items, all complete."""
+        if source is None:
+            raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
+                                 "from the payload store with `read_experiences`")
+        if source.sources:
+            raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, "
+                                 "and a further payload refers to it", digest=digest)
+        return self._first(source), source.items
+
+    def _first(self, payload: Payload) -> int:
+        """Return the row of the first experience of a payload, after giving rows to a new one."""
+        if id(payload) not in self._firsts:
+            self._firsts[id(payload)] = self._rows
+            self._payloads.append(payload)
+            self._rows += len(payload.items)
+        return self._firsts[id(payload)]
+
+    def _completed(self, item: Fields, base: Fields, number: int) -> Fields:
+        """Return the item of experience `number` with the fields of its base that it does not replace."""
+        if len(item) == 1:
+            return base
+        without = item.get("without", ())
+        for name in (*without, *(("multi_modal_inputs",) if "multi_modal_inputs" in item else ())):
+            self._without.setdefault(name, []).append(number)
+        return {k: v for k, v in {**base, **item}.items() if k not in without and k not in ("of", "without")}
+
+    def decoded(self) -> Decoded:
+        """Return all experiences, in the order in which they were added."""
+        counts = [len(payload.items) for payload in self._payloads]
+        own, bases = _joined(self._own), _joined(self._bases)
+        names = dict[str, list[ColumnKey]]()
+        for key in dict.fromkeys(key for payload in self._payloads for key in payload.columns):
+            names.setdefault(key[0], []).append(key)
+        columns = dict[ColumnKey, FlatColumn]()
+        choices = dict[bytes, Rows]()
+        for name, keys in names.items():
+            by_key = {key: [payload.columns.get(key) for payload in self._payloads] for key in keys}
+            from_base = (bases >= 0) & ~np.any([presence(files, counts)[own] for files in by_key.values()], axis=0)
+            from_base[self._without.get(name, [])] = False
+            choice = from_base.tobytes()
+            if choice not in choices:
+                choices[choice] = Rows(counts, np.where(from_base, bases, own))
+            columns |= {key: column for key, files in by_key.items()
+                        if (column := choices[choice].gather(files)) is not None}
+        return Decoded(self._items, columns)
+
+
+def source_numbers(payload: Payload, numbers: range) -> set[int]:
+    """Return the sources (indices in `payload.sources`) that these experiences need."""
+    items = payload.items[numbers.start : numbers.stop] if payload.sources else []
+    return {item["of"][0] for item in items if "of" in item}
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+
+
+def fields_of(decoded: Decoded) -> list[Fields]:
+    """Return the fields of each experience; arrays are views of the columns, JSON values are copies."""
+    all_fields = [_fields_of(item) for item in orjson.loads(orjson.dumps(decoded.items))]
+    for (name, key, _), column in decoded.columns.items():
+        for fields, array in zip(all_fields, column.arrays(), strict=True):
             if array is not None and key is None:
                 fields[name] = array
             elif array is not None:
@@ -116,26 +207,11 @@ def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fiel
     return all_fields
 
 
-def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
-    """Return an item's fields, without arrays of its own. For a difference this changes and returns `base`."""
-    if "of" in item:
-        if base is None:
-            raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
-                                 "from the payload store with `read_experiences`")
-        fields = base
-        for name in item.get("without", ()):
-            fields[name] = {} if name in ("info", "metrics") else [] if name == "custom_fields" else None
-    else:
-        fields = {**_EMPTY, "info": {}, "metrics": {}, "custom_fields": []}
-    for name, value in item.items():
-        if name == "eid":
-            fields["eid"] = EID(*value)
-        elif name == "type":
-            fields["experience_type"] = TYPES[value]
-        elif name == "custom_fields":
-            fields["custom_fields"] = [CustomField(*c) for c in value]
-        elif name == "multi_modal_inputs":
-            fields[name] = dict.fromkeys(value)
-        elif name != "of" and name != "without":
-            fields[name] = value
+def _fields_of(item: Fields) -> Fields:
+    """Return an item's fields, without arrays; those that it lacks are empty."""
+    fields = {**_EMPTY, "info": {}, "metrics": {}, **item, "eid": EID(*item["eid"])}
+    fields["experience_type"] = TYPES[fields.pop("type")]
+    fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
+    if "multi_modal_inputs" in item:
+        fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
     return fields

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import IO, Any, Final
 
 import orjson
 
-from trinity_es.events.errors import ConfigError
-from trinity_es.events.experience import Experience
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.flat_columns import FlatColumn
 
-__all__ = ["COLUMNS", "ParquetTable", "json_lines", "require_parquet", "row_of"]
+__all__ = ["COLUMNS", "ParquetTable", "arrow_table", "json_lines", "require_parquet"]
+
+LARGEST_COLUMN: Final = 2**31 - 1
+"""Maximum number of values in a column of arrow's lists."""
 
 COLUMNS = (
     "eid", "batch", "task", "run", "step", "suffix", "type", "prompt", "completion", "messages", "tokens",
@@ -23,28 +26,12 @@ no text: nothing is decoded here. The versions are the oldest and newest weights
 attempt, trained_step` come from the log, and are None in an output's file."""
 
 
-def row_of(
-    e: Experience, *, versions: tuple[int | None, int | None] = (None, None), runner: str | None = None,
-    attempt: int | None = None, trained_step: int | None = None,
-) -> dict[str, Any]:
-    """Return an experience as a row of COLUMNS; arrays are numpy.
-
-    `versions`: oldest and newest weights, for an experience whose runner did not record them in it.
-    """
-    oldest, newest = e.model_versions if isinstance(e.model_versions[0], int) else versions
-    return {
-        "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
-        "completion": e.response_text, "messages": e.messages, "tokens": e.tokens, "prompt_length": e.prompt_length,
-        "action_mask": e.action_mask, "logprobs": e.logprobs, "reward": e.reward, "advantages": e.advantages,
-        "returns": e.returns, "oldest_version": oldest, "newest_version": newest, "runner": runner, "attempt": attempt,
-        "trained_step": trained_step, "truncated": e.truncate_status, "metrics": e.metrics, "info": e.info,
-    }
-
-
-def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as lines of JSON, with null for numbers that are not finite."""
+def json_lines(columns: Mapping[str, Any]) -> bytes:
+    """Return a line of JSON for each row of COLUMNS, with null for numbers that are not finite."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    return b"".join(orjson.dumps(row, option=options) for row in rows)
+    lists = [v.arrays() if isinstance(v := columns[name], FlatColumn) else v for name in COLUMNS]
+    rows = zip(*lists, strict=True)
+    return b"".join(orjson.dumps(dict(zip(COLUMNS, row, strict=True)), option=options) for row in rows)
 
 
 def require_parquet() -> Any:
@@ -57,28 +44,48 @@ def require_parquet() -> Any:
     return pa
 
 
+def arrow_table(columns: Mapping[str, Any]) -> Any:
+    """Return COLUMNS as a `pyarrow.Table`: `batch` and `task` as text, `messages, metrics` and `info` as JSON.
+
+    Raises ConfigError if pyarrow is not installed.
+    """
+    pa = require_parquet()
+    text_type, integer, floats = pa.string(), pa.int64(), pa.list_(pa.float32())
+    types = {
+        "run": integer, "step": integer, "tokens": pa.list_(pa.int32()), "prompt_length": integer,
+        "action_mask": pa.list_(pa.bool_()), "logprobs": floats, "reward": pa.float64(), "advantages": floats,
+        "returns": floats, "oldest_version": integer, "newest_version": integer, "attempt": integer,
+        "trained_step": integer,
+    }
+    schema = pa.schema([(name, types.get(name, text_type)) for name in COLUMNS])
+    return pa.Table.from_arrays([_arrow(pa, f.name, columns[f.name], f.type) for f in schema], schema=schema)
+
+
+def _arrow(pa: Any, name: str, values: Any, type_: Any) -> Any:
+    """Return a column as an array of arrow."""
+    if isinstance(values, FlatColumn):
+        if values.offsets[-1] > LARGEST_COLUMN:
+            raise DataError(f"{name} have {values.offsets[-1]:,} values, and a column of arrow holds "
+                            f"{LARGEST_COLUMN:,}: take slices")
+        return pa.ListArray.from_arrays(pa.array(values.offsets, pa.int32()), pa.array(values.values, type_.value_type),
+                                        mask=pa.array(~values.present))
+    if name in ("messages", "metrics", "info"):
+        values = [None if value is None else orjson.dumps(value).decode() for value in values]
+    elif name in ("batch", "task"):
+        values = [str(value) for value in values]
+    return pa.array(values, type_)
+
+
 class ParquetTable:
-    """Parquet file of rows. `batch` and `task` are text, `messages, metrics` and `info` JSON."""
+    """Parquet file of rows, as `arrow_table` makes them."""
 
     def __init__(self, file: IO[bytes], compression: str = "zstd") -> None:
-        self._pa = pa = require_parquet()
-        text_type, integer, floats = pa.string(), pa.int64(), pa.list_(pa.float32())
-        types = {
-            "run": integer, "step": integer, "tokens": pa.list_(pa.int32()), "prompt_length": integer,
-            "action_mask": pa.list_(pa.bool_()), "logprobs": floats, "reward": pa.float64(), "advantages": floats,
-            "returns": floats, "oldest_version": integer, "newest_version": integer, "attempt": integer,
-            "trained_step": integer,
-        }
-        self._schema = pa.schema([(name, types.get(name, text_type)) for name in COLUMNS])
-        self._writer = pa.parquet.ParquetWriter(file, self._schema, compression=compression)
+        schema = arrow_table(dict.fromkeys(COLUMNS, ())).schema
+        self._writer = require_parquet().parquet.ParquetWriter(file, schema, compression=compression)
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append these rows to the file. Changes them: ids become text, dicts and lists JSON."""
-        for row in rows:
-            row |= {"batch": str(row["batch"]), "task": str(row["task"])}
-            for name in ("messages", "metrics", "info"):
-                row[name] = None if row[name] is None else orjson.dumps(row[name]).decode()
-        self._writer.write_table(self._pa.Table.from_pylist(rows, schema=self._schema))
+    def write(self, columns: Mapping[str, Any]) -> None:
+        """Append these COLUMNS to the file, converted as by `arrow_table`."""
+        self._writer.write_table(arrow_table(columns))
 
     def close(self) -> None:
         self._writer.close()

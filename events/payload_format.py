@@ -16,21 +16,23 @@ input gives the same bytes. This module reads and writes the format itself: safe
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from dataclasses import replace
+from mmap import mmap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
 
 from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.flat_columns import Array, FlatColumn, expanded
 
-__all__ = ["DTYPES", "Array", "Column", "Payload", "decoding", "encode"]
+__all__ = ["DTYPES", "Array", "Column", "ColumnKey", "Payload", "decoding", "encode"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
+ColumnKey = tuple[str, str | None, str]
+"""Field, key (if the field is a dict of arrays) and name of the dtype."""
 
 _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)
@@ -46,15 +48,17 @@ _DTYPES: Final = {code: np.dtype(name) for name, code in _CODES.items()}
 DTYPES: Final = {np.dtype(name): name for name in _CODES}
 """Dtypes that both numpy and every safetensors release we allow can hold."""
 
+_NONE: Final[Array] = np.empty(0, np.uint8)
+
 
 class Column(NamedTuple):
-    """A field's arrays, one per experience."""
+    """A field's arrays to write, one per experience."""
 
     name: str
     key: str | None
     """Key of the array, if the field is a dict of arrays."""
     arrays: list[Array | None]
-    """None if this experience lacks the array or, when reading, has it in another column with another dtype."""
+    """None if this experience lacks the array."""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -129,12 +133,12 @@ def decoding() -> Iterator[None]:
 
 
 class Payload:
-    """An open payload: its items, and its arrays as views of the bytes.
+    """An open payload: its items, and its columns as views of the bytes.
 
     Raises CorruptPayload for an unknown version or a wrong checksum. Other bytes may raise any error: use `decoding`.
     """
 
-    def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
+    def __init__(self, data: bytes | bytearray | mmap, *, checked: bool = False) -> None:
         """Open the payload; `checked` skips the checksum, because the SHA-256 of the bytes was compared before."""
         metadata, self._tensors = _open_file(data)
         if metadata["version"] not in _VERSIONS:
@@ -147,15 +151,15 @@ class Payload:
         header = orjson.loads(self._tensors["header"].data)
         self.items: list[dict[str, Any]] = header["items"]
         self.sources: list[str] = header.get("sources", [])
-        self._columns: list[tuple[str, str | None, list[Any], list[int]]] = []
-        """(field, key, shapes, ends) of each column. `ends` has the start of the first experience's numbers in the flat
-        tensor, then the end of each experience's."""
-        for name, key, _, shapes in header["columns"]:
-            if isinstance(shapes, int):
-                self._columns.append((name, key, *self._columns[shapes][2:]))
-            else:
-                sizes = (0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes)
-                self._columns.append((name, key, shapes, list(accumulate(sizes, initial=0))))
+        self.columns: dict[ColumnKey, FlatColumn] = {}
+        in_order: list[FlatColumn] = []
+        for number, (name, key, dtype, shapes) in enumerate(header["columns"]):
+            column = in_order[shapes] if isinstance(shapes, int) else FlatColumn.of_shapes(_NONE, shapes)
+            column = replace(column, values=self._flat_array(str(number), int(column.offsets[-1])))
+            in_order.append(column)
+            self.columns[name, key, dtype] = column
+        if any(len(column.present) != len(self.items) for column in in_order):
+            raise CorruptPayload("this payload is wrong: a column does not have an entry for each experience")
 
     def part(self, first: int, count: int | None) -> range:
         """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""
@@ -164,39 +168,19 @@ class Payload:
             raise CorruptPayload(f"this payload holds {len(self.items)} experiences, not {last}, as its reader expects")
         return range(first, last)
 
-    def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
-        """Yield the arrays of these different experiences; call it once for all of them.
-
-        The arrays of a part are copied, since a view would keep the whole payload in memory.
-        """
-        is_part = len(numbers) < len(self.items)
-        for number, (name, key, shapes, ends) in enumerate(self._columns):
-            flat_array = self._flat_array(str(number), ends[-1])
-            arrays: list[Array | None] = []
-            for n in numbers:
-                shape = shapes[n]
-                if shape is None:
-                    arrays.append(None)
-                    continue
-                array = flat_array[ends[n] : ends[n + 1]]
-                if is_part:
-                    array = array.copy()
-                arrays.append(array if isinstance(shape, int) else array.reshape(shape))
-            yield Column(name, key, arrays)
-
     def _flat_array(self, name: str, size: int) -> Array:
-        """Return a column's flat tensor of `size` numbers, and keep it expanded if it was stored as runs."""
-        flat_array, lengths = self._tensors[name], self._tensors.pop(f"{name}.lengths", None)
+        """Return a column's flat tensor of `size` numbers, expanded if it was stored as runs."""
+        flat_array, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
                 raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
-            flat_array = self._tensors[name] = np.repeat(flat_array, lengths)
+            return expanded(flat_array, lengths, size)
         if flat_array.size != size:
             raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
         return flat_array
 
 
-def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
+def _open_file(data: bytes | bytearray | mmap) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return our metadata and the tensors (views) of a safetensors file. Bad bytes may raise any error."""
     body_start = 8 + int.from_bytes(data[:8], "little")
     header = orjson.loads(memoryview(data)[8:body_start])

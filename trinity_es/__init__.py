@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trinity_es.config.config import Config, load_config
     from trinity_es.events.errors import TrinityError
     from trinity_es.events.experience import EID, Experience
+    from trinity_es.events.experience_columns import ExperienceColumns
     from trinity_es.events.software_version import VERSION
     from trinity_es.events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
     from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EID", "REWARD_FUNCTIONS", "WORKFLOWS", "AsyncSimpleWorkflow", "BatchLifecycleState", "BatchState", "Candidate",
-    "Config", "Experience", "ExperienceOperator", "ExperienceOperatorV1", "Explorer", "Log", "Monitor",
-    "MultiTurnWorkflow", "Operator", "Output", "RewardFn", "RolloutClient", "RolloutCoordinator", "Scheduler",
-    "SimpleWorkflow", "SingleTurnWorkflow", "Status", "Task", "TaskWrapper", "Trainer", "TrinityError", "Workflow",
-    "WorkflowRunner", "__version__", "connect", "errors", "from_hf_datasets", "load_config", "open_log", "running",
-    "sort_batch_id", "to_hf_datasets",
+    "Config", "Experience", "ExperienceColumns", "ExperienceOperator", "ExperienceOperatorV1", "Explorer", "Log",
+    "Monitor", "MultiTurnWorkflow", "Operator", "Output", "RewardFn", "RolloutClient", "RolloutCoordinator",
+    "Scheduler", "SimpleWorkflow", "SingleTurnWorkflow", "Status", "Task", "TaskWrapper", "Trainer", "TrinityError",
+    "Workflow", "WorkflowRunner", "__version__", "connect", "errors", "from_hf_datasets", "load_config", "open_log",
+    "running", "sort_batch_id", "to_hf_datasets",
 ]
 
 _NAMES_BY_MODULE = {
@@ -59,6 +60,7 @@ _NAMES_BY_MODULE = {
     "config.config": "Config load_config",
     "events.errors": "TrinityError",
     "events.experience": "EID Experience",
+    "events.experience_columns": "ExperienceColumns",
     "events.values": "BatchLifecycleState Status Task TaskWrapper sort_batch_id",
     "hf_datasets": "from_hf_datasets to_hf_datasets",
     "projections.batch": "BatchState",

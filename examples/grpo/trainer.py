@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +17,8 @@ from uuid import uuid4
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trinity_es import ExperienceColumns
 
 __all__ = ["GRPOTrainer"]
 
@@ -64,7 +65,7 @@ class GRPOTrainer:
         self.steps = state["steps"]
         torch.set_rng_state(state["random"])
 
-    def step(self, experiences: Sequence[Any]) -> dict[str, float]:
+    def step(self, experiences: ExperienceColumns) -> dict[str, float]:
         """Make one update on one batch; return its metrics.
 
         Loss: the clipped surrogate of PPO (Schulman et al. 2017, eq. 7) with GRPO's advantages (Shao et al. 2024),
@@ -72,13 +73,15 @@ class GRPOTrainer:
         r = exp(logprob - logprob at sampling).
         """
         started = time.perf_counter()
-        batch = [e for e in experiences if e.tokens.size > e.prompt_length]
+        batch = experiences[experiences.tokens.lengths > experiences.prompt_lengths]
         if not batch:
             raise ValueError(f"none of the {len(experiences)} experiences has a response to learn from")
-        logprobs, entropy = self._logprobs_and_entropy(batch)
-        old = _padded(batch, [e.logprobs for e in batch])
-        advantages = _padded(batch, [e.advantages for e in batch])
-        mask = _padded(batch, [e.action_mask for e in batch])
+        for lacking in (~(batch.logprobs.present & batch.advantages.present)).nonzero()[0]:
+            raise ValueError(f"experience {batch.uids[lacking]} lacks logprobs or advantages: see buffer.pipeline and "
+                             "logprobs")
+        rows = batch.padded().to_torch()
+        logprobs, entropy = self._logprobs_and_entropy(rows["tokens"])
+        old, advantages, mask = (rows[name][:, 1:] for name in ("logprobs", "advantages", "action_mask"))
 
         ratio = torch.exp(logprobs - old)
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
@@ -103,28 +106,23 @@ class GRPOTrainer:
                 "max_logprob_difference": float(((logprobs - old).abs() * mask).max()),
                 "clip_fraction": float((((ratio - 1).abs() > self.clip) * mask).sum() / tokens),
                 "entropy": float((entropy * mask).sum() / tokens),
-                "reward": float(np.mean([e.reward for e in batch if e.reward is not None] or [0.0])),
+                "reward": float(np.mean(rewards)) if len(rewards := batch.rewards[~np.isnan(batch.rewards)]) else 0.0,
                 "response_tokens": float(tokens),
                 "seconds": time.perf_counter() - started,
             }
 
-    def logprobs(self, experiences: Sequence[Any]) -> torch.Tensor:
-        """Return the current logprob of each response token: float32 [experiences, longest response], nats."""
-        return self._logprobs_and_entropy(experiences)[0]
+    def logprobs(self, experiences: ExperienceColumns) -> torch.Tensor:
+        """Return the current logprob of each token but the first: float32 [experiences, longest - 1], nats."""
+        return self._logprobs_and_entropy(experiences.padded().to_torch()["tokens"])[0]
 
-    def _logprobs_and_entropy(self, experiences: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprob of each response token, and the entropy of the distribution that it was drawn from."""
-        longest = max(e.tokens.size for e in experiences)
-        tokens = torch.zeros((len(experiences), longest), dtype=torch.long)
-        for row, e in zip(tokens, experiences, strict=True):
-            row[: e.tokens.size] = torch.from_numpy(e.tokens.astype(np.int64))
+    def _logprobs_and_entropy(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logprob of each token but the first, and the entropy of the distribution that it was drawn from.
+        """
         # Padding is on the right, where a causal model can't see it: it needs no attention mask.
         logits = self.model(input_ids=tokens).logits[:, :-1].float() / self.temperature
         of_all = torch.log_softmax(logits, dim=-1)
-        of_next = of_all.gather(-1, tokens[:, 1:, None])[..., 0]
-        entropy = -(of_all.exp() * of_all).sum(-1)
-        responses = [(i, slice(e.prompt_length - 1, e.tokens.size - 1)) for i, e in enumerate(experiences)]
-        return _stacked([of_next[r] for r in responses]), _stacked([entropy[r] for r in responses])
+        of_next = of_all.gather(-1, tokens[:, 1:, None].long())[..., 0]
+        return of_next, -(of_all.exp() * of_all).sum(-1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights, for `synchronizer.sync_method: memory`."""
@@ -159,18 +157,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def _padded(experiences: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
-    """Return one row per response, padded with zeros; a scalar is repeated for each token."""
-    rows = []
-    for e, value in zip(experiences, values, strict=True):
-        if value is None:
-            raise ValueError(f"experience {e.eid} lacks logprobs or advantages: see buffer.pipeline and logprobs")
-        length = e.tokens.size - e.prompt_length
-        rows.append(torch.from_numpy(np.broadcast_to(np.asarray(value, dtype=np.float32), (length,)).copy()))
-    return _stacked(rows)

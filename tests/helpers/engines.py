@@ -16,6 +16,7 @@ from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampli
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.journal import KeptRun
 
 
@@ -24,9 +25,9 @@ def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
     import torch
 
     with torch.no_grad():
-        ours = trainer.logprobs(experiences).numpy()
+        ours = trainer.logprobs(ExperienceColumns.of(experiences)).numpy()
     return max(
-        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs)[e.action_mask].max())
+        float(np.abs(ours[i, e.prompt_length - 1 : e.tokens.size - 1] - e.logprobs)[e.action_mask].max())
         for i, e in enumerate(experiences)
     )
 

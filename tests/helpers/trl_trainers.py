@@ -7,6 +7,7 @@ from typing import Any
 
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.values import BatchLifecycleState, Status, Task, task_to_dict
 from trinity_es.events.vocabulary import WeightsPublished
 
@@ -67,7 +68,7 @@ class StandInClient:
     def read(self, refs: Any = None, *, stream: str = "") -> Any:
         if stream == "weights":
             return [SimpleNamespace(event=self.weights)]
-        return self._experiences(self.asked)
+        return ExperienceColumns.of(self._experiences(self.asked))
 
     # the system
     def pack(self, tasks: list[Task]) -> list[Task]:
@@ -97,8 +98,8 @@ class StandInClient:
                 self.state[command.batch_id] = BatchLifecycleState.FINALIZED
         return None
 
-    def experiences(self, batch_id: str) -> list[Experience]:
-        return [*self._experiences(batch_id), *self.extra]
+    def columns(self, batch_id: str) -> ExperienceColumns:
+        return ExperienceColumns.of([*self._experiences(batch_id), *self.extra])
 
     def _experiences(self, batch_id: str) -> list[Experience]:
         state = self.current(batch_id)

@@ -13,17 +13,18 @@ import pytest
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.trainer import learn
 
-ONE = Experience(tokens=[1, 2], prompt_length=1)
+ONE = ExperienceColumns.of([Experience(tokens=[1, 2], prompt_length=1)])
 
 
 class Trainer:
     def __init__(self, said: Any) -> None:
         self.said = said
 
-    def step(self, experiences: list[Experience]) -> Any:
+    def step(self, experiences: ExperienceColumns) -> Any:
         return self.said
 
     def save(self, path: str) -> None: ...
@@ -31,8 +32,8 @@ class Trainer:
 
 def test_numbers_of_every_kind_are_metrics() -> None:
     said = {"loss": np.float32(0.5), "steps": 3, "done": True, "norm": np.array(2.0), 7: 1.0}
-    assert learn(Trainer(said), 1, [ONE]) == {"loss": 0.5, "steps": 3.0, "done": 1.0, "norm": 2.0, "7": 1.0}
-    assert learn(Trainer(said), 1, []) == {}
+    assert learn(Trainer(said), 1, ONE) == {"loss": 0.5, "steps": 3.0, "done": 1.0, "norm": 2.0, "7": 1.0}
+    assert learn(Trainer(said), 1, ONE[:0]) == {}
 
 
 @pytest.mark.parametrize(("name", "value", "told"), [
@@ -45,21 +46,21 @@ def test_a_metric_that_no_log_takes_is_left_out_and_told(
     name: str, value: Any, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert learn(Trainer({"loss": 0.1, name: value}), 3, [ONE]) == {"loss": 0.1}
+        assert learn(Trainer({"loss": 0.1, name: value}), 3, ONE) == {"loss": 0.1}
     assert told in caplog.text
     assert len(caplog.text) < 500
 
 
 def test_a_trainer_that_returns_no_metrics_has_none(caplog: pytest.LogCaptureFixture) -> None:
-    assert learn(Trainer(None), 3, [ONE]) == {}
+    assert learn(Trainer(None), 3, ONE) == {}
     assert caplog.text == ""
-    assert learn(Trainer([0.1]), 3, [ONE]) == {}
+    assert learn(Trainer([0.1]), 3, ONE) == {}
     assert "step 3: the trainer's step() returned [0.1] and not a dict of metrics" in caplog.text
 
 
 def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     said = {f"m{i}": 1.0 for i in range(10_003)} | {"big": 10**5000}
-    assert list(learn(Trainer(said), 3, [ONE])) == [f"m{i}" for i in range(10_000)]
+    assert list(learn(Trainer(said), 3, ONE)) == [f"m{i}" for i in range(10_000)]
     assert [r.getMessage() for r in caplog.records] == [
         "step 3: the trainer gave more than 10000 metrics: the others are left out"]
 

@@ -18,8 +18,8 @@ from typing import IO, Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
-from trinity_es.events.experience import Experience
-from trinity_es.events.experience_rows import ParquetTable, json_lines, row_of
+from trinity_es.events.experience_columns import ExperienceColumns
+from trinity_es.events.experience_rows import ParquetTable, json_lines
 from trinity_es.events.store.payloads.experiences import ExperienceReader
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
@@ -27,7 +27,7 @@ from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolv
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.safe_text import event_document, harmless_json
 
-__all__ = ["Exported", "experience_rows", "export_file", "write_events", "write_experiences"]
+__all__ = ["Exported", "experience_tables", "export_file", "write_events", "write_experiences"]
 
 CHUNK_ROWS = 256
 """Number of experiences that are converted and written at once."""
@@ -46,10 +46,10 @@ class Exported:
 
 
 # --- experiences ----------------------------------------------------------------------------------------------------
-def experience_rows(
+def experience_tables(
     log: Log, result: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows by COLUMNS, at most CHUNK_ROWS at a time, batch by batch in the order of submission; arrays are numpy.
+) -> Iterator[dict[str, Any]]:
+    """Yield COLUMNS of at most CHUNK_ROWS experiences, batch by batch in the order of submission.
 
     The rows are the experiences that the pipeline delivered, in every submission of a batch id. With `as_made` they are
     those that the runners produced, before any filter, also of open batches. Updates `result` meanwhile.
@@ -112,30 +112,44 @@ def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
 def _read(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, run_rows: dict[tuple[int, int], RunRow],
     trained_step: int | None, result: Exported,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of these experiences; `owner` names their batch in errors, `run_rows` has its runs."""
+) -> Iterator[dict[str, Any]]:
+    """Yield tables of these experiences; `owner` names their batch in errors, `run_rows` has its runs."""
     reader = ExperienceReader(store)  # caches the payload, since many refs of a delivery name the same one
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, CHUNK_ROWS):
             try:
-                experiences = reader.read(ref.digest, first, min(CHUNK_ROWS, ref.first + ref.count - first))
+                columns = reader.read(ref.digest, first, min(CHUNK_ROWS, ref.first + ref.count - first))
             except (PayloadNotFound, CorruptPayload) as e:
                 result.missing.append(f"{owner}: {e.message}")
                 break
-            result.written += len(experiences)
-            yield [_row(e, run_rows, trained_step) for e in experiences]
+            result.written += len(columns)
+            yield _table(columns, run_rows, trained_step)
 
 
-def _row(e: Experience, run_rows: dict[tuple[int, int], RunRow], trained_step: int | None) -> dict[str, Any]:
-    """Return an experience as a row, with what its run in `run_rows` adds: versions, runner and attempt."""
-    run = run_rows.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
-    if run is None:
-        # An answer of mode `serve` belongs to no batch, so only its info names its runner.
-        runner = e.info.get("runner") if "message_id" in e.info else None
-        return row_of(e, runner=runner if isinstance(runner, str) else None, trained_step=trained_step)
-    # These versions are the attempt's; the runner recorded those of this experience in its info.
-    return row_of(e, versions=(run.model_version, run.model_version_end), runner=run.runner, attempt=run.attempt,
-                  trained_step=trained_step)
+def _table(
+    columns: ExperienceColumns, run_rows: dict[tuple[int, int], RunRow], trained_step: int | None
+) -> dict[str, Any]:
+    """Return experiences as COLUMNS, with what their runs in `run_rows` add: versions, runners and attempts."""
+    table = columns.table()
+    runs = [run_rows.get((task, run)) if isinstance(task, int) else None
+            for task, run in zip(columns.tasks, columns.runs.tolist(), strict=True)]
+    # A run's versions are the attempt's; the runner recorded those of this experience in its info.
+    oldest, newest = table["oldest_version"], table["newest_version"]
+    for i, run in enumerate(runs):
+        if run is not None and oldest[i] is None:
+            oldest[i], newest[i] = run.model_version, run.model_version_end
+    return table | {
+        "runner": [_runner(info) if run is None else run.runner
+                   for run, info in zip(runs, table["info"], strict=True)],
+        "attempt": [None if run is None else run.attempt for run in runs],
+        "trained_step": [trained_step] * len(columns),
+    }
+
+
+def _runner(info: dict[str, Any]) -> str | None:
+    """Return the runner of an answer of mode `serve`: it belongs to no batch, so only its info names its runner."""
+    runner = info.get("runner") if "message_id" in info else None
+    return runner if isinstance(runner, str) else None
 
 
 def write_experiences(
@@ -153,11 +167,11 @@ def write_experiences(
     result = Exported()
     with export_file(path) as file:
         table = ParquetTable(file) if path.suffix == ".parquet" else None
-        for rows in experience_rows(log, result, batch_ids, as_made=as_made):
+        for columns in experience_tables(log, result, batch_ids, as_made=as_made):
             if table is None:
-                file.write(harmless_json(json_lines(rows)))
+                file.write(harmless_json(json_lines(columns)))
             else:
-                table.write(rows)
+                table.write(columns)
             if progress is not None:
                 progress(result.written)
         if table is not None:

@@ -108,6 +108,8 @@ class RolloutCoordinator:
     abort_batch = _in_thread(RolloutClient.abort_batch)
     redo = _in_thread(RolloutClient.redo)
     process_experiences = _in_thread(RolloutClient.process_experiences)
+    columns = _in_thread(RolloutClient.columns)
+    take_columns = _in_thread(RolloutClient.take_columns)
     take_experiences = _in_thread(RolloutClient.take_experiences)
     acknowledge = _in_thread(RolloutClient.acknowledge)
     next_batch = _in_thread(RolloutClient.next_batch)

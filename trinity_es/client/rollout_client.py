@@ -27,17 +27,19 @@ from trinity_es.client.system_client import SystemClient
 from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.store.database.retry import within
-from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_columns, read_experiences
 from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,
     BatchType,
     Task,
+    batch_stream,
     require_batch_id,
     require_finite,
 )
-from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef, TasksetSource
+from trinity_es.events.vocabulary import BatchFinalized, ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.answer import unread
 from trinity_es.weights.publisher import Publisher, gpu_of
@@ -85,13 +87,13 @@ class RolloutClient(SystemClient):
                 raise
         self._pending_redeliveries = deque(self.redelivered)
 
-    def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
+    def read(self, refs: Sequence[PayloadRef]) -> ExperienceColumns:
         """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
         ref_list = argument_checks.list_of("refs", refs, "PayloadRef")
         for ref in ref_list:
             if not isinstance(ref, PayloadRef):
                 raise errors.DataError(f"refs has a {type(ref).__name__}: a list of PayloadRef is expected")
-        return read_experiences(self._payloads, ref_list)
+        return read_columns(self._payloads, ref_list, mapped=True)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Return tasks encoded for a request; those too large for a message are stored as a payload.
@@ -141,8 +143,7 @@ class RolloutClient(SystemClient):
         """
         tasks, cursors = argument_checks.list_of("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
         first = self._link.call(commands.AddTasks(
-            batch_id=require_batch_id(batch_id), tasks=self.pack(tasks), cursor=cursors
-        ))
+            batch_id=require_batch_id(batch_id), tasks=self.pack(tasks), cursor=cursors))
         for number, task in enumerate(tasks, first):
             task.batch_id, task.task_id = batch_id, number
         return first
@@ -190,8 +191,7 @@ class RolloutClient(SystemClient):
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
         argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
-            batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
-        ))
+            batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
         """Let ended tasks of an open batch run again, all runs of each, and ignore their earlier results.
@@ -224,20 +224,38 @@ class RolloutClient(SystemClient):
 
         Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound if they were freed.
         """
-        state = self.batch(batch_id)
-        if state.state is not BatchLifecycleState.FINALIZED:
-            raise errors.DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
-        for ref in state.experiences:
-            try:
-                experiences = read_experiences(self._payloads, [ref])
-            except errors.PayloadNotFound as e:
-                if not self.log.was_freed(batch_id):
-                    raise
-                raise errors.PayloadNotFound(
-                    f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
-                    "steps only; its events are in the log", digest=ref.digest,
-                ) from e
-            yield from experiences
+        for ref in self._delivered(batch_id):
+            yield from self._columns(batch_id, [ref])
+
+    def columns(self, batch_id: BatchId) -> ExperienceColumns:
+        """Return the experiences of a finalized train batch as columns, in order, without an object for each.
+
+        Raises as `experiences`.
+        """
+        return self._columns(batch_id, self._delivered(batch_id))
+
+    def _delivered(self, batch_id: BatchId) -> list[PayloadRef]:
+        """Return references to a finalized batch's experiences, from one event: a fold would read all of the batch."""
+        try:
+            row = self.log.batch_row(batch_id)
+        except errors.BatchNotFound:
+            self._require_log()  # the log may have lost it
+            raise
+        finalized = self.log.last(batch_stream(batch_id), BatchFinalized.__name__)
+        if row.state != BatchLifecycleState.FINALIZED or finalized is None:
+            raise errors.DataError(f"batch {batch_id!r} is {row.state}: finalize_train_batch it first")
+        assert isinstance(finalized.event, BatchFinalized)
+        return finalized.event.experiences
+
+    def _columns(self, batch_id: BatchId, refs: Sequence[PayloadRef]) -> ExperienceColumns:
+        try:
+            return read_columns(self._payloads, refs, mapped=True)
+        except errors.PayloadNotFound as e:
+            if not self.log.was_freed(batch_id):
+                raise
+            raise errors.PayloadNotFound(
+                f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest steps "
+                "only; its events are in the log", digest=e.details["digest"]) from e
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.
@@ -251,16 +269,17 @@ class RolloutClient(SystemClient):
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
         """
+        return self.take_columns(n, timeout=timeout, step=step).experiences()
+
+    def take_columns(self, n: int, *, timeout: float | None = None, step: int | None = None) -> ExperienceColumns:
+        """Take experiences as `take_experiences` does, and return them as columns."""
         items = self._take(commands.TakeExperiences(
             n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds("timeout", timeout),
             step=None if step is None else argument_checks.whole_number("step", step),
         ))
-        refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
-        experiences = read_experiences(self._payloads, refs)
-        counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
-        for experience, use_count in zip(experiences, counts, strict=True):
-            experience.info["use_count"] = use_count
-        return experiences
+        taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
+        columns = read_columns(self._payloads, [ref for ref, _ in taken], mapped=True)
+        return columns.with_info("use_count", [count for ref, count in taken for _ in range(ref.count)])
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
         """Return references to the experiences that the coordinator gave.
@@ -307,8 +326,7 @@ class RolloutClient(SystemClient):
                    for name, value in argument_checks.mapping("metrics", metrics).items()}
         require_finite(numbers, "metrics")
         self._link.call(commands.AcknowledgeBatch(
-            batch_id=require_batch_id(batch_id), step=argument_checks.whole_number("step", step), metrics=numbers
-        ))
+            batch_id=require_batch_id(batch_id), step=argument_checks.whole_number("step", step), metrics=numbers))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """Wait for the first train batch finalized after log position `after`; returns its id and position.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import orjson
@@ -17,17 +16,15 @@ from trinity_es.actors.commands import PollBatch, ScheduleTasks, TakeResults
 from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, FinalizeTimeout, WorkflowError
-from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 
 __all__ = [
-    "Mode", "PromptRows", "Runs", "failures", "find_batch", "has_result", "play_batch", "prompt_key", "submit_batch",
+    "Mode", "PromptRows", "failures", "find_batch", "has_result", "play_batch", "prompt_key", "submit_batch",
 ]
 
 Mode = Literal["train", "eval"]
-Runs = dict[tuple[int, int], list[Experience]]
-"""Experiences of a batch by (task, run), without runs that failed for good."""
 ALL_TASKS = 2**31 - 1
 """More tasks than a batch can have, so a poll for that many returns when nothing runs."""
 POLL_SECONDS = 4.0
@@ -74,8 +71,8 @@ def submit_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mo
         client.request(ScheduleTasks(batch_id=batch_id, tasks=client.pack(tasks)))
 
 
-def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> Runs:
-    """Submit a batch unless the log has it, wait for it, and return its experiences.
+def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> ExperienceColumns:
+    """Submit a batch unless the log has it, wait for it, and return its experiences by task, run and step.
 
     A train batch goes through `buffer.pipeline`. An eval batch is scheduled instead, so it bypasses the pipeline and no
     trainer gets it. Raises WorkflowError if no run succeeded.
@@ -93,14 +90,14 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
             "`trinity-es restart-runner`)"
         )
     if mode == "train":
-        experiences = list(client.experiences(batch_id))
+        columns = client.columns(batch_id)
     else:
-        experiences = client.read([ref for task in state.tasks for ref in task.payloads])
+        columns = client.read([ref for task in state.tasks for ref in task.payloads])
     failure_text = failures(state)
     if failure_text:
         _log.warning("batch %r: runs failed for good and are left out. %s", batch_id, failure_text)
-    experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
-    return {run: list(group) for run, group in groupby(experiences, lambda e: (int(e.eid.task), int(e.eid.run)))}
+    places = list(zip(columns.tasks, columns.runs.tolist(), columns.steps.tolist(), strict=True))
+    return columns[sorted(range(len(places)), key=lambda row: places[row])]
 
 
 def failures(state: BatchState) -> str:

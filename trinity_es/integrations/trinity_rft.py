@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class SQLBuffer:
         self._tables, self._engine = tables, sa.create_engine(url)
         self._has_tables = False
 
-    def write(self, key: str, experiences: list[Experience]) -> None:
+    def write(self, key: str, experiences: Iterable[Experience]) -> None:
         """Add a batch unless its key is written already."""
         if not self._has_tables:
             self._tables.create_all(self._engine)

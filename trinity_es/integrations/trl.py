@@ -42,7 +42,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_versions import missing_version, publish_tensors
-from trinity_es.integrations.trl_result_rows import COLUMNS, none_for_failed_runs, require_columns, result_rows
+from trinity_es.integrations.trl_result_rows import none_for_failed_runs, require_columns, result_rows
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
@@ -304,13 +304,13 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     def _play(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
         """Play a batch, unless the log has it, and return TRL's rows, column by column."""
-        runs = play_batch(self.client, batch_id, tasks, mode)
-        if not self._has_warned and any(len(experiences) > 1 for experiences in runs.values()):
+        experiences = play_batch(self.client, batch_id, tasks, mode)
+        runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
+        if not self._has_warned and len(runs) < len(experiences):
             self._has_warned = True
             _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
         eos = int(self._trainer.processing_class.eos_token_id)
-        rows = result_rows(batch_id, runs, len(tasks), int(tasks[0].repeat_times or 1), eos)
-        return {column: [row[column] for row in rows] for column in COLUMNS}
+        return result_rows(batch_id, experiences, len(tasks), int(tasks[0].repeat_times or 1), eos)
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def _publish_if_missing(self, find_version: Callable[[], int | None]) -> None:

@@ -189,14 +189,16 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def _deliver(self, n: int) -> None:
         """Wait for a batch, and put its samples into the buffer."""
         tasks = self._tasks(n)
-        runs = play_batch(self.client, self._batch_id(n), tasks, "train")
+        experiences = play_batch(self.client, self._batch_id(n), tasks, "train")
         samples = [
             _sample(
                 experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task,
                 self._version(experience),
             )
-            for (task, _), experiences in runs.items() for experience in experiences if _trained_mask(experience).any()
+            for task, experience in zip(map(int, experiences.tasks), experiences, strict=True)
+            if _trained_mask(experience).any()
         ]
+        runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
         self.metrics_queue.put({"rollout/failed_total": float(len(tasks) * self.num_generations - len(runs))})
         with self._changed:
             self._samples_left[n] = len(samples)

@@ -9,8 +9,7 @@ from typing import Any
 
 from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.events.errors import ConfigError
-from trinity_es.events.experience import Experience
-from trinity_es.integrations.step_batches import Runs
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.workflows.rewards import TRL_ARGUMENTS
 
 __all__ = ["COLUMNS", "none_for_failed_runs", "require_columns", "result_rows"]
@@ -47,21 +46,28 @@ def require_columns(
                               f"{did_you_mean(name, available)}")
 
 
-def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
-    """Return a row for each of the `group` runs of each of the `tasks` tasks, in order, failed runs included."""
+def result_rows(
+    batch_id: str, experiences: ExperienceColumns, tasks: int, group: int, eos: int
+) -> dict[str, list[Any]]:
+    """Return COLUMNS with a row for each of the `group` runs of each of the `tasks` tasks, in order, failed included.
+
+    `experiences` by task, run and step; a run's row is its last experience.
+    """
+    last_rows = {place: row for row, place in enumerate(zip(experiences.tasks, experiences.runs.tolist(), strict=True))}
+    rewards, infos = experiences.field("reward"), experiences.field("info")
+    run_rows = {
+        place: {**_row(experiences, row, eos), "reward": rewards[row], "rollout_failed": False,
+                "rollout_version": infos[row].get("model_version")}
+        for place, row in last_rows.items()
+    }
     rows = []
     for task in range(tasks):
         # A failed run has no tokens: it gets the prompt of another run of its task.
-        prompt = next((_prompt(runs[task, run][-1]) for run in range(group) if (task, run) in runs), [eos])
+        prompt = next((run_rows[task, run]["prompt_ids"] for run in range(group) if (task, run) in run_rows), [eos])
         for run in range(group):
-            experiences = runs.get((task, run))
-            row = _failed_row(prompt, eos) if experiences is None else _row(experiences[-1], eos)
+            row = run_rows.get((task, run)) or _failed_row(prompt, eos)
             rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
-    return rows
-
-
-def _prompt(experience: Experience) -> list[int]:
-    return [int(token) for token in experience.tokens[: experience.prompt_length]]
+    return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
 def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
@@ -72,16 +78,19 @@ def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
     }
 
 
-def _row(experience: Experience, eos: int) -> dict[str, Any]:
-    """Return the row of a run that succeeded."""
-    ids = [int(token) for token in experience.tokens[experience.prompt_length :]]
-    outcome = {"reward": experience.reward, "rollout_failed": False,
-               "rollout_version": experience.info.get("model_version")}
+def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
+    """Return the tokens of an experience, with what belongs to each."""
+    start, end = experiences.tokens.offsets[row : row + 2]
+    tokens, prompt_length = experiences.tokens.values[start:end].tolist(), experiences.prompt_lengths[row]
+    prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
     if not ids:  # TRL reads the last token of each completion, so there has to be one
-        return {**_failed_row(_prompt(experience), eos), **outcome}
-    mask = [1] * len(ids) if experience.action_mask is None else [int(bit) for bit in experience.action_mask]
-    logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
-    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **outcome}
+        return _failed_row(prompt, eos)
+    mask, logprobs = experiences.action_mask[row], experiences.logprobs[row]
+    return {
+        "prompt_ids": prompt, "completion_ids": ids,
+        "logprobs": [None] * len(ids) if logprobs is None else logprobs.tolist(),
+        "env_mask": [1] * len(ids) if mask is None else mask.astype(int).tolist(),
+    }
 
 
 def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,8 +107,7 @@ class RolloutLoop:
         """Play the task as an eval batch of its own, and return its last experience. Blocks."""
         with _connecting:
             client = _client(self._config)
-        runs = play_batch(client, f"verl/{uuid4().hex}", [task], "eval")
-        return runs[0, 0][-1]
+        return play_batch(client, f"verl/{uuid4().hex}", [task], "eval")[-1]
 
 
 def output_fields(experience: Experience, prompt_length: int, response_length: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, PayloadNotFound
 from trinity_es.events.store.database.urls import file_of, place_of
-from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_columns
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
@@ -144,7 +144,7 @@ class TrainerCheckpoints:
                 for step in range(point.checkpoint_version + 1, point.version + 1):
                     batch = log.replay(step)
                     if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
-                        experiences = read_experiences(payloads, batch.experiences)
+                        experiences = read_columns(payloads, batch.experiences)
                         self._unrecorded_metrics[step] = learn(trainer, step, experiences)
             except PayloadNotFound as e:
                 raise PayloadNotFound(

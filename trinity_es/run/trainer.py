@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trinity_es.actors.commands.fields import is_storable
-from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, shown
 
 __all__ = ["Trainer", "learn"]
@@ -30,14 +30,17 @@ class Trainer(Protocol):
 
     def __init__(self, model_path: str, **args: Any) -> None: ...
 
-    def step(self, experiences: list[Experience]) -> dict[str, float]:
-        """Learn from one batch, never an empty one; returns metrics (loss, ...). Called in a thread."""
+    def step(self, experiences: ExperienceColumns) -> dict[str, float]:
+        """Learn from one batch, never an empty one; returns metrics (loss, ...). Called in a thread.
+
+        Use the columns, or iterate over them as over a list of Experience, which is made then.
+        """
 
     def save(self, path: str) -> None:
         """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
 
 
-def learn(trainer: Trainer, step: int, experiences: list[Experience]) -> dict[str, float]:
+def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[str, float]:
     """Have the trainer learn from a batch, and return its metrics that can be recorded.
 
     Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A

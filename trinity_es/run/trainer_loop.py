@@ -67,7 +67,7 @@ async def _learn(process: RunProcess, step: int) -> None:
     assert process.trainer is not None
     if (await process.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
-    experiences = await process.rollouts.experiences(step)
+    experiences = await process.rollouts.columns(step)
     trainer_metrics = await asyncio.to_thread(learn, process.trainer, step, experiences)
     await when_written(lambda: process.rollouts.acknowledge(step, step, trainer_metrics))
 

@@ -29,11 +29,11 @@ from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
-from trinity_es.events.experience import Experience
-from trinity_es.events.experience_rows import ParquetTable, json_lines, require_parquet, row_of
+from trinity_es.events.experience_columns import ExperienceColumns
+from trinity_es.events.experience_rows import ParquetTable, json_lines, require_parquet
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_columns
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import batch_stream
 
@@ -48,9 +48,12 @@ _LOG = logging.getLogger("trinity_es.outputs")
 class Output(Protocol):
     """Place for experiences, built once with the `args` of its config and called from a thread of its own."""
 
-    def write(self, key: str, experiences: list[Experience]) -> None:
-        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry. The
-        same key and experiences may come again after a crash and must not be stored twice, so use the key as name."""
+    def write(self, key: str, experiences: ExperienceColumns) -> None:
+        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry.
+
+        They are columns, and a sequence of Experience for code that iterates.
+        The same key and experiences may come again after a crash and must not be stored twice, so use the key as name.
+        """
 
 
 # --- as rows --------------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ class _FolderOutput:
         self.folder = Path(path)
         self._folder_is_ready = False
 
-    def write(self, key: str, experiences: list[Experience]) -> None:
+    def write(self, key: str, experiences: ExperienceColumns) -> None:
         """Write the experiences into the file of this key, which appears or is replaced as a whole."""
         data = self.encode(experiences)
         if not self._folder_is_ready:
@@ -76,7 +79,7 @@ class _FolderOutput:
         with whole_file(self.folder / f"{key}{self.suffix}", durable=True, mode=0o644) as file:
             file.write(data)
 
-    def encode(self, experiences: list[Experience]) -> bytes:
+    def encode(self, experiences: ExperienceColumns) -> bytes:
         raise NotImplementedError
 
 
@@ -85,8 +88,8 @@ class JsonlOutput(_FolderOutput):
 
     suffix = ".jsonl"
 
-    def encode(self, experiences: list[Experience]) -> bytes:
-        return json_lines(map(row_of, experiences))
+    def encode(self, experiences: ExperienceColumns) -> bytes:
+        return json_lines(experiences.table())
 
 
 class ParquetOutput(_FolderOutput):
@@ -99,10 +102,10 @@ class ParquetOutput(_FolderOutput):
         super().__init__(path)
         self._compression = compression
 
-    def encode(self, experiences: list[Experience]) -> bytes:
+    def encode(self, experiences: ExperienceColumns) -> bytes:
         sink = io.BytesIO()
         table = ParquetTable(sink, self._compression)
-        table.write([row_of(e) for e in experiences])
+        table.write(experiences.table())
         table.close()
         return sink.getvalue()
 
@@ -230,7 +233,7 @@ class _Follower:
             return
         key, refs = delivery
         try:
-            experiences = read_experiences(self._payloads, list(refs))
+            experiences = read_columns(self._payloads, list(refs))
             self._output.write(key, experiences)
         except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
             _LOG.warning("output %s skips %s: %s", self.name, key, e)

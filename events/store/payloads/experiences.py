@@ -7,18 +7,19 @@ differences. It refers only to payloads of its own batch, which `store.retention
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.experience_encoding import bases_of, columns_of, difference, fields_in
+from trinity_es.events.experience_columns import ExperienceColumns
+from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
-from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import Buffer, PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
-__all__ = ["ExperienceReader", "read_experiences", "sources_of", "write_delivered"]
+__all__ = ["ExperienceReader", "read_columns", "read_experiences", "sources_of", "write_delivered"]
 
 PER_PAYLOAD = 1024
 """Number of experiences in one payload of delivered ones."""
@@ -32,22 +33,26 @@ Fields = dict[str, Any]
 def read_experiences(
     payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None
 ) -> list[Experience]:
-    """Return the experiences of these refs, in order. Reads and decodes each payload once.
+    """Return the experiences of these refs, in order, with writable arrays. Reads and decodes each payload once.
 
     The dict `kept`, if given, gets the bytes of each referenced payload, by digest. Raises PayloadNotFound,
     CorruptPayload.
     """
-    numbers_by_digest: dict[str, dict[int, None]] = {}
+    return read_columns(payloads, refs, kept).experiences()
+
+
+def read_columns(
+    payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None, *, mapped: bool = False
+) -> ExperienceColumns:
+    """Return the experiences of these refs as columns; otherwise as `read_experiences`.
+
+    `mapped`: files are mapped into memory, as `PayloadStore.view` says.
+    """
+    opened, decoder = _Opened(payloads, mapped), Decoder()
+    opened.open([ref.digest for ref in refs], kept)
     for ref in refs:
-        numbers_by_digest.setdefault(ref.digest, {}).update(dict.fromkeys(range(ref.first, ref.first + ref.count)))
-    decoded: dict[str, dict[int, Experience]] = {}
-    for digest, numbers in numbers_by_digest.items():
-        data = payloads.read(digest)
-        if kept is not None:
-            kept[digest] = bytes(data)
-        experiences = _decode(payloads, digest, _open(digest, data), list(numbers))
-        decoded[digest] = dict(zip(numbers, experiences, strict=True))
-    return [decoded[ref.digest][number] for ref in refs for number in range(ref.first, ref.first + ref.count)]
+        opened.add(decoder, ref.digest, opened.payloads[ref.digest], ref.first, ref.count)
+    return ExperienceColumns(decoder.decoded())
 
 
 class ExperienceReader:
@@ -57,14 +62,50 @@ class ExperienceReader:
         self._payloads = payloads
         self._last: tuple[str, Payload] | None = None
 
-    def read(self, digest: str, first: int, count: int) -> list[Experience]:
+    def read(self, digest: str, first: int, count: int) -> ExperienceColumns:
         """Return `count` experiences of a payload from `first` on. Raises PayloadNotFound, CorruptPayload."""
+        opened, decoder = _Opened(self._payloads), Decoder()
         if self._last is None or self._last[0] != digest:
-            self._last = digest, _open(digest, self._payloads.read(digest))
+            opened.open([digest])
+            self._last = digest, opened.payloads[digest]
         payload = self._last[1]
         if count >= len(payload.items):  # the caller gets the payload's own arrays, which works once
             self._last = None
-        return _decode(self._payloads, digest, payload, range(first, first + count))
+        opened.add(decoder, digest, payload, first, count)
+        return ExperienceColumns(decoder.decoded())
+
+
+class _Opened:
+    """Payloads that are opened once."""
+
+    def __init__(self, store: PayloadStore, mapped: bool = False) -> None:
+        self._read: Callable[[str], Buffer] = store.view if mapped else store.get
+        self.payloads: dict[str, Payload] = {}
+
+    def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
+        """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
+        for digest in digests:
+            if digest in self.payloads:
+                continue
+            data = self._read(digest)
+            if kept is not None:
+                kept[digest] = bytes(data)
+            with _name_payload(digest):
+                self.payloads[digest] = Payload(data, checked=True)  # the store compared its digest
+
+    def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
+        """Add experiences of an open payload, completed from its sources."""
+        if first + count > len(payload.items):
+            raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
+        numbers = range(first, first + count)
+        with _name_payload(digest):
+            names = {source: payload.sources[source] for source in sorted(source_numbers(payload, numbers))}
+        try:
+            self.open(list(names.values()))
+        except PayloadNotFound as e:
+            raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", **e.details) from e
+        with _name_payload(digest):
+            decoder.add(payload, numbers, {source: self.payloads[name] for source, name in names.items()})
 
 
 def sources_of(data: bytes) -> list[str]:
@@ -73,30 +114,6 @@ def sources_of(data: bytes) -> list[str]:
         return Payload(data, checked=True).sources
     except Exception:  # any error means that it holds no experiences, but tasks for example
         return []
-
-
-def _open(digest: str, data: bytes | bytearray) -> Payload:
-    """Return a payload whose bytes the store has checked. Raises CorruptPayload, naming the digest."""
-    with _name_payload(digest):
-        return Payload(data, checked=True)  # the store compared its digest
-
-
-def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequence[int]) -> list[Experience]:
-    """Return these experiences of a payload, all different, completed from its sources."""
-    if numbers and max(numbers) >= len(payload.items):
-        raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
-    with _name_payload(digest):
-        indices_by_source = {payload.sources[source]: indices for source, indices in bases_of(payload, numbers).items()}
-    bases: dict[int, Fields] = {}
-    for source, indices in indices_by_source.items():
-        try:
-            source_payload = _open(source, payloads.read(source))
-        except PayloadNotFound as e:
-            raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", digest=source) from e
-        with _name_payload(source):
-            bases.update(zip(indices.values(), fields_in(source_payload, list(indices), {}), strict=True))
-    with _name_payload(digest):
-        return Experience.of_fields(fields_in(payload, numbers, bases))
 
 
 @contextmanager
@@ -166,7 +183,9 @@ class _Originals:
         """Return the fields of all experiences of a raw payload, which is decoded once."""
         if digest not in self._fields:
             payload = self._payloads[digest]
-            self._fields[digest] = fields_in(payload, range(len(payload.items)), {})
+            decoder = Decoder()
+            decoder.add(payload, range(len(payload.items)), {})
+            self._fields[digest] = fields_of(decoder.decoded())
         return self._fields[digest]
 
     def _release(self, digest: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import re
 import threading
@@ -27,11 +28,15 @@ from trinity_es.events.store.database.disk_errors import refusal
 from trinity_es.events.store.database.retry import once
 from trinity_es.events.store.database.urls import parse_url
 
-__all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
+__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
 T = TypeVar("T")
-Bytes = TypeVar("Bytes", bytes, bytearray)
 
+Bytes = TypeVar("Bytes", bytes, mmap.mmap)
+Buffer = bytes | mmap.mmap
+
+LEAST_MAPPED = 2**18
+"""Minimum bytes of a file that is mapped: a smaller one is read faster."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -47,9 +52,12 @@ class PayloadStore(Protocol):
     def get(self, digest: str) -> bytes:
         """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
 
-    def read(self, digest: str) -> bytearray:
-        """Return the same as `get`, in writable memory of its own."""
-        return bytearray(self.get(digest))
+    def view(self, digest: str) -> Buffer:
+        """Return the same as `get`; a large file is mapped into memory, private to this process, instead of read.
+
+        If the disk fails while mapped bytes are used, the process ends by SIGBUS.
+        """
+        return self.get(digest)
 
     def exists(self, digest: str) -> bool:
         """Return True if a payload has this digest; only `get` checks its bytes."""
@@ -83,7 +91,7 @@ class PayloadStore(Protocol):
         """Close connections."""
 
 
-def digest_of(data: bytes | bytearray) -> str:
+def digest_of(data: Buffer) -> str:
     """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -194,19 +202,22 @@ class _Files(PayloadStore):
         return True
 
     def get(self, digest: str) -> bytes:
-        return self._read_checked(digest, Path.read_bytes)
-
-    def read(self, digest: str) -> bytearray:
-        return self._read_checked(digest, _read_writable)
-
-    def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
-        """Read a payload's file by `read`, and check its digest. Raises PayloadNotFound, CorruptPayload."""
         try:
-            data = read(self._path(digest))
+            data = self._path(digest).read_bytes()
         except FileNotFoundError:
             raise _not_found(digest, self._root) from None
         except OSError as e:
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
+        return _require_digest(digest, data, self._root)
+
+    def view(self, digest: str) -> Buffer:
+        try:
+            with self._path(digest).open("rb") as file:
+                if os.fstat(file.fileno()).st_size < LEAST_MAPPED:
+                    return self.get(digest)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError:  # missing, or it can't be mapped
+            return self.get(digest)
         return _require_digest(digest, data, self._root)
 
     def exists(self, digest: str) -> bool:
@@ -328,16 +339,6 @@ class _Rows(PayloadStore):
 
 def _not_found(digest: str, place: object) -> PayloadNotFound:
     return PayloadNotFound(f"no payload {str(digest)[:80]} in {place}", digest=digest)
-
-
-def _read_writable(path: Path) -> bytearray:
-    """Return a file's bytes with a single copy."""
-    with path.open("rb", buffering=0) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        size = 0
-        while size < len(data) and (n := file.readinto(memoryview(data)[size:])):
-            size += n
-        return data[:size] if size < len(data) else data
 
 
 def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:

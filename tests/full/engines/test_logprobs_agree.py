@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.engines import Live
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -30,9 +31,9 @@ def largest_difference(trainer: object, experiences: Sequence[Experience]) -> fl
     import torch
 
     with torch.no_grad():
-        ours = trainer.logprobs(experiences).numpy()  # type: ignore[attr-defined]
+        ours = trainer.logprobs(ExperienceColumns.of(experiences)).numpy()  # type: ignore[attr-defined]
     return max(
-        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs).max())
+        float(np.abs(ours[i, e.prompt_length - 1 : e.tokens.size - 1] - e.logprobs).max())
         for i, e in enumerate(experiences)
     )
 
@@ -48,7 +49,7 @@ def test_logprobs_agree_at_version_0_and_after_every_step_of_training(live: Live
         stale = experiences
         for e in experiences:
             e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
-        trainer.step(experiences)
+        trainer.step(ExperienceColumns.of(experiences))
         trainer.save(str(tmp_path / str(version)))
         live.run(live.engine.load_weights(version, str(tmp_path / str(version))))
         experiences = rollout(live)

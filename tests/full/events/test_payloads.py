@@ -9,13 +9,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import create_engine, text
 
+from tests.helpers.any_experience import small
 from tests.helpers.paths import ROOT
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.payloads.experiences import read_columns, read_experiences, write_delivered
 from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, patient
+from trinity_es.events.vocabulary import PayloadRef
 
 
 @pytest.fixture
@@ -31,19 +36,14 @@ def test_bytes_come_back_as_they_were_put(store: PayloadStore, data: bytes) -> N
     assert digest == hashlib.sha256(data).hexdigest() == digest_of(data)
     assert store.get(digest) == data
     assert store.exists(digest)
-    one, other = store.read(digest), store.read(digest)
-    assert (type(one), one) == (bytearray, data)
-    one += b"more"
-    assert other == store.get(digest) == data
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "ABC", "0" * 63 + "\n"])
 def test_what_is_not_there_is_told(store: PayloadStore, digest: str) -> None:
     assert not _exists(store, digest)
-    for read in (store.get, store.read):
-        with pytest.raises(PayloadNotFound) as caught:
-            read(digest)
-        assert isinstance(caught.value, KeyError)
+    with pytest.raises(PayloadNotFound) as caught:
+        store.get(digest)
+    assert isinstance(caught.value, KeyError)
 
 
 def _exists(store: PayloadStore, digest: str) -> bool:
@@ -81,9 +81,8 @@ def test_changed_bytes_are_never_returned(store: PayloadStore, store_url: str) -
     good, bad = store.put(b"good"), store.put(b"right")
     _overwrite(store_url, bad, b"wrong")
     assert store.get(good) == b"good"
-    for read in (store.get, store.read):
-        with pytest.raises(CorruptPayload, match=bad):
-            read(bad)
+    with pytest.raises(CorruptPayload, match=bad):
+        store.get(bad)
     problems = store.verify()
     assert len(problems) == 1
     assert bad in problems[0]
@@ -112,6 +111,46 @@ def test_a_file_that_can_not_be_read_is_written_anew(tmp_path: Path) -> None:
     place.symlink_to(tmp_path / "a link to nothing")
     assert store.put(b"tokens") == digest
     assert store.get(digest) == b"tokens"
+
+
+def test_columns_of_a_delivered_payload_are_completed_from_the_raw_ones(store: PayloadStore) -> None:
+    groups = [[small(reward=float(run), info={"run": run}) for run in range(3)] for _ in range(2)]
+    for task, group in enumerate(groups):
+        for run, e in enumerate(group):
+            e.eid = EID(1, task, run, 0, "s")
+    refs = [PayloadRef(digest=store.put(Experience.serialize_many(group)), first=0, count=3) for group in groups]
+    raw: dict[str, bytes] = {}
+    found = read_experiences(store, refs, raw)
+    for e in found:
+        e.advantages = np.full(2, e.reward, np.float32)
+    written = write_delivered(store, found[::-1], raw)
+    assert read_columns(store, written).experiences() == found[::-1]
+    columns = read_columns(store, written, mapped=True)
+    assert columns.experiences() == found[::-1]
+    assert columns.advantages.values.tolist() == [2.0, 2.0, 1.0, 1.0, 0.0, 0.0] * 2
+    assert columns.tokens.values.tolist() == [1, 2, 3, 4] * 6
+
+
+@pytest.mark.parametrize("size", [0, 10, 300_000])
+def test_a_view_has_the_same_bytes_and_is_checked(store: PayloadStore, store_url: str, size: int) -> None:
+    data = b"a" * size
+    digest = store.put(data)
+    assert bytes(store.view(digest)) == data
+    with pytest.raises(PayloadNotFound, match="0" * 64):
+        store.view("0" * 64)
+    _overwrite(store_url, digest, b"x" * 300_000)
+    with pytest.raises(CorruptPayload, match=f"{digest}.* was changed"):
+        store.view(digest)
+
+
+def test_a_mapped_file_is_written_by_nobody_and_outlives_its_name(tmp_path: Path) -> None:
+    store = open_payloads(str(tmp_path / "log.db"))
+    digest = store.put(b"x" * 300_000)
+    view = store.view(digest)
+    np.frombuffer(view, np.uint8)[:] = 0
+    assert store.get(digest) == b"x" * 300_000
+    store.delete(digest)
+    assert bytes(view) == bytes(300_000)
 
 
 def _overwrite(url: str, digest: str, data: bytes) -> None:

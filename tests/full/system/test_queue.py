@@ -21,7 +21,7 @@ from trinity_es.client import connection
 from trinity_es.client.async_client import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import DataError, TakeTimeout, TrinityError
+from trinity_es.events.errors import BatchNotFound, DataError, TakeTimeout, TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -71,6 +71,27 @@ def test_p29_experiences_are_taken_across_batches_once_each(system_for: StartSys
     assert client.log.verify() == []
 
 
+def test_p29_columns_are_taken_and_read_as_experiences_are(system_for: StartSystem, new_id: NewId) -> None:
+    client, batch = system_for(buffer=queue()), new_id()
+    earlier = len(taken(client))
+    generate(client, batch)
+    columns = client.take_columns(3, timeout=10, step=1)
+    assert names(columns.experiences()) == [f"{batch}/0", f"{batch}/1", f"{batch}/2"]
+    assert [info["use_count"] for info in columns.field("info")] == [1] * 3
+    assert columns.advantages.present.all()
+    assert names(client.take_experiences(1, timeout=10)) == [f"{batch}/3"]
+    assert [(t.step, sum(i.count for i in t.items)) for t in taken(client)[earlier:]] == [(1, 3), (None, 1)]
+    whole = client.columns(batch)
+    assert whole.experiences() == list(client.experiences(batch))
+    assert whole.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(BatchNotFound):
+        client.columns(f"{batch}/none")
+    client.submit_batch(batch_id=f"{batch}/open", tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+    with pytest.raises(DataError, match="is running: finalize_train_batch it first"):
+        client.columns(f"{batch}/open")
+    client.abort_batch(f"{batch}/open", reason="test")
+
+
 def test_p29_who_waits_gets_experiences_when_they_are_delivered_or_have_cooled_down(start_system: StartSystem) -> None:
     client = start_system(buffer=queue(max_use_count=2, reuse_cooldown_time=1.0))
     got: list[Any] = []
@@ -98,7 +119,9 @@ async def test_p29_the_async_coordinator_takes_too(system_for: StartSystem, new_
     coordinator = await RolloutCoordinator.get_actor(client.config)
     await coordinator.submit_batch(batch_id=batch, tasks=[Task(workflow=SleepWorkflow)] * 2, batch_type="train")
     await coordinator.finalize_train_batch(batch, timeout=60)
-    assert names(await coordinator.take_experiences(2, timeout=10, step=1)) == [f"{batch}/0", f"{batch}/1"]
+    assert names(await coordinator.take_experiences(1, timeout=10, step=1)) == [f"{batch}/0"]
+    assert names((await coordinator.take_columns(1, timeout=10, step=1)).experiences()) == [f"{batch}/1"]
+    assert names((await coordinator.columns(batch)).experiences()) == [f"{batch}/0", f"{batch}/1"]
     await coordinator.shutdown()
 
 

@@ -26,7 +26,7 @@ import trinity_es
 from tests.helpers.paths import ROOT
 from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post, recorded, serving
 from tests.helpers.systems import StartSystem, end, events, pid_of, scripted, started
-from trinity_es.audit.export import Exported, experience_rows
+from trinity_es.audit.export import Exported, experience_tables
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound
@@ -194,7 +194,7 @@ def test_p36_rewards_posted_later_are_in_the_experiences_that_are_committed(
     ]
     assert (found[ids[2]].reward, found[ids[2]].eid.task) == (7.0, ids[2])
     assert found[ids[0]].advantages[0] < 0 < found[ids[1]].advantages[0]  # type: ignore[index]  # one group of GRPO
-    assert {row["runner"] for rows in experience_rows(log.log, Exported()) for row in rows} == {"runner-0"}
+    assert {runner for table in experience_tables(log.log, Exported()) for runner in table["runner"]} == {"runner-0"}
     states = answers(log)
     assert [(states[m].reward, states[m].delivered) for m in ids] == [
         (0.5, True), (1.5, True), (7.0, True), (None, False)

@@ -38,9 +38,6 @@ class Memory:
             raise PayloadNotFound(f"no payload {digest} in memory", digest=digest)
         return self.held[digest]
 
-    def read(self, digest: str) -> bytearray:
-        return bytearray(self.get(digest))
-
 
 def made(n: int, task: int = 0) -> list[Experience]:
     """Experiences of one task that take some room, all different."""
@@ -146,7 +143,11 @@ def test_parts_of_a_delivered_payload_read_what_they_need_and_share_nothing() ->
     [ref] = write_delivered(store, found, raw)
     store.asked.clear()
     reader = ExperienceReader(store)
-    first, again = reader.read(ref.digest, 0, 1), reader.read(ref.digest, 0, 1)
+
+    def read(first: int, count: int) -> list[Experience]:
+        return reader.read(ref.digest, first, count).experiences()
+
+    first, again = read(0, 1), read(0, 1)
     assert first == again == expected[:1]
     first[0].tokens[:] = 0
     first[0].advantages[:] = 0
@@ -157,9 +158,9 @@ def test_parts_of_a_delivered_payload_read_what_they_need_and_share_nothing() ->
     while isinstance(held.base, np.ndarray):
         held = held.base
     assert held.nbytes == again[0].tokens.nbytes
-    whole = reader.read(ref.digest, 0, 4)
+    whole = read(0, 4)
     whole[0].advantages[:] = 0
-    assert reader.read(ref.digest, 0, 4) == expected
+    assert read(0, 4) == expected
 
 
 def test_a_raw_payload_of_which_little_was_delivered_is_not_referred_to() -> None:

@@ -1,0 +1,334 @@
+"""Experiences as columns, for trainers: a flat array of each field instead of an object for each experience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+
+from trinity_es.events.errors import DataError
+from trinity_es.events.experience import Experience
+from trinity_es.events.experience_encoding import JSON, TEXTS, TYPES, VECTORS, Decoded, Decoder, fields_of
+from trinity_es.events.experience_rows import arrow_table
+from trinity_es.events.flat_columns import Array, FlatColumn, Rows
+from trinity_es.events.payload_format import Payload
+from trinity_es.events.token_versions import model_versions
+from trinity_es.events.values import shown
+
+__all__ = ["ArrayDict", "ExperienceColumns"]
+
+_ALIGNED = tuple(name for name, (_, per_response) in VECTORS.items() if per_response)
+_FIELDS = ("prompt_length", "reward", *TEXTS, *JSON, "info", "metrics")
+_DTYPES = {name: dtype for name, (dtype, _) in VECTORS.items()}
+
+
+class ArrayDict(dict[str, Array]):
+    """Arrays by name."""
+
+    def to_torch(self, device: Any = None) -> dict[str, Any]:
+        """Return the arrays as torch tensors on `device` (None: on the CPU, in the same memory)."""
+        import torch
+
+        tensors = {name: torch.from_numpy(array) for name, array in self.items()}
+        return tensors if device is None else {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+class ExperienceColumns(Sequence[Experience]):
+    """N experiences as columns.
+
+    It is also a sequence of Experience, for code that takes a list: `len`, iteration and `columns[i]` work, and make
+    the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns these rows' columns.
+
+    Vectors are FlatColumn: `values` flat, `offsets` int64 [N + 1], `present` bool [N]. All arrays are writable. An
+    experience of S tokens, the first P of which are its prompt, has a response of R = S - P.
+
+    - `tokens` int32, S values each; `chosen, rejected` int32, of preference pairs
+    - `logprobs, advantages, returns, token_level_reward, teacher_logprobs` float32, `action_mask` bool, R values each
+    """
+
+    def __init__(self, decoded: Decoded) -> None:
+        self._decoded = decoded
+
+    @classmethod
+    def of(cls, experiences: Sequence[Experience]) -> Self:
+        """Return these experiences as columns, with arrays of their own. Raises DataError as `Experience.validate`."""
+        payload, decoder = Payload(bytearray(Experience.serialize_many(experiences)), checked=True), Decoder()
+        decoder.add(payload, range(len(experiences)), {})
+        return cls(decoder.decoded())
+
+    # --- as a sequence ----------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._decoded.items)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return iter(self._experiences)
+
+    @overload
+    def __getitem__(self, rows: int) -> Experience: ...
+    @overload
+    def __getitem__(self, rows: slice | Array | Sequence[int]) -> Self: ...
+    def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> Experience | Self:
+        """Return one experience, or the columns of a slice, of a bool mask [N] or of integers.
+
+        Their arrays are copies, unless all rows are chosen in order.
+        Raises DataError for a mask of another length and for other things, IndexError for a number beyond the end.
+        """
+        if isinstance(rows, int | np.integer) and not isinstance(rows, bool | np.bool_):
+            return self._experiences[rows]
+        chosen = np.arange(len(self))[self._rows(rows)]
+        all_items, by_number = self._decoded.items, Rows([len(self)], chosen)
+        columns = {key: column for key, whole in self._decoded.columns.items()
+                   if (column := by_number.gather([whole])) is not None}
+        return type(self)(Decoded([all_items[row] for row in chosen.tolist()], columns))
+
+    def _rows(self, rows: Any) -> Any:
+        """Return rows as numpy indexes with them. Raises DataError."""
+        if isinstance(rows, slice):
+            return rows
+        array = np.asarray(rows)
+        if array.ndim != 1 or (array.dtype.kind not in "biu" and array.size):
+            raise DataError(f"rows are {shown(rows)}: use a slice, a mask of {len(self)} bools, or integers")
+        if array.dtype.kind == "b" and len(array) != len(self):
+            raise DataError(f"the mask has {len(array)} bools for {len(self)} experiences")
+        return array if array.size else array.astype(np.int64)
+
+    @cached_property
+    def _experiences(self) -> list[Experience]:
+        return Experience.of_fields(fields_of(self._decoded))
+
+    def experiences(self) -> list[Experience]:
+        """Return a list of the experiences, the same objects each time. Their arrays are views of the columns."""
+        return list(self._experiences)
+
+    def with_info(self, name: str, values: Iterable[Any]) -> Self:
+        """Return the same columns with one more key in each experience's `info`."""
+        items = [{**item, "info": {**item.get("info", {}), name: value}}
+                 for item, value in zip(self._decoded.items, values, strict=True)]
+        return type(self)(Decoded(items, self._decoded.columns))
+
+    # --- vectors ----------------------------------------------------------------------------------------------------
+    def column(self, name: str) -> FlatColumn:
+        """Return the vectors of a field of Experience; without any, `present` is all false.
+
+        Raises DataError for a name that is no vector's.
+        """
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise DataError(f"{shown(name)} is not a vector of an experience: use {', '.join(_DTYPES)}")
+        found = self._decoded.columns.get((name, None, dtype.name))
+        return found if found is not None else FlatColumn.empty(len(self), dtype)
+
+    @property
+    def tokens(self) -> FlatColumn:
+        """Token ids of prompt and response: int32."""
+        return self.column("tokens")
+
+    @property
+    def logprobs(self) -> FlatColumn:
+        """Log probability of each response token when it was sampled: float32, nats."""
+        return self.column("logprobs")
+
+    @property
+    def action_mask(self) -> FlatColumn:
+        """Mask of the response tokens that the model made: bool."""
+        return self.column("action_mask")
+
+    @property
+    def advantages(self) -> FlatColumn:
+        """Advantage of each response token: float32."""
+        return self.column("advantages")
+
+    @property
+    def returns(self) -> FlatColumn:
+        """Return of each response token: float32."""
+        return self.column("returns")
+
+    # --- a value for each experience --------------------------------------------------------------------------------
+    def field(self, name: str) -> list[Any]:
+        """Return a field of each experience that is no array, such as `info`, `metrics`, `messages` or `response_text`.
+
+        It is None where an experience lacks it ({} for `info` and `metrics`). Don't change the values, since
+        experiences may share them. Raises DataError for another name.
+        """
+        if name not in _FIELDS:
+            raise DataError(f"{shown(name)} is not a field without arrays: use {', '.join(_FIELDS)}")
+        empty: Any = {} if name in ("info", "metrics") else None
+        return [item.get(name, empty) for item in self._decoded.items]
+
+    @cached_property
+    def prompt_lengths(self) -> Array:
+        """int64 [N]: number of tokens of each prompt."""
+        return np.array([item["prompt_length"] for item in self._decoded.items], np.int64)
+
+    @cached_property
+    def rewards(self) -> Array:
+        """float64 [N]: reward, NaN for an experience without one."""
+        return np.array([item.get("reward") for item in self._decoded.items], np.float64)
+
+    @cached_property
+    def versions(self) -> Array:
+        """int64 [N, 2]: oldest and newest version of the weights that made any of its tokens, -1 where unknown."""
+        versions = [version for info in self.field("info") for version in model_versions(info)]
+        return np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2)
+
+    @cached_property
+    def groups(self) -> Array:
+        """int64 [N]: number of its group, all runs of one task; groups are counted as they appear."""
+        numbers: dict[tuple[Any, Any], int] = {}
+        return np.array([numbers.setdefault((e[0], e[1]), len(numbers)) for e in self._eids], np.int64)
+
+    @property
+    def batches(self) -> list[int | str]:
+        """Batch of each experience."""
+        return [eid[0] for eid in self._eids]
+
+    @property
+    def tasks(self) -> list[int | str]:
+        """Task of each experience: its position in the batch."""
+        return [eid[1] for eid in self._eids]
+
+    @cached_property
+    def runs(self) -> Array:
+        """int64 [N]: run of its task."""
+        return np.array([eid[2] for eid in self._eids], np.int64)
+
+    @cached_property
+    def steps(self) -> Array:
+        """int64 [N]: turn in its run, from 0."""
+        return np.array([eid[3] for eid in self._eids], np.int64)
+
+    @cached_property
+    def truncated(self) -> Array:
+        """str [N]: "prompt_truncated", "response_truncated", or "" for an experience that is whole."""
+        return np.array([item.get("truncate_status", "") for item in self._decoded.items], np.str_)
+
+    @property
+    def uids(self) -> list[str]:
+        """Id of each experience, `batch/task/run/step/suffix`."""
+        return ["/".join(map(str, eid)) for eid in self._eids]
+
+    @property
+    def _eids(self) -> list[list[Any]]:
+        return [item["eid"] for item in self._decoded.items]
+
+    # --- for a model ------------------------------------------------------------------------------------------------
+    def padded(
+        self, *, side: Literal["left", "right"] = "right", multiple_of: int = 1, pad_id: int = 0
+    ) -> ArrayDict:
+        """Return rows of one length L, the longest S rounded up to `multiple_of`, filled up on one side.
+
+        - `tokens` int32 [N, L], filled with `pad_id`; `attention_mask` bool [N, L]
+        - those of `logprobs, token_level_reward, advantages, returns, action_mask, teacher_logprobs` that any
+          experience has, [N, L]: the value of a response token stands at the place of that token, 0 elsewhere and in
+          preference pairs
+
+        Raises DataError for other arguments.
+        """
+        if side not in ("left", "right"):
+            raise DataError(f"side is {shown(side)}: use \"left\" or \"right\"")
+        lengths = self.tokens.lengths
+        width = -(-int(lengths.max(initial=0)) // _positive("multiple_of", multiple_of)) * multiple_of
+        places = np.arange(width) - (width - lengths[:, None] if side == "left" else 0)
+        mask = (places >= 0) & (places < lengths[:, None])
+        out = ArrayDict(attention_mask=mask)
+        for name, values in self._by_token().items():
+            out[name] = np.full(mask.shape, pad_id if name == "tokens" else 0, values.dtype)
+            out[name][mask] = values
+        return out
+
+    def packed(self, max_tokens: int) -> list[ArrayDict]:
+        """Return packs of whole experiences, each of at most `max_tokens` tokens, the longest experiences first.
+
+        A pack of K experiences and T tokens has
+        - `rows` int64 [K], the experiences' numbers; `offsets` int32 [K + 1], where each begins (`cu_seqlens`)
+        - `tokens` int32 [T], `position_ids` int32 [T], from 0 in each experience
+        - the vectors of responses as in `padded`, [T]
+
+        Raises DataError if an experience is longer than `max_tokens`.
+        """
+        lengths = self.tokens.lengths
+        if (too_long := np.flatnonzero(lengths > _positive("max_tokens", max_tokens))).size:
+            row = int(too_long[0])
+            raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than max_tokens={max_tokens}")
+        packs, left = list[list[int]](), list[int]()
+        for row in np.argsort(-lengths, kind="stable").tolist():
+            size = int(lengths[row])
+            number = next((i for i, space in enumerate(left) if space >= size), len(packs))
+            if number == len(packs):
+                packs.append([])
+                left.append(max_tokens)
+            packs[number].append(row)
+            left[number] -= size
+        return [self._pack(np.array(rows)) for rows in packs]
+
+    def _pack(self, rows: Array) -> ArrayDict:
+        chosen = self[rows]
+        tokens = chosen.tokens
+        positions = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        return ArrayDict(rows=rows, offsets=tokens.offsets.astype(np.int32), position_ids=positions.astype(np.int32),
+                         **chosen._by_token())
+
+    def _by_token(self) -> dict[str, Array]:
+        """Return tokens, and the vectors of responses with a value for each token, 0 in the prompt; all flat."""
+        tokens, out = self.tokens, {"tokens": self.tokens.values}
+        responses = tokens.lengths - self.prompt_lengths
+        places = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        for name in _ALIGNED:
+            column = self.column(name)
+            if not column.present.any():
+                continue
+            fits = column.present & (column.lengths == responses)
+            begins = np.where(fits, self.prompt_lengths, tokens.lengths)
+            out[name] = np.zeros(len(places), column.values.dtype)
+            out[name][places >= np.repeat(begins, tokens.lengths)] = column.values[np.repeat(fits, column.lengths)]
+        return out
+
+    def arrays(self) -> ArrayDict:
+        """Return everything numeric: the vectors that there are, flat, each with its `<name>_offsets`, and a value or
+        row for each experience: `prompt_lengths, rewards, versions, groups, runs, steps`.
+        """
+        out = ArrayDict()
+        for name in _DTYPES:
+            if (column := self.column(name)).present.any():
+                out |= {name: column.values, f"{name}_offsets": column.offsets}
+        out.update(prompt_lengths=self.prompt_lengths, rewards=self.rewards, versions=self.versions, groups=self.groups,
+                   runs=self.runs, steps=self.steps)
+        return out
+
+    def to_torch(self, device: Any = None) -> dict[str, Any]:
+        """Return `arrays()` as torch tensors on `device` (None: on the CPU, in the same memory)."""
+        return self.arrays().to_torch(device)
+
+    # --- as a table -------------------------------------------------------------------------------------------------
+    def table(self) -> dict[str, Any]:
+        """Return `experience_rows.COLUMNS` by name: a list or FlatColumn each; those of the log are None throughout."""
+        versions: list[tuple[int | None, ...]] = [
+            tuple(None if v < 0 else v for v in pair) for pair in self.versions.tolist()
+        ]
+        fields = {name: self.field(name) for name in ("messages", "prompt_length", "reward", "metrics", "info")}
+        vectors = {name: self.column(name) for name in ("tokens", "action_mask", "logprobs", "advantages", "returns")}
+        batches, tasks, runs, steps, suffixes = map(list, zip(*self._eids, strict=True)) if len(self) else ([],) * 5
+        unknown = [None] * len(self)
+        return {
+            **fields, **vectors, "eid": self.uids, "batch": batches, "task": tasks, "run": runs, "step": steps,
+            "suffix": suffixes, "type": [TYPES[item["type"]] for item in self._decoded.items],
+            "prompt": self.field("prompt_text"), "completion": self.field("response_text"),
+            "oldest_version": [oldest for oldest, _ in versions], "newest_version": [newest for _, newest in versions],
+            "truncated": self.field("truncate_status"), "runner": unknown, "attempt": unknown, "trained_step": unknown,
+        }
+
+    def to_arrow(self) -> Any:
+        """Return a `pyarrow.Table` with a row for each experience, with the columns of an export.
+
+        Raises ConfigError if pyarrow (the extra `parquet`) is not installed, DataError for more than 2**31 - 1 values
+        in a column.
+        """
+        return arrow_table(self.table())
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DataError(f"{name} is {shown(value)}: it is a whole number from 1")
+    return value

@@ -1,0 +1,28 @@
+"""Versions of the weights that made the tokens of an experience, as its `info` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["listed", "model_versions", "version_spans"]
+
+
+def listed(info: Any, name: str) -> list[Any]:
+    """Return a list in `info`; [] for any other value, since a user may write anything there."""
+    value = info.get(name) if isinstance(info, Mapping) else None
+    return value if isinstance(value, list) else []
+
+
+def version_spans(info: Any) -> list[tuple[int, int, int]]:
+    """Return (version, start, end) over the response, of the weights that made it; [] if `info` has none."""
+    return [(span[0], span[1], span[2]) for span in listed(info, "version_spans")
+            if isinstance(span, list) and [type(n) for n in span] == [int, int, int]]
+
+
+def model_versions(info: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the oldest and the newest weights that made any of its tokens; None if `info` has neither."""
+    if "version_spans" in info and (versions := [version for version, _, _ in version_spans(info)]):
+        return min(versions), max(versions)
+    oldest, drift = info.get("model_version"), info.get("model_version_drift")
+    return oldest, oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
