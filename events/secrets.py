@@ -49,6 +49,7 @@ NO_SECRETS = re.compile(
 )
 """Keys that end with `token` and mean a token of a vocabulary."""
 
+_PLACEHOLDER = re.compile(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+")
 _SECRET_FORM = re.compile(
     r"(?i:bearer |basic )\S{8,}|(sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
     r"github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"
@@ -92,8 +93,7 @@ def is_secret(key: str, value: Any) -> bool:
         return True
     if not isinstance(value, str) or not value or value == MASK or is_reference(value):
         return False
-    is_placeholder = re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value) is not None
-    if is_secret_key(key) and not is_placeholder:
+    if is_secret_key(key) and not _PLACEHOLDER.fullmatch(value):
         return True
     return bool(_SECRET_FORM.fullmatch(value) or _URL_PASSWORD.match(value) or _SECRET_IN_TEXT.search(value))
 

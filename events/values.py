@@ -310,7 +310,7 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Return path and type of the first part that is not plain JSON, or None. orjson would convert dates and NaN."""
+    """Return path and type of the first part that is not plain JSON, or None. orjson silently converts others."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):

@@ -179,24 +179,24 @@ class EventLog:
         drafts = [own_draft] if clock_step is None else [clock_step, own_draft]
         self._place(head, drafts)
         recorded = [item for commit in drafts for item in commit.recorded]
-        end = recorded[-1]
+        last = recorded[-1]
         try:
             statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
-                f"{self.url}: the log's head or streams do not agree with its events near position {end.position} "
+                f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
                 f"({e.orig}); run verify"
             ) from e
         versions = {item.stream: item.version for item in recorded}
         statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
-        statements.MOVE_HEAD.change(connection, {"p": end.position, "h": end.hash, "t": end.recorded_at})
+        statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
         self._clock.remember(*clock_reading)
         return Committed(
-            first_position=own_draft.recorded[0].position, last_position=end.position, recorded=own_draft.recorded,
+            first_position=own_draft.recorded[0].position, last_position=last.position, recorded=own_draft.recorded,
             duplicate=False,
         )
 

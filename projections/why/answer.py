@@ -10,9 +10,10 @@ from typing import Any
 
 from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
+from trinity_es.projections.event_texts import counted
 
 __all__ = [
-    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "restart_advice", "resume_advice", "resume_after_fix",
+    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "restart_advice", "resume_advice", "resume_after_fix",
     "resume_command", "span", "unread", "weights_advice",
 ]
 
@@ -252,7 +253,3 @@ def span(seconds: float) -> str:
             rest = int(seconds % size // small_size)
             return f"{int(seconds // size)} {name}" + (f" {rest} {small_name}" if rest else "")
     return f"{seconds:.0f} s"
-
-
-def counted(n: int, name: str) -> str:
-    return f"{n} {name}" if n == 1 else f"{n} {name}s"

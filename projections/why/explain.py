@@ -21,9 +21,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
-from trinity_es.projections.event_texts import kept_text, missing_text
+from trinity_es.projections.event_texts import counted, kept_text, missing_text
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
+from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, resume_command, span
 from trinity_es.projections.why.host_waits import current_hosts, hosts_without_units, with_host_state
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,

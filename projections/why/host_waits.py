@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from trinity_es.events.values import local_time
+from trinity_es.projections.event_texts import counted
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.why.answer import Waiting, counted, span
+from trinity_es.projections.why.answer import Waiting, span
 from trinity_es.projections.why.system_state import HostSnapshot, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["current_hosts", "hosts_without_units", "with_host_state"]

@@ -26,10 +26,11 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import batch_stream
+from trinity_es.projections.event_texts import counted
 from trinity_es.projections.metric_aggregation import missing_runs
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.batch_queries import BatchRow
-from trinity_es.projections.why.answer import counted, resume_command
+from trinity_es.projections.why.answer import resume_command
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess

@@ -170,7 +170,7 @@ class _Chain:
         self._commit, self._index = "", 0
 
     def follow(self, row: tuple[Any, ...]) -> Recorded | None:
-        """Check the next row, and return its event; None if it can't be read. Reports each problem of the row."""
+        """Check the next row and report its problems; return its event, None if it can't be read or is out of order."""
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
         at = f"position {position} ({stream} {version}, {name})"

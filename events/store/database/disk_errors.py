@@ -24,7 +24,7 @@ def is_out_of_files() -> bool:
 
 
 def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
-    """Return the reason why a file of `needed_bytes` could not be written, and what to do."""
+    """Return the reason why about `needed_bytes` could not be written, and what to do."""
     if e.errno in _FULL:
         return room(path, needed_bytes)
     if e.errno == errno.EROFS:

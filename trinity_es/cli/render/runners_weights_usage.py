@@ -11,6 +11,7 @@ from rich.text import Text
 from trinity_es.cli.render.batch_tables import columns, counted_text, print_fitted, print_left_out, state_text, when
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapter_versions import AdapterVersion
+from trinity_es.projections.event_texts import counted
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.untried_prompts import PromptsTried
@@ -23,7 +24,7 @@ from trinity_es.projections.tables.runner_history import (
     natural,
     visible_state,
 )
-from trinity_es.projections.why.answer import counted, span
+from trinity_es.projections.why.answer import span
 from trinity_es.safe_text import error_line, plain
 
 __all__ = [
