@@ -230,7 +230,7 @@ def test_an_action_is_what_a_text_says(text: str, schema: dict[str, Any], action
 
 
 def test_a_text_that_is_no_action_is_refused() -> None:
-    with pytest.raises(ValueError, match="has the fields"):
+    with pytest.raises(ValueError, match="needs the fields"):
         action_of("well", {"required": ["x", "y"]})
 
 
@@ -291,7 +291,7 @@ def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_
 
 @pytest.mark.parametrize(("package", "name", "said"), [
     *((package, None, "is no package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
-    *(("gsm8k-v1", name, "is no name of an environment")
+    *(("gsm8k-v1", name, "can't be an environment's name")
       for name in ("../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä")),
 ])
 def test_what_is_no_package_or_no_folder_of_its_own_is_refused_before_anything_is_made(

@@ -128,12 +128,12 @@ class _Session:
         accepts_key = self._accepts_key(address, key)
         if accepts_key is False:
             self.require_alive()  # an admin that dies now looks as if it refused the key
-            raise WrongKey(f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and "
-                           f"the system (pid {admin['pid']}) was started with another key")
+            raise WrongKey(f"the key from {key_place(admin['key_file'])} is not the key of the actor system (pid "
+                           f"{admin['pid']}): give the key with which the system was started")
         if accepts_key is None:
             raise NotRunning(
-                f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is stopped or "
-                "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`")
+                f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is suspended "
+                "or hangs. Wait until its keeper process restarts it, or run `trinity-es down`, then `trinity-es up`")
         system: Any = None
         try:
             self.system = system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
@@ -339,7 +339,7 @@ class Connection:
                 elif session.coordinator is None or session.coordinator != answer.coordinator:
                     session.coordinator, send_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
-                raise TimeoutError(f"{request.command}: no answer in time")
+                raise TimeoutError(f"the coordinator did not answer {request.command} in time")
             if answer is None and not session.is_alive():
                 raise _SystemGone
             if now - last_taken_at > NO_COORDINATOR_SECONDS:
@@ -366,7 +366,8 @@ class Connection:
             try:
                 self._rejoin(self._session, time.monotonic() + timeout)
             except TimeoutError as e:
-                raise NotRunning("the actor system is gone; its keeper is starting it again") from e
+                raise NotRunning("the actor system is gone, and its keeper process is restarting it: call again in "
+                                 "some seconds") from e
         session = self._session
         answer = self._ask_guardian(session, timeout)
         if not answer.status:

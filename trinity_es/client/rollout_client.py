@@ -226,7 +226,8 @@ class RolloutClient(SystemClient):
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
-            raise errors.DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
+            raise errors.DataError(f"batch {batch_id!r} is {state.state}, not FINALIZED: call finalize_train_batch "
+                                   "first")
         for ref in state.experiences:
             try:
                 experiences = read_experiences(self._payloads, [ref])
@@ -284,8 +285,8 @@ class RolloutClient(SystemClient):
             with self._take_lock:
                 self._unanswered_take_ids[key] = request_id
             raise errors.TakeTimeout(
-                f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the "
-                "coordinator took some for this request, you get them then") from e
+                f"the coordinator did not deliver {command.n} experiences within {command.timeout} s. Take as many "
+                "again: if it took some for this request, you get them then") from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
         """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.

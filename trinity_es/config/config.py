@@ -88,7 +88,7 @@ class Config(RunConfig):
         }
         reason = next((text for text, is_true in conditions.items() if is_true), "")
         if reason and sync.in_flight == "cut":
-            raise ValueError(f"synchronizer.in_flight is cut, and {reason}")
+            raise ValueError(f"synchronizer.in_flight is 'cut', but {reason}")
         return self
 
     @model_validator(mode="after")

@@ -88,7 +88,8 @@ def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
     environment = _find_or_none(name)
     if environment is None:
-        raise ConfigError(f"{_not_installed_message(name)}: `trinity-es env install {name}`", environment=name)
+        raise ConfigError(f"{_not_installed_message(name)}. Install it with `trinity-es env install "
+                          f"{name}`", environment=name)
     return environment
 
 
@@ -114,7 +115,7 @@ def install(
     """
     requirement, distribution = _requirement(package)
     if uv() is None:
-        raise ConfigError("uv, which installs environments, is not here: pip install 'trinity-es[environments]'")
+        raise ConfigError("uv, which installs environments, is not installed: pip install 'trinity-es[environments]'")
     environment = _environment_name(name or distribution)
     home = environments_folder() / environment
     home.mkdir(parents=True, exist_ok=True)
@@ -179,8 +180,8 @@ def _require_loads(environment: Installed, say: Callable[[str], None]) -> None:
     except ConfigError as e:
         problem = f"verifiers can't load the taskset {environment.taskset!r}: {e.message.rstrip().splitlines()[-1]}"
         if environment.distribution != VERIFIERS_PACKAGE:
-            raise ConfigError(f"{problem} (a package MY-ENV has a module my_env with a Taskset of verifiers 0.4 in its "
-                              "__all__)") from e
+            raise ConfigError(f"{problem}. A package MY-ENV needs a module my_env whose __all__ names a Taskset of "
+                              "verifiers 0.4") from e
         say(f"{problem} (a config that names another taskset may be played)")
 
 
@@ -210,7 +211,7 @@ def _environment_name(name: str) -> str:
     """Return the normalized name, which is also the folder's name. Raises ConfigError."""
     normalized_name = plain_name(name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", normalized_name):
-        raise ConfigError(f"{name!r} is no name of an environment: give letters, digits and dashes (--name)")
+        raise ConfigError(f"{name!r} can't be an environment's name: give letters, digits and dashes with --name")
     return normalized_name
 
 

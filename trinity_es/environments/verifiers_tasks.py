@@ -38,7 +38,8 @@ def environment_named(args: Mapping[str, Any]) -> str:
     """Return `env` of a workflow's arguments. Raises DataError without one."""
     name = args.get("env")
     if not isinstance(name, str) or not name:
-        raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` shows those here)")
+        raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` lists the installed "
+                        "ones)")
     return name
 
 

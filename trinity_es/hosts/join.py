@@ -117,9 +117,10 @@ def config_of(
     missing_names = auxiliary_names - {m.get("name") for m in models if m.get("engine_num", 1)}
     if missing_names:
         raise ConfigError(
-            f"the run's tasks may ask the auxiliary models {', '.join(sorted(auxiliary_names))}, and this host would "
-            f"have no engine of {', '.join(sorted(missing_names))}: tasks are answered by those of their own host. "
-            "Leave them in, or give them engine_type http in the head's config: servers that each host reaches"
+            f"this host would have no engine of {', '.join(sorted(missing_names))}, but its tasks may ask the "
+            f"auxiliary models {', '.join(sorted(auxiliary_names))} and reach only engines of their own host. Keep "
+            "these models in this host's config, or give them engine_type http (servers that every host reaches) in "
+            "the head's config"
         )
     for model in models:
         model["model_path"] = model_folders.get(model.get("model_path", ""), model.get("model_path", ""))
@@ -143,9 +144,9 @@ def require_gpus(config: Config, name: str) -> None:
     gpus = visible()
     if key := lacking(gpu_counts, len(gpus)):
         raise ConfigError(
-            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
-            f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
-            "or set tensor_parallel_size for this host with --set"
+            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), but each engine of {key} needs "
+            f"{models[key].tensor_parallel_size}: join from a larger host, make more GPUs visible with "
+            "CUDA_VISIBLE_DEVICES, or set tensor_parallel_size for this host with --set"
         )
 
 
@@ -247,7 +248,7 @@ class HostRun:
         try:
             while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
                 if self.is_leaving():
-                    raise SyncError("the pull of the model was given up: this host leaves")
+                    raise SyncError("the pull of the model was stopped because this host is leaving")
             return task.result()
         finally:
             task.cancel()
