@@ -154,7 +154,7 @@ def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(
     trainer = TrainerProcess(config(HUB))
     trainer._open_tasksets(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
     trainer._require_same_taskset(replace(RECORDED, revision="f" * 40, subset="easy"))
-    with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
+    with pytest.raises(TasksetError, match=rf"\) to {'f' * 40}, but its explorer to {COMMIT}: restart"):
         trainer._require_same_taskset(RECORDED)
 
 

@@ -189,8 +189,8 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
-            f"a process may open {hard_limit} files here, and those of an actor system need {LEAST_FILES} and more: "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+            f"a process may open {hard_limit} files here, but the processes of an actor system need {LEAST_FILES} or "
+            "more: raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
         )
     reservation = _reserve_port(config)
     setup = {**setup, "port": reservation.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
