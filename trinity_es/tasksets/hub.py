@@ -153,14 +153,14 @@ class HubRows:
         except errors.RevisionNotFoundError as e:
             raise TasksetError(f"{dataset}: there is no such revision: name a branch, a tag or a commit") from e
         except errors.RepositoryNotFoundError as e:
-            raise TasksetError(f"{dataset}: there is no such dataset, or it is private: look at its name, or set "
+            raise TasksetError(f"{dataset}: there is no such dataset, or it is private: check its name, or set "
                                "HF_TOKEN") from e
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_short(e)})"
             raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
-            raise TasksetError(f"{dataset} can't be read ({_short(e)}): look at its subset and its split") from e
+            raise TasksetError(f"{dataset} can't be read ({_short(e)}): check its subset and its split") from e
 
 
 class _Unreachable(TasksetError):

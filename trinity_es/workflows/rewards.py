@@ -163,8 +163,9 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
     """Raise WorkflowError if arguments are missing; it names those that are available."""
     if missing_names:
-        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but there is only "
-                            f"{', '.join(dict.fromkeys(available))}: set it in reward_fn_args, or add it to the row")
+        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but only "
+                            f"{', '.join(dict.fromkeys(available))} are available: set what is missing in "
+                            "reward_fn_args, or add it to the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
@@ -205,8 +206,8 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     try:
         path = class_path(function)
     except TaskNotSerializable:
-        raise WorkflowError(f"{function!r} can't be used as a grader: give a function at the top of a module that can "
-                            "be imported") from None
+        raise WorkflowError(f"{function!r} can't be used as a grader: give a function at the top level of a module "
+                            "that can be imported") from None
     try:
         return path, orjson.dumps([args, kwargs])
     except TypeError as e:
@@ -222,7 +223,7 @@ def _call_in_grader(
     experiences = {name for name, value in values.items() if isinstance(value, Experience)}
     if refused := experiences & signature.names:
         raise WorkflowError(f"the reward {fields['reward_fn']} takes {', '.join(refused)}, an Experience, which can't "
-                            "be sent to a process of its own: take response and completion_ids instead, or leave out "
+                            "be sent to the grader's process: take response and completion_ids instead, or leave out "
                             "grader_timeout")
     plain_values = {name: value for name, value in values.items() if name not in experiences}
     grade = workflow.grade_async if type(workflow).is_async else workflow.grade
@@ -292,7 +293,7 @@ def _only_number(function: Any, rewards: Any) -> float:
         raise WorkflowError(f"the reward {name} gave {rewards!r} for one completion: return a list of one "
                             "number") from None
     if reward is None:
-        raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
+        raise WorkflowError(f"the reward {name} gave None, so it does not apply to this task and the run has no reward")
     if isinstance(reward, Mapping):
         raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: a reward of TRL's form "
                             "returns a list of one number")

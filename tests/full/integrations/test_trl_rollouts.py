@@ -202,7 +202,7 @@ def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_
 
 @pytest.mark.parametrize(("asked", "said"), [
     ("bbaa", "'0/trl-train-0' is in the log with other prompts"),
-    ("abab", "no groups of 2 equal ones: prompt 1 differs"),
+    ("abab", "groups of 2 equal prompts: prompt 1 differs"),
 ])
 def test_other_prompts_than_those_stored_are_refused(
     tmp_path: Path, client: StandInClient, asked: str, said: str
@@ -273,7 +273,7 @@ def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandIn
 
 def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Path, client: StandInClient) -> None:
     rows = [*ROWS, {"prompt": "a=", "answer": "A"}]
-    with pytest.raises(DataError, match="row 0 of trl-train and row 2 of trl-train have the same prompt and differ in an"):
+    with pytest.raises(DataError, match="row 0 of trl-train and row 2 of trl-train have the same prompt and dif"):
         generated(tmp_path, StandInTrainer(rows))
     generated(tmp_path, StandInTrainer(rows), columns=[])
     assert [t["raw_task"] for t in client.submitted["0/trl-train-0"]] == [{"prompt": "a="}, {"prompt": "b="}]
