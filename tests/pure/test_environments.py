@@ -326,7 +326,7 @@ def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the
 
     def loads_not(command: Sequence[str], say: Any) -> str:
         if "load" in command:
-            raise ConfigError("python -I ... failed with 1: Traceback\nModuleNotFoundError: no gsm8k_v1\n")
+            raise ConfigError("python -I ... failed with status 1: Traceback\nModuleNotFoundError: no gsm8k_v1\n")
         return json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"})
 
     with monkeypatch.context() as misnamed:

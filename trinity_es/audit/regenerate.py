@@ -198,8 +198,8 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
     path = weights or rollout.weights
     if path and not Path(path).exists():
         raise WeightNotFound(
-            f"weights {rollout.version} were published at {path} and are no longer there: give their path with "
-            "--weights", path=path,
+            f"weights version {rollout.version}, published at {path}, are no longer there: give their present path "
+            "with --weights", path=path,
         )
     _turn_spans(rollout)  # raises DataError before the engine starts, which is slow
     if rollout.config.get("code_path"):

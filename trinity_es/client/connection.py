@@ -122,7 +122,7 @@ class _Session:
         if admin.get("protocol") != PROTOCOL:
             raise VersionMismatch(
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
-                "can't talk to: `trinity-es down`, then `trinity-es up` goes on with open batches")
+                "can't talk to: run `trinity-es down`, then `trinity-es up`, which continues open batches")
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
         accepts_key = self._accepts_key(address, key)
@@ -247,8 +247,8 @@ class Connection:
                     if last_admin is None and is_alive and time.monotonic() - begun_at >= CONNECT_SECONDS:
                         raise  # it is stopped or hangs; if it died too, the keeper starts another
             if time.monotonic() - begun_at > REJOIN_SECONDS:
-                raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not "
-                                 "start it again: keeper.log in its log folder says why")
+                raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper process "
+                                 "could not restart it: see keeper.log in its log folder")
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
@@ -350,8 +350,8 @@ class Connection:
         """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
         loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
         if loss is not None:
-            raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy "
-                             "back, or accept the loss with `trinity-es accept-rewind`")
+            raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Restore a copy of the "
+                             "log that has them, or accept the loss with `trinity-es accept-rewind`")
         if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
             self.last_mark = answer.end
 

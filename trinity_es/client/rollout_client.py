@@ -184,7 +184,7 @@ class RolloutClient(SystemClient):
         except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
             raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
-                "waiting; `trinity-es why` says what it waits for") from e
+                "waiting; `trinity-es why` says what the batch waits for") from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""

@@ -231,5 +231,5 @@ def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False, env={**index, **variables})
     if result.returncode:
         error = result.stderr.strip()[-2000:]
-        raise ConfigError(f"{' '.join(command[:3])} ... failed with {result.returncode}: {error}")
+        raise ConfigError(f"{' '.join(command[:3])} ... failed with status {result.returncode}: {error}")
     return result.stdout

@@ -187,7 +187,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         body += part
         if len(body) > MESSAGE_BYTES:
             raise EnvironmentFailed(
-                f"{response.url} answers with more than {MESSAGE_BYTES:,} bytes: see whether an OpenEnv server is there"
+                f"{response.url} answers with more than {MESSAGE_BYTES:,} bytes: check that an OpenEnv server is there"
             )
     return bytes(body)
 

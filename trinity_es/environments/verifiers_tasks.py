@@ -91,9 +91,9 @@ def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> N
         )
         try:
             process.communicate(config, timeout=TASKS_SECONDS)
-            problem = f"it ended with status {process.returncode}" if process.returncode else ""
+            problem = f"its process ended with status {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            problem = f"it was not done after {TASKS_SECONDS:.0f} s"
+            problem = f"its process was not done after {TASKS_SECONDS:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started

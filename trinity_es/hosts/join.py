@@ -63,7 +63,8 @@ def host_name(name: str | None) -> str:
     name = name or socket.gethostname().partition(".")[0]
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} can't be a host's name: letters, digits, '.', '_' and '-', 63 at most; give --name"
+            f"{name!r} can't be a host's name: use at most 63 letters, digits, '.', '_' and '-', and give the name "
+            "with --name"
         )
     return name
 
@@ -82,11 +83,11 @@ def find_head(url: str) -> HeadPlace:
         lease = log.read_lease("coordinator")
     owner = (lease.owner or {}) if lease is not None else {}
     if not owner:
-        raise NotRunning(f"no head leads the run of {masked(url)} now: start one with `trinity-es up` or `run`")
+        raise NotRunning(f"the run of {masked(url)} has no head host now: start one with `trinity-es up` or `run`")
     place = HeadPlace.of(owner)
     if place is None:
         raise ConfigError(
-            f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) takes no hosts: set "
+            f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) accepts no other hosts: set "
             "hosts.address in its config to an address of its own and a port, as in 10.0.0.1:7700, and start it again"
         )
     return place
@@ -103,7 +104,7 @@ def config_of(
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
-        raise NotRunning(f"no head has led the run of {masked(url)} yet: start one with `trinity-es up` or `run`")
+        raise NotRunning(f"the run of {masked(url)} has had no head host yet: start one with `trinity-es up` or `run`")
     data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
     hosts = data.get("hosts", {})

@@ -89,8 +89,7 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
     if not any(task.done for task in state.tasks):
         raise WorkflowError(
             f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)}; fix the cause and resume, which "
-            "generates the batch again (runners load a changed module of yours only when they start: `trinity-es "
-            "restart-runner`)"
+            "generates the batch again. After a change of a module of yours also run `trinity-es restart-runner`"
         )
     if mode == "train":
         experiences = list(client.experiences(batch_id))
@@ -208,7 +207,7 @@ def prompt_key(prompt: Any) -> bytes:
     try:
         return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
-        raise DataError(f"a prompt is no JSON ({e}): {repr(prompt)[:100]}") from e
+        raise DataError(f"a prompt can't be written as JSON ({e}): {repr(prompt)[:100]}") from e
 
 
 def _plain(value: Any) -> Any:

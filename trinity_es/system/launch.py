@@ -155,7 +155,7 @@ def _require_connections(config: Config, limit: int) -> None:
     needed = connections_needed(config)
     if limit < needed:
         raise ConfigError(
-            f"{config.masked()['store']['url']} lets this user have {limit} connections, and a run holds {needed} and "
+            f"{config.masked()['store']['url']} lets this user have {limit} connections, but a run holds {needed} or "
             "more: raise max_connections of its server, or the CONNECTION LIMIT of this user or database"
         )
 

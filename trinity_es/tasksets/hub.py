@@ -111,7 +111,8 @@ class HubRows:
             builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)
             # Without the hub, `datasets` takes any cached revision.
             if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:
-                raise ConnectionError(f"the cache has commit {builder.hash}, subset {builder.config.name}")
+                raise ConnectionError(f"`datasets` fell back to its cache, which has commit {builder.hash}, subset "
+                                      f"{builder.config.name}")
         except (_hub_errors().HTTPError, ConnectionError, TimeoutError):
             if self._subset is not None or len(cached_folders) != 1:
                 raise

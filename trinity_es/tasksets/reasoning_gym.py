@@ -118,8 +118,8 @@ def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequenc
     for name in arguments:
         if name not in parameters:
             similar_names = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"did you mean {similar_names[0]}? it" if similar_names else "it"
-            raise DataError(f"{owner} has no parameter {name!r}: {hint} has {', '.join(parameters)}")
+            hint = f" (did you mean {similar_names[0]}?)" if similar_names else ""
+            raise DataError(f"{owner} has no parameter {name!r}{hint}: its parameters are {', '.join(parameters)}")
 
 
 def _require_package() -> Any:

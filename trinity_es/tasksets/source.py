@@ -54,7 +54,7 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
     try:
         rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
         if not isinstance(rows.revision, str):
-            raise TypeError(f"the revision of its rows is {rows.revision!r}, not a text")
+            raise TypeError(f"the revision of the rows is {rows.revision!r}, not a text")
         if not len(rows):
             raise TasksetError(f"taskset {config.name}: {config.path} is empty: a taskset has at least one row")
         [first_row] = rows.read([0])

@@ -157,7 +157,7 @@ class Publisher:
         """Make a group for `RolloutClient.setup_weight_sync_group`. `device`: this process's GPU."""
         model = self.config.explorer.rollout_model
         if self.config.synchronizer.sync_method != "nccl":
-            raise SyncError("engines can't join a group for weights with synchronizer.sync_method "
+            raise SyncError("engines can't join a process group for weights with synchronizer.sync_method "
                             f"{self.config.synchronizer.sync_method}: set it to nccl")
         reference, tied = reference_shapes(model.model_path)
         if meta is not None and reference is not None:

@@ -57,7 +57,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     if size + _SPARE_BYTES > free:
         raise SyncError(
             f"weights version {version} was not published: it takes {size / 2**30:.2f} GiB of shared memory, and "
-            f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge that, or set synchronizer.sync_method to "
+            f"{SHARED_MEMORY} has {free / 2**30:.2f} GiB free: enlarge it, or set synchronizer.sync_method to "
             "checkpoint"
         )
     partial_folder = folder.with_name(f".{folder.name}.part")
@@ -105,7 +105,8 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises DataError for a value that is no tensor, SyncError for NaN or infinite values.
     """
     if not isinstance(state, Mapping) or not state:
-        raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
+        raise DataError(f"weights are {'empty' if isinstance(state, Mapping) else type(state).__name__}: a folder, or "
+                        "a mapping from names to tensors is expected")
     torch = sys.modules.get("torch")  # a process with tensors has imported torch
     tensors: dict[str, Any] = {}
     for name, value in state.items():

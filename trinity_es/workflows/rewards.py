@@ -72,7 +72,8 @@ class Reward:
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
         if task.reward_fn is None:
-            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
+            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute the reward in your "
+                                "workflow")
         reward: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
         self._name: Any = task.reward_fn
         self._row = task.raw_task or {}
