@@ -252,7 +252,7 @@ class Connection:
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
-        """Replace a dead session; called in a thread. `joining` ends when that is done, or with its error."""
+        """Replace a dead session; runs in a thread of its own. `joining` gets None, or the error."""
         try:
             session = self._next_session(dead_session.admin)
         except BaseException as e:

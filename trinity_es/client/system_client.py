@@ -47,7 +47,7 @@ class SystemClient:
         admin = running_system.find(self.config)
         if admin is None:
             if last_admin is None:
-                remembered_log_end.require(self.config)
+                remembered_log_end.require_remembered(self.config)
             else:
                 self._require_log()
             if running_system.stopped(self.config)["kept"] is None:
@@ -57,7 +57,7 @@ class SystemClient:
     def _require_log(self) -> None:
         """Raise LogRewound if the log lacks an event that this client or this host remembers."""
         mark = self._link.last_mark
-        remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.name)])
+        remembered_log_end.require_remembered(self.config, [] if mark is None else [Claim(mark, self._link.name)])
 
     def __enter__(self) -> Self:
         return self

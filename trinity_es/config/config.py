@@ -328,7 +328,7 @@ def _validate(
             from trinity_es.config.trinity_rft_keys import foreign_keys, foreign_values  # it reads a file
 
             raise explain(
-                errors, Config, origin_of, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
+                errors, Config, origin_of, hints=foreign_keys() | RENAMED, foreign_values=foreign_values(),
                 unexpanded=unresolved, as_text=as_text,
             ) from None
         break

@@ -358,7 +358,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Connect as a trainer at `state.global_step`; move the sampler to its epoch, which TRL does not do."""
+        """Connect as a trainer that is at `state.global_step`, and set the sampler to the epoch of that step."""
         per_generation = args.steps_per_generation * args.num_iterations
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)

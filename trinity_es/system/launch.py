@@ -105,7 +105,7 @@ def launch(
     claims: Sequence[Claim],
 ) -> dict[str, Any]:
     """Start the processes of this store's system, and return its admin. Parameters and errors: as `start_here`."""
-    remembered_log_end.require(config, claims)
+    remembered_log_end.require_remembered(config, claims)
     running = running_system.find_head(config)
     if running is not None:
         raise AlreadyRunning(

@@ -176,17 +176,17 @@ def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _signature_of(reward: Any, arguments: Mapping[str, Any]) -> _Signature:
     """Return the parameters of a function, or of a class's `__call__`. `arguments`: the `reward_fn_args`."""
-    is_class = isinstance(reward, type)  # built later, perhaps in a process that can be killed
+    is_class = isinstance(reward, type)  # its constructor is called later, so only `__call__` is looked at here
     try:
         signature = inspect.signature(reward.__call__ if is_class else reward)
         parameters = list(signature.parameters.values())[int(is_class) :]  # without `self`
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin has no signature: it is taken to accept a reward's usual arguments
         return _Signature(names=frozenset({"response", "prompt", "truth"}), has_kwargs=False, preset_names=frozenset())
     named_parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return _Signature(
         names=frozenset(p.name for p in named_parameters),
         has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        preset_names=frozenset() if is_class else frozenset(arguments),
+        preset_names=frozenset() if is_class else frozenset(arguments),  # a class gets them in its constructor
         required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
 

@@ -284,7 +284,7 @@ def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[s
         heapq.heappush(place_ends, played_at)
         seconds = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
         overhead = max(0.0, flight.seconds - combined(seconds, sequential=is_sequential))
-        flight.batch.rest[key] = (overhead, flight.ended_at - played_at)
+        flight.batch.overheads[key] = (overhead, flight.ended_at - played_at)
 
 
 def _lives(log: Log, last: int) -> list[Life]:
