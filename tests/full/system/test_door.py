@@ -208,7 +208,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     with pytest.raises(WrongKey, match=f"the key from the file {wrong} is not the key of"):
         trinity_es.connect(scripted(folder, system={"key_file": str(wrong)}))
     monkeypatch.setenv(KEY_VARIABLE, "1" * 64)
-    with pytest.raises(WrongKey, match=f"does not fit: it is from the environment variable {KEY_VARIABLE}"):
+    with pytest.raises(WrongKey, match=f"the key from the environment variable {KEY_VARIABLE}"):
         trinity_es.connect(scripted(folder))
     assert time.monotonic() - began < 5
     monkeypatch.setenv(KEY_VARIABLE, Path(running_system.key_file(client.config)).read_text().strip())
