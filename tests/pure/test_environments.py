@@ -290,7 +290,7 @@ def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_
 
 
 @pytest.mark.parametrize(("package", "name", "said"), [
-    *((package, None, "is no package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
+    *((package, None, "is not a package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
     *(("gsm8k-v1", name, "can't be an environment's name")
       for name in ("../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä")),
 ])

@@ -272,11 +272,11 @@ def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
 
 def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-    refused(tmp_path / "a.parquet", r"a\.parquet is no parquet file")
+    refused(tmp_path / "a.parquet", r"a\.parquet is not a parquet file")
     old = write_dataset(tmp_path / "old", SAMPLES, _indices_data_files=[{"filename": "indices.arrow"}])
     refused(old, "flatten_indices")
     (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
-    refused(old, "is no Arrow stream")
+    refused(old, "is not an Arrow stream")
 
 
 def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

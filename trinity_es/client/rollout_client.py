@@ -115,7 +115,7 @@ class RolloutClient(SystemClient):
         TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
-            raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
+            raise errors.DataError(f"batch_type is {batch_type!r}: 'train' or 'eval' is expected")
         require_batch_id(batch_id)
         cursors = argument_checks.cursors(cursor)
         tasks = argument_checks.list_of("tasks", tasks, "tasks")

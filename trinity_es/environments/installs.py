@@ -192,7 +192,7 @@ def _requirement(package: str) -> tuple[str, str]:
         return str(Path(package).absolute()), distribution
     name, _, version = package.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):
-        raise ConfigError(f"{package!r} is no package, folder or wheel: give NAME, NAME@VERSION or a path")
+        raise ConfigError(f"{package!r} is not a package, folder or wheel: give NAME, NAME@VERSION or a path")
     return (f"{name}=={version}" if version else name), distribution
 
 
@@ -203,7 +203,7 @@ def _distribution(package: str) -> str:
         try:
             return str(tomllib.loads((path / "pyproject.toml").read_text())["project"]["name"])
         except (OSError, KeyError, tomllib.TOMLDecodeError) as e:
-            raise ConfigError(f"{path} is no package: its pyproject.toml gives no project.name ({e!r})") from e
+            raise ConfigError(f"{path} is not a package: its pyproject.toml gives no project.name ({e!r})") from e
     return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
 
 

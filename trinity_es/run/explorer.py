@@ -93,8 +93,8 @@ class Explorer(RunProcess):
             with open_log(config.store.url) as log:
                 if any(b.batch_type == "train" for b in log.batches()):
                     raise ConfigError(
-                        f"the log {url} holds a run; a benchmark has a log of its own: leave store.url out of the "
-                        "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
+                        f"the log {url} holds a run, but a benchmark needs a log of its own: leave store.url out of "
+                        "the config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
                     )
                 self._point = resume_point(log, [])
         except LogNotFound:

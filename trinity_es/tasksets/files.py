@@ -272,7 +272,7 @@ def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
     try:
         parquet_file = parquet.ParquetFile(file)
     except arrow.ArrowException as e:
-        raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
+        raise TasksetError(f"{file} is not a parquet file ({e})", file=str(file)) from e
     rows = TableRows(file, parquet_file.schema_arrow, config)
     for group in range(parquet_file.metadata.num_row_groups):
         columns.add(rows, partial(parquet_file.read_row_group, group))
@@ -325,5 +325,5 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
                 for batch in stream:
                     columns.add(rows, partial(lambda batch: batch, batch))  # the file is mapped, not read
         except arrow.ArrowException as e:
-            raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
+            raise TasksetError(f"{file} is not an Arrow stream ({e})", file=str(file)) from e
     return columns

@@ -109,7 +109,7 @@ class Publisher:
         model = self.config.explorer.rollout_model
         if model.engine_type in ("vllm", "http"):
             if not (folder / "config.json").is_file():
-                raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+                raise SyncError(f"{folder} is not a checkpoint in HF format: it has no config.json")
             problem = unloadable(str(folder), *reference_shapes(model.model_path))
             if problem:  # once published, every engine that starts would need it
                 raise SyncError(f"weights version {version} was not published: {problem}")

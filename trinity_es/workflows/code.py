@@ -209,7 +209,8 @@ def _valid_test(test: str) -> str:
             compile(test, "tests.py", "exec")
             parsed = ast.parse(test)
     except (SyntaxError, ValueError) as e:
-        raise DataError(f"the row's test {test[:200]!r} is no Python ({e}): fix the row (format.response_key)") from e
+        raise DataError(f"the row's test {test[:200]!r} is not valid Python ({e}): fix the row "
+                        "(format.response_key)") from e
     if not any(map(_checks_something, parsed.body)):
         names = [node.name for node in parsed.body if isinstance(node, _DEFINITIONS)]
         advice = f"add a line that calls {names[0]}" if names else "write an `assert`"
