@@ -78,7 +78,7 @@ def api_key(config: Config) -> str:
 
 
 class Proxy:
-    """HTTP server before the engines of a running system, on the event loop on which it is started.
+    """HTTP proxy in front of the engines of a running system; it runs on the event loop that starts it.
 
     The constructor raises WrongKey if there is no key, or if another user could have read it.
     """
